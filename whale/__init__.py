@@ -1,0 +1,68 @@
+"""Whale: a training program written for one device, run over unequal devices.
+
+The names below are loaded when first used, so that ``import whale`` costs nothing and needs no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from whale.annotations import replica as replica
+    from whale.config import Config as Config
+    from whale.errors import CaptureError as CaptureError
+    from whale.errors import ClusterError as ClusterError
+    from whale.errors import CommError as CommError
+    from whale.errors import ConfigError as ConfigError
+    from whale.errors import LayoutError as LayoutError
+    from whale.errors import PlanError as PlanError
+    from whale.errors import ProgramError as ProgramError
+    from whale.errors import RuleError as RuleError
+    from whale.errors import WhaleError as WhaleError
+    from whale.runtime.context import init as init
+    from whale.runtime.context import local_rank as local_rank
+    from whale.runtime.context import rank as rank
+    from whale.runtime.context import shutdown as shutdown
+    from whale.runtime.context import size as size
+    from whale.runtime.dry_run import plan as plan
+    from whale.runtime.function import function as function
+    from whale.runtime.session import Session as Session
+
+_PUBLIC = {
+    "init": "whale.runtime.context",
+    "rank": "whale.runtime.context",
+    "size": "whale.runtime.context",
+    "local_rank": "whale.runtime.context",
+    "shutdown": "whale.runtime.context",
+    "function": "whale.runtime.function",
+    "Session": "whale.runtime.session",
+    "plan": "whale.runtime.dry_run",
+    "replica": "whale.annotations",
+    "Config": "whale.config",
+    "WhaleError": "whale.errors",
+    "ConfigError": "whale.errors",
+    "ClusterError": "whale.errors",
+    "CommError": "whale.errors",
+    "ProgramError": "whale.errors",
+    "CaptureError": "whale.errors",
+    "RuleError": "whale.errors",
+    "LayoutError": "whale.errors",
+    "PlanError": "whale.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'whale' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
