@@ -1,0 +1,115 @@
+"""What a launcher gave this process: its rank, the number of ranks, and its place on the host.
+
+Understood are `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. No TensorFlow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whale.errors import ClusterError
+
+RANK_VARIABLE = "WHALE_RANK"
+SIZE_VARIABLE = "WHALE_SIZE"
+LOCAL_RANK_VARIABLE = "WHALE_LOCAL_RANK"
+LOCAL_SIZE_VARIABLE = "WHALE_LOCAL_SIZE"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """The place of this process among the ranks.
+
+    Attributes:
+        rank: number of this process, 0 <= rank < size.
+        size: number of ranks.
+        local_rank: number of this process among those on its host, 0 <= local_rank < local_size.
+        local_size: number of ranks on this host.
+        launcher: who said so: ``whale run``, ``Open MPI``, ``PMI``, ``SLURM``, or ``none`` for a process started alone.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    launcher: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+# In the order asked: a launcher that starts another one (srun mpirun ...) sets the outer variables too, and the inner
+# launcher's are the true ones. SLURM comes last because they are also set in a batch script that starts nothing.
+_DIALECTS = (
+    _Dialect("whale run", RANK_VARIABLE, SIZE_VARIABLE, (LOCAL_RANK_VARIABLE,), (LOCAL_SIZE_VARIABLE,)),
+    _Dialect("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+             ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Dialect("PMI", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+    _Dialect("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ()),
+)  # fmt: skip
+
+
+def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
+    """Reads this process's place from the environment that its launcher made.
+
+    Raises:
+        ClusterError: the variables of a launcher contradict each other or are not numbers.
+    """
+    environment = os.environ if environment is None else environment
+    for dialect in _DIALECTS:
+        if dialect.rank in environment and dialect.size in environment:
+            return _read(dialect, environment)
+    return ProcessPlace(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
+def _read(dialect: _Dialect, environment: Mapping[str, str]) -> ProcessPlace:
+    rank = _number(environment, dialect, dialect.rank)
+    size = _number(environment, dialect, dialect.size)
+    # A launcher that says nothing about the host is taken to run all of its ranks on one.
+    local_rank = next((_number(environment, dialect, v) for v in dialect.local_rank if v in environment), rank)
+    local_size = next((_number(environment, dialect, v) for v in dialect.local_size if v in environment), None)
+    if local_size is None:
+        local_size = _slurm_local_size(environment, size) if dialect.launcher == "SLURM" else size
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise ClusterError(
+            f"{dialect.launcher} gave this process an impossible place",
+            given=f"rank {rank} of {size}, local rank {local_rank} of {local_size}",
+            expected="0 <= rank < size and 0 <= local rank < local size <= size",
+            action=f"check {dialect.rank}, {dialect.size} and the local variables in the environment",
+        )
+    return ProcessPlace(rank, size, local_rank, local_size, dialect.launcher)
+
+
+def _number(environment: Mapping[str, str], dialect: _Dialect, variable: str) -> int:
+    try:
+        return int(environment[variable])
+    except ValueError:
+        raise ClusterError(
+            f"{variable} is not a number", given=f"{variable}={environment[variable]}", expected="a whole number",
+            action=f"start the program through {dialect.launcher} again, or unset the variable",
+        ) from None  # fmt: skip
+
+
+def _slurm_local_size(environment: Mapping[str, str], size: int) -> int:
+    """Tasks on this node from SLURM_STEP_TASKS_PER_NODE, for example "2(x3),1": two on each of three nodes, then one."""
+    text, node = environment.get("SLURM_STEP_TASKS_PER_NODE"), environment.get("SLURM_NODEID", "0")
+    if text is None:
+        return size
+    counts: list[int] = []
+    try:
+        for part in text.split(","):
+            tasks, _, repeat = part.partition("(x")
+            counts += [int(tasks)] * int(repeat.rstrip(")") or 1)
+        return counts[int(node)]
+    except (ValueError, IndexError):
+        raise ClusterError(
+            "SLURM's task layout cannot be read", given=f"SLURM_STEP_TASKS_PER_NODE={text}, SLURM_NODEID={node}",
+            expected="counts like 2(x3),1 with an entry for the node", action="start the program through srun again",
+        ) from None  # fmt: skip
