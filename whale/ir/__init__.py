@@ -1,0 +1,1 @@
+"""The intermediate representation: programs, layouts, plans, their text forms. Imports nothing of the project."""

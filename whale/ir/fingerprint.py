@@ -1,0 +1,67 @@
+"""Fingerprints: equal on ranks that run the same thing, and able to name the first node that differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from whale.ir.program import Node, Program
+from whale.ir.values import DType, Func, Shape, Tensor
+
+
+def _feed(value: Any) -> bytes:
+    """A byte form of an attribute value that tells different values apart."""
+    if isinstance(value, Tensor):
+        data = value.data if isinstance(value.data, bytes) else repr(value.data).encode()
+        return b"T" + value.dtype.encode() + repr(value.shape).encode() + data
+    if isinstance(value, Func):
+        return b"F" + value.name.encode() + b"".join(k.encode() + _feed(v) for k, v in sorted(value.attrs.items()))
+    if isinstance(value, tuple):
+        return b"(" + b",".join(map(_feed, value)) + b")"
+    if isinstance(value, Shape):
+        return b"S" + repr(value.dims).encode()
+    if isinstance(value, DType):
+        return b"D" + str(value).encode()
+    return type(value).__name__.encode() + repr(value).encode()
+
+
+def node_digest(node: Node) -> bytes:
+    """Eight bytes that identify a node: name, op, operands, control edges, attributes, types."""
+    h = hashlib.blake2b(digest_size=8)
+    raw = getattr(node.attrs, "canonical", None)
+    attrs = raw() if raw is not None else _attrs(node.attrs)
+    h.update(f"{node.name}\0{node.op}\0{node.inputs}\0{sorted(node.controls)}\0{node.outputs}\0{node.scope}".encode())
+    h.update(attrs)
+    return h.digest()
+
+
+def _attrs(attrs: Mapping[str, Any]) -> bytes:
+    return b";".join(k.encode() + b"=" + _feed(attrs[k]) for k in sorted(attrs))
+
+
+def fingerprint(program: Program) -> str:
+    """Hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions."""
+    h = hashlib.blake2b(digest_size=16)
+    _update(h, program)
+    return h.hexdigest()
+
+
+def _update(h: Any, program: Program) -> None:
+    for node in program.nodes:
+        h.update(node_digest(node))
+    variables = [(v.node, str(v.type)) for v in program.variables]
+    h.update(repr((program.inputs, variables, program.outputs, program.effects)).encode())
+    for name in sorted(program.functions):
+        h.update(name.encode())
+        _update(h, program.functions[name])
+
+
+def node_digests(program: Program) -> list[tuple[str, bytes]]:
+    """(what, digest) for each node in canonical order, functions after the program; last the fetches."""
+    rows = [(f"{n.name} ({n.op})", node_digest(n)) for n in program.nodes]
+    for name in sorted(program.functions):
+        rows += [(f"{name}/{what}", digest) for what, digest in node_digests(program.functions[name])[:-1]]
+    fetches = repr((program.inputs, program.outputs, program.effects)).encode()
+    rows.append(("the fetches " + ", ".join(map(str, program.outputs)), hashlib.blake2b(fetches, digest_size=8).digest()))
+    return rows

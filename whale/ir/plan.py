@@ -1,0 +1,200 @@
+"""A Plan: every decision about how a program is spread, as plain data (printed, saved, compared, replayed)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from whale.ir.layout import Placement, Strategy, parse_placement
+from whale.ir.program import Ref
+
+FORMAT_VERSION = 1  # a new major number is refused; unknown fields of the same one are ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One change of layout: tensor ``ref`` of graph ``graph`` ("" is the program) goes from ``source`` to ``target``.
+
+    ``key`` is equal on all ranks and unique in the plan; ``bytes`` are the logical bytes moved in total; ``group`` is
+    the number of the fused collective it belongs to, -1 when it travels alone.
+    """
+
+    graph: str
+    ref: Ref
+    source: Placement
+    target: Placement
+    key: str
+    bytes: int
+    group: int = -1
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """The nodes of one scope: how many there are, and the virtual device that they are bound to."""
+
+    scope: str
+    kind: str
+    devices: tuple[int, ...]
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """An input that is divided over the mesh: its name, the rows of each coordinate, and who chose it."""
+
+    name: str
+    placement: Placement
+    origin: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that lowering needs beside the program.
+
+    Attributes:
+      program: name of the program; fingerprint: of the program it was made for.
+      size: ranks of the one mesh axis; devices: a name for each.
+      strategies: graph name -> node name -> strategy. The program itself is graph "".
+      reshards: all changes of layout that the run makes.
+      unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
+      split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
+    """
+
+    program: str
+    fingerprint: str
+    size: int
+    devices: tuple[str, ...] = ()
+    task_graphs: tuple[TaskGraph, ...] = ()
+    batch_inputs: tuple[BatchInput, ...] = ()
+    strategies: Mapping[str, Mapping[str, Strategy]] = field(default_factory=dict)
+    reshards: tuple[Reshard, ...] = ()
+    unruled: Mapping[str, int] = field(default_factory=dict)
+    split_flops: int = 0
+    total_flops: int = 0
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
+        return sum(r.bytes for r in self.reshards)
+
+    @property
+    def split_flops_fraction(self) -> float:
+        """Share of the matrix-product and convolution FLOPs that are divided over the ranks; 1.0 when there are none."""
+        return self.split_flops / self.total_flops if self.total_flops else 1.0
+
+    @cached_property
+    def reshard_of(self) -> dict[tuple[str, Ref, Placement], Reshard]:
+        return {(r.graph, r.ref, r.target): r for r in self.reshards}
+
+    @cached_property
+    def groups(self) -> dict[int, tuple[Reshard, ...]]:
+        """Fused collectives: group number -> its members in order."""
+        table: dict[int, list[Reshard]] = {}
+        for r in self.reshards:
+            if r.group >= 0:
+                table.setdefault(r.group, []).append(r)
+        return {g: tuple(members) for g, members in table.items()}
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON (see ``load_plan``)."""
+        Path(path).write_bytes(msgspec.json.format(self.to_json(), indent=1))
+
+    def to_json(self) -> bytes:
+        table: dict[Strategy, int] = {}
+        graphs = {
+            graph: {name: table.setdefault(s, len(table)) for name, s in nodes.items()}
+            for graph, nodes in self.strategies.items()
+        }
+        return msgspec.json.encode(
+            _File(
+                version=FORMAT_VERSION,
+                program=self.program,
+                fingerprint=self.fingerprint,
+                size=self.size,
+                devices=list(self.devices),
+                task_graphs=[[t.scope, t.kind, list(t.devices), t.nodes] for t in self.task_graphs],
+                batch_inputs=[[b.name, str(b.placement), b.origin] for b in self.batch_inputs],
+                strategy_table=[[[str(p) for p in s.inputs], [str(p) for p in s.outputs], s.why] for s in table],
+                graphs=graphs,
+                reshards=[
+                    [r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin]
+                    for r in self.reshards
+                ],
+                unruled=dict(self.unruled),
+                split_flops=self.split_flops,
+                total_flops=self.total_flops,
+            )
+        )
+
+
+class _File(msgspec.Struct):
+    """The JSON form; strategies are stored once and referred to by number, since most nodes share a few."""
+
+    version: int
+    program: str
+    fingerprint: str
+    size: int
+    devices: list[str]
+    task_graphs: list[tuple[str, str, list[int], int]]
+    batch_inputs: list[tuple[str, str, str]]
+    strategy_table: list[tuple[list[str], list[str], str]]
+    graphs: dict[str, dict[str, int]]
+    reshards: list[tuple[str, str, int, str, str, str, int, int, str]]
+    unruled: dict[str, int]
+    split_flops: int
+    total_flops: int
+
+
+def plan_from_json(data: bytes) -> Plan:
+    """Inverse of ``Plan.to_json``.
+
+    Raises:
+      ValueError: the data are no plan, or of another format version.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Version).version
+    except msgspec.DecodeError as e:
+        raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"plan format version {version}; this build reads version {FORMAT_VERSION}: make the plan again with `whale plan`"
+        )
+    f = msgspec.json.decode(data, type=_File)
+    table = [
+        Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w) for i, o, w in f.strategy_table
+    ]
+    return Plan(
+        program=f.program,
+        fingerprint=f.fingerprint,
+        size=f.size,
+        devices=tuple(f.devices),
+        task_graphs=tuple(TaskGraph(s, k, tuple(d), n) for s, k, d, n in f.task_graphs),
+        batch_inputs=tuple(BatchInput(n, parse_placement(p), o) for n, p, o in f.batch_inputs),
+        strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
+        reshards=tuple(
+            Reshard(g, Ref(n, i), parse_placement(s), parse_placement(t), k, b, gr, o)
+            for g, n, i, s, t, k, b, gr, o in f.reshards
+        ),
+        unruled=f.unruled,
+        split_flops=f.split_flops,
+        total_flops=f.total_flops,
+    )
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan that ``Plan.save`` wrote.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not a plan, or of another format version.
+    """
+    return plan_from_json(Path(path).read_bytes())

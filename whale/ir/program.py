@@ -1,0 +1,164 @@
+"""A captured program: nodes with global shapes, variables, inputs, fetches, functions (bodies of While and If)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import networkx as nx
+
+from whale.ir.values import Func, Tensor, TensorType
+
+
+class Ref(NamedTuple):
+    """Output ``index`` of node ``node``."""
+
+    node: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. ``controls`` are names of nodes that run before it; ``scope`` is the path of the user's scopes."""
+
+    name: str
+    op: str
+    inputs: tuple[Ref, ...] = ()
+    controls: tuple[str, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[TensorType, ...] = ()
+    scope: str = ""
+    stateful: bool = False
+
+    def refs(self) -> tuple[Ref, ...]:
+        """Its outputs, as references."""
+        return tuple(Ref(self.name, i) for i in range(len(self.outputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable of the program: the node that yields its resource handle, and what it holds."""
+
+    node: str
+    name: str
+    type: TensorType
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A static graph for one device.
+
+    ``nodes`` are in topological order. ``inputs`` are names of Placeholder nodes, in call order; ``outputs`` are what
+    the caller fetches; ``effects`` are nodes that run for what they do (updates, prints). In a body of ``functions``
+    the inputs are its arguments.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    outputs: tuple[Ref, ...] = ()
+    effects: tuple[str, ...] = ()
+    functions: Mapping[str, "Program"] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return {n.name: n for n in self.nodes}
+
+    @cached_property
+    def consumers(self) -> dict[Ref, list[tuple[Node, int]]]:
+        """For each tensor the nodes (and operand numbers) that read it."""
+        table: dict[Ref, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for i, ref in enumerate(node.inputs):
+                table.setdefault(ref, []).append((node, i))
+        return table
+
+    @cached_property
+    def variable_of(self) -> dict[str, Variable]:
+        """Handle node name -> variable."""
+        return {v.node: v for v in self.variables}
+
+    def type_of(self, ref: Ref) -> TensorType:
+        return self.by_name[ref.node].outputs[ref.index]
+
+    def const(self, ref: Ref) -> Any | None:
+        """The value of ``ref`` as a NumPy array when it is a constant, looking through Identity; else None."""
+        node = self.by_name.get(ref.node)
+        while node is not None and node.op in ("Identity", "StopGradient", "Snapshot") and node.inputs:
+            node = self.by_name.get(node.inputs[0].node)
+        if node is None or node.op != "Const":
+            return None
+        value = node.attrs["value"]
+        return value.numpy() if isinstance(value, Tensor) else None
+
+    def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> "Program":
+        return replace(self, nodes=nodes, **changes)
+
+
+def function_refs(node: Node) -> Iterator[tuple[str, Func]]:
+    """Attributes of ``node`` that name functions, as (attribute, Func); branches of a Case come one by one."""
+    for key, value in node.attrs.items():
+        if isinstance(value, Func):
+            yield key, value
+        elif isinstance(value, tuple) and value and isinstance(value[0], Func):
+            for item in value:
+                yield key, item
+
+
+def topological(nodes: Mapping[str, Node], order: Mapping[str, int] | None = None) -> tuple[Node, ...]:
+    """``nodes`` sorted so that each comes after what it reads; ties keep ``order`` (default: the mapping's own).
+
+    Raises:
+      networkx.NetworkXUnfeasible: the nodes form a cycle.
+    """
+    names = list(nodes)
+    rank = order or {n: i for i, n in enumerate(names)}
+    # Fast path: most graphs arrive sorted, and a check is much cheaper than a sort.
+    seen: set[str] = set()
+    for name in names:
+        node = nodes[name]
+        if any(r.node not in seen for r in node.inputs) or any(c not in seen for c in node.controls):
+            break
+        seen.add(name)
+    else:
+        return tuple(nodes.values())
+    graph = nx.DiGraph()
+    graph.add_nodes_from(names)
+    for node in nodes.values():
+        graph.add_edges_from((r.node, node.name) for r in node.inputs)
+        graph.add_edges_from((c, node.name) for c in node.controls)
+    return tuple(nodes[n] for n in nx.lexicographical_topological_sort(graph, key=rank.__getitem__))
+
+
+def prune(program: Program) -> Program:
+    """Only the nodes that the outputs and effects need (program inputs stay), and the functions these call."""
+    needed: set[str] = set()
+    stack = [r.node for r in program.outputs] + list(program.effects)
+    by_name = program.by_name
+    while stack:
+        name = stack.pop()
+        if name in needed:
+            continue
+        needed.add(name)
+        node = by_name[name]
+        stack.extend(r.node for r in node.inputs)
+        stack.extend(node.controls)
+    needed.update(program.inputs)
+    nodes = tuple(n for n in program.nodes if n.name in needed)
+    functions: dict[str, Program] = {}
+    todo = [f.name for n in nodes for _, f in function_refs(n)]
+    while todo:
+        name = todo.pop()
+        if name in functions or name not in program.functions:
+            continue
+        functions[name] = program.functions[name]
+        todo.extend(f.name for n in functions[name].nodes for _, f in function_refs(n))
+    variables = tuple(v for v in program.variables if v.node in needed)
+    return replace(program, nodes=nodes, variables=variables, functions=functions)

@@ -1,0 +1,113 @@
+"""Values that node attributes hold.
+
+A node's attributes are plain Python values: ``bool``, ``int``, ``float``, ``str`` (text), ``bytes`` (text that is not
+UTF-8), ``DType``, ``Shape``, ``Tensor``, ``Func``, or a tuple of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import numpy as np
+
+Dims = tuple[Union[int, None], ...]
+
+_ITEM_BYTES = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+    "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1,
+}  # fmt: skip
+UNMOVABLE = frozenset({"resource", "variant", "string"})
+FLOATING = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; 0 for dtypes that have no fixed size or cannot be sent (string, resource, variant)."""
+    return _ITEM_BYTES.get(dtype, 0)
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """NumPy's dtype of that name; ``bfloat16`` and the 8-bit floats come from ml_dtypes, which TensorFlow brings."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+
+
+class DType(str):
+    """The name of an element type, as an attribute value: ``DType("float32")``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"DType({str.__repr__(self)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A shape as an attribute value; ``dims`` is None when the rank is unknown, a dimension None when its size is."""
+
+    dims: Dims | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A constant: ``data`` holds the elements in row-major order, raw little-endian, or a tuple of bytes for strings."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any = field(repr=False)
+
+    @staticmethod
+    def of(array: np.ndarray, dtype: str | None = None) -> "Tensor":
+        """The constant with the elements of ``array``."""
+        if array.dtype.kind in "OSU":
+            items = tuple(x if isinstance(x, bytes) else str(x).encode() for x in array.reshape(-1).tolist())
+            return Tensor("string", tuple(array.shape), items)
+        return Tensor(dtype or array.dtype.name, tuple(array.shape), np.ascontiguousarray(array).tobytes())
+
+    def numpy(self) -> np.ndarray:
+        """The elements as a NumPy array of ``shape`` (read-only; object dtype for strings)."""
+        if self.dtype == "string":
+            return np.array(self.data, dtype=object).reshape(self.shape)
+        return np.frombuffer(self.data, numpy_dtype(self.dtype)).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Func:
+    """A reference to a function of the program, with the attributes it is called with."""
+
+    name: str
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Element type and static shape of a tensor (global, unless a text says local)."""
+
+    dtype: str
+    shape: Dims | None = None
+
+    @property
+    def is_static(self) -> bool:
+        return self.shape is not None and None not in self.shape
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; unknown dimensions count as 1, an unknown rank as 1 element."""
+        count = 1
+        for size in self.shape or ():
+            count *= 1 if size is None else size
+        return count
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * item_bytes(self.dtype)
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return f"{self.dtype}[*]"
+        return f"{self.dtype}[{','.join('?' if d is None else str(d) for d in self.shape)}]"

@@ -1,0 +1,89 @@
+"""What a rule is: for one mesh axis, which placements an op allows, and what a rank then runs.
+
+``Rule.strategies`` answers the planner's question ("given how the operands lie now, what may this op do?");
+``Rule.localize`` answers lowering's ("with this strategy, what changes on coordinate i?").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from whale.ir.layout import B, Placement, Strategy, local_shape
+from whale.ir.program import Node
+from whale.ir.values import TensorType
+
+__all__ = ["UNCHANGED", "Local", "OpView", "Rule", "Strategy", "local_input_shape", "local_output_shape", "replicated"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpView:
+    """What a rule sees of a node: global types, attributes, constant operands, and the size of the mesh axis."""
+
+    node: Node
+    inputs: tuple[TensorType, ...]
+    parts: int
+    consts: Callable[[int], np.ndarray | None]
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        return self.node.outputs
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        return self.node.attrs.get(name, default)
+
+    def const(self, i: int) -> np.ndarray | None:
+        """Value of operand ``i`` if it is a constant of the program, else None."""
+        return self.consts(i)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """How a rank's node differs from the program's.
+
+    Attributes:
+      attrs: attributes with other values.
+      consts: operand number -> a fresh local constant (shapes, multiples, slice bounds).
+      op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
+      divide_by: the first output is divided by this afterwards (the global count of a mean).
+    """
+
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    consts: Mapping[int, np.ndarray] = field(default_factory=dict)
+    op: str | None = None
+    divide_by: float | None = None
+
+
+UNCHANGED = Local()
+
+
+class Rule(Protocol):
+    """The rule of one op type."""
+
+    def strategies(self, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
+        """Legal strategies, given where the operands lie now (``current`` supplies the sizes of splits).
+
+        The replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
+        first rank (``Owner``).
+        """
+
+    def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
+        """What coordinate ``coordinate`` runs under ``strategy``."""
+
+
+def replicated(op: OpView) -> Strategy:
+    """Every coordinate computes the whole op."""
+    return Strategy((B,) * len(op.inputs), (B,) * len(op.outputs), "replicated")
+
+
+def local_input_shape(op: OpView, strategy: Strategy, i: int, coordinate: int):
+    """Shape of operand ``i`` on ``coordinate``; None when the rank is unknown."""
+    return local_shape(op.inputs[i].shape, strategy.inputs[i], coordinate)
+
+
+def local_output_shape(op: OpView, strategy: Strategy, i: int, coordinate: int):
+    """Shape of output ``i`` on ``coordinate``; None when the rank is unknown."""
+    return local_shape(op.outputs[i].shape, strategy.outputs[i], coordinate)
