@@ -1,0 +1,331 @@
+"""Text forms. ``parse_program(format_program(p)) == p``; plans print as a table for people (their data form is JSON)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.plan import Plan, Reshard
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
+
+_BARE = re.compile(r"[A-Za-z0-9_./>\-]+\Z")
+_READABLE_ELEMENTS = 16
+
+
+# -- printing programs
+
+
+def format_program(program: Program) -> str:
+    """The program, one line per node (see ``parse_program``)."""
+    lines: list[str] = []
+    _print_graph(program, "program", lines)
+    for name, body in program.functions.items():
+        _print_graph(body, f"function {_word(name)}", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _print_graph(program: Program, head: str, lines: list[str]) -> None:
+    lines.append(f"{head} {_word(program.name)}")
+    lines.extend(f"  input {_word(name)}" for name in program.inputs)
+    for v in program.variables:
+        lines.append(f"  variable {_word(v.node)} {json.dumps(v.name)} {_type(v.type)}" + (f" @{json.dumps(v.scope)}" if v.scope else ""))
+    lines.extend("  " + format_node(node) for node in program.nodes)
+    lines.append("  return " + ", ".join(map(_ref, program.outputs)))
+    lines.append("  effects " + ", ".join(map(_word, program.effects)))
+
+
+def format_node(node: Node) -> str:
+    """``name = Op(operands) ^control {attributes} : types @scope !``; ``!`` marks a stateful op."""
+    text = f"{_word(node.name)} = {_word(node.op)}({', '.join(map(_ref, node.inputs))})"
+    text += "".join(f" ^{_word(c)}" for c in node.controls)
+    if node.attrs:
+        text += " {" + ", ".join(f"{k}={format_value(node.attrs[k])}" for k in sorted(node.attrs)) + "}"
+    if node.outputs:
+        text += " : " + ", ".join(map(_type, node.outputs))
+    if node.scope:
+        text += f" @{json.dumps(node.scope)}"
+    return text + (" !" if node.stateful else "")
+
+
+def _word(name: str) -> str:
+    return name if _BARE.match(name) else json.dumps(name)
+
+
+def _ref(ref: Ref) -> str:
+    return f"{_word(ref.node)}:{ref.index}"
+
+
+def _dims(dims: tuple[int | None, ...] | None) -> str:
+    return "[*]" if dims is None else "[" + ",".join("?" if d is None else str(d) for d in dims) + "]"
+
+
+def _type(t: TensorType) -> str:
+    return t.dtype + _dims(t.shape)
+
+
+def format_value(value: Any) -> str:
+    """Text of an attribute value; raises TypeError for what is no attribute value."""
+    if isinstance(value, (bool, int)):
+        return repr(value)
+    if isinstance(value, float):
+        return f"float({value!r})"
+    if isinstance(value, DType):
+        return f"dtype({str(value)})"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, bytes):
+        return f"bytes({base64.b64encode(value).decode()})"
+    if isinstance(value, Shape):
+        return f"shape({_dims(value.dims)})"
+    if isinstance(value, Tensor):
+        return f"tensor({value.dtype}{_dims(value.shape)} {_tensor_data(value)})"
+    if isinstance(value, Func):
+        return f"func({_word(value.name)} {{{', '.join(f'{k}={format_value(v)}' for k, v in sorted(value.attrs.items()))}}})"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(format_value, value)) + "]"
+    raise TypeError(f"not an attribute value: {value!r} ({type(value).__name__})")
+
+
+def _tensor_data(t: Tensor) -> str:
+    if t.dtype == "string":
+        return json.dumps([base64.b64encode(item).decode() for item in t.data])
+    if int(np.prod(t.shape, dtype=np.int64)) <= _READABLE_ELEMENTS and t.dtype.startswith(("int", "float", "uint", "bool")):
+        array = t.numpy()
+        if np.isfinite(array).all() and not np.any((array == 0) & np.signbit(array.astype(np.float64))):
+            return json.dumps([x.item() for x in array.reshape(-1)])
+    return "base64 " + base64.b64encode(t.data).decode()
+
+
+# -- parsing programs
+
+class _Reader:
+    """A line's tokens, read one by one."""
+
+    def __init__(self, line: str):
+        self.line, self.at = line, 0
+
+    def rest(self) -> str:
+        return self.line[self.at :].strip()
+
+    def take(self, pattern: str) -> str:
+        match = re.compile(r"\s*(" + pattern + ")").match(self.line, self.at)
+        if match is None:
+            raise ValueError(f"cannot read {self.line!r} at column {self.at}: expected {pattern!r}, found {self.rest()[:30]!r}")
+        self.at = match.end()
+        return match.group(1)
+
+    def has(self, text: str) -> bool:
+        rest = self.line[self.at :].lstrip()
+        if rest.startswith(text):
+            self.at += len(self.line[self.at :]) - len(rest) + len(text)
+            return True
+        return False
+
+    def word(self) -> str:
+        if self.rest().startswith('"'):
+            return self.string()
+        return self.take(r"[A-Za-z0-9_./>\-]+")
+
+    def string(self) -> str:
+        return json.loads(self.take(r'"(?:[^"\\]|\\.)*"'))
+
+    def ref(self) -> Ref:
+        node = self.word()
+        self.take(":")
+        return Ref(node, int(self.take(r"\d+")))
+
+    def dims(self) -> tuple[int | None, ...] | None:
+        text = self.take(r"\[[^\]]*\]")[1:-1]
+        if text == "*":
+            return None
+        return tuple(None if d == "?" else int(d) for d in text.split(",") if d)
+
+    def type(self) -> TensorType:
+        return TensorType(self.take(r"[a-z0-9_]+"), self.dims())
+
+    def listed(self, read: Any, end: str) -> list[Any]:
+        items: list[Any] = []
+        if end and self.has(end):
+            return items
+        while True:
+            items.append(read())
+            if not self.has(","):
+                break
+        if end:
+            self.take(re.escape(end))
+        return items
+
+    def pair(self) -> tuple[str, Any]:
+        key = self.take(r"[A-Za-z0-9_.]+")
+        self.take("=")
+        return key, self.value()
+
+    def value(self) -> Any:
+        if self.has("True"):
+            return True
+        if self.has("False"):
+            return False
+        if self.rest().startswith('"'):
+            return self.string()
+        if self.has("["):
+            return tuple(self.listed(self.value, "]"))
+        if re.match(r"-?\d", self.rest()):
+            return int(self.take(r"-?\d+"))
+        kind = self.take("[a-z]+")
+        self.take(r"\(")
+        value: Any
+        if kind == "float":
+            value = float(self.take(r"[^)]+"))
+        elif kind == "dtype":
+            value = DType(self.take(r"[a-z0-9_]+"))
+        elif kind == "bytes":
+            value = base64.b64decode(self.take(r"[A-Za-z0-9+/=]*"))
+        elif kind == "shape":
+            value = Shape(self.dims())
+        elif kind == "tensor":
+            value = self.tensor()
+        elif kind == "func":
+            name = self.word()
+            self.take("{")
+            value = Func(name, dict(self.listed(self.pair, "}")))
+        else:
+            raise ValueError(f"unknown kind of value {kind!r} in {self.line!r}")
+        self.take(r"\)")
+        return value
+
+    def tensor(self) -> Tensor:
+        t = self.type()
+        shape = tuple(int(d or 0) for d in t.shape or ())
+        if self.has("base64"):
+            return Tensor(t.dtype, shape, base64.b64decode(self.take(r"[A-Za-z0-9+/=]*")))
+        items = json.loads(self.take(r"\[[^\]]*\]"))
+        if t.dtype == "string":
+            return Tensor("string", shape, tuple(base64.b64decode(i) for i in items))
+        return Tensor(t.dtype, shape, np.array(items, dtype=numpy_dtype(t.dtype)).tobytes())
+
+
+def parse_node(line: str) -> Node:
+    """Inverse of ``format_node``; raises ValueError with the place that cannot be read."""
+    r = _Reader(line)
+    name = r.word()
+    r.take("=")
+    op = r.word()
+    r.take(r"\(")
+    inputs = tuple(r.listed(r.ref, ")"))
+    controls = []
+    while r.has("^"):
+        controls.append(r.word())
+    attrs = dict(r.listed(r.pair, "}")) if r.has("{") else {}
+    outputs = tuple(r.listed(r.type, "")) if r.has(":") else ()
+    scope = r.string() if r.has("@") else ""
+    return Node(name, op, inputs, tuple(controls), attrs, outputs, scope, r.has("!"))
+
+
+def parse_program(text: str) -> Program:
+    """Inverse of ``format_program``.
+
+    Raises:
+      ValueError: a line that cannot be read, with the line.
+    """
+    graphs: list[tuple[str | None, dict[str, Any]]] = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        r = _Reader(line)
+        if not line.startswith(" "):
+            key = r.word() if r.take("program|function") == "function" else None
+            graphs.append((key, {"name": r.word(), "nodes": [], "inputs": [], "variables": []}))
+            continue
+        g = graphs[-1][1]
+        if r.has("input "):
+            g["inputs"].append(r.word())
+        elif r.has("variable "):
+            node, name, t = r.word(), r.string(), r.type()
+            g["variables"].append(Variable(node, name, t, r.string() if r.has("@") else ""))
+        elif r.has("return"):
+            g["outputs"] = tuple(r.listed(r.ref, "")) if r.rest() else ()
+        elif r.has("effects"):
+            g["effects"] = tuple(r.listed(r.word, "")) if r.rest() else ()
+        else:
+            g["nodes"].append(parse_node(line.strip()))
+    programs = {
+        key: Program(**{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()}) for key, g in graphs
+    }
+    if None not in programs:
+        raise ValueError("no line starts with `program`; expected the text that format_program writes")
+    main = programs.pop(None)
+    return main.with_nodes(main.nodes, functions={k: p for k, p in programs.items() if k is not None})
+
+
+# -- plans, for people
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _verb(r: Reshard) -> str:
+    source, target = str(r.source)[0], str(r.target)[0]
+    table = {
+        "PB": "all-reduce", "PS": "reduce-scatter", "SB": "all-gather", "OB": "broadcast", "OS": "scatter", "OP": "place",
+        "SS": "all-to-all", "BS": "slice", "BP": "fill", "SP": "fill", "BO": "keep first", "PP": "all-reduce",
+    }  # fmt: skip
+    return table.get(source + target, f"{r.source} -> {r.target}")
+
+
+def format_plan(plan: Plan, rows: int = 12) -> str:
+    """One screen: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
+    out = [f"Plan for {plan.program}: {plan.size} rank{'s' * (plan.size != 1)} ({', '.join(plan.devices)})"]
+    out.append("Task graphs")
+    out += [f"  {t.scope:<28} {t.kind} over ranks {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
+    out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
+    out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
+    nodes = [s for g in plan.strategies.values() for s in g.values()]
+    kinds: Counter[str] = Counter()
+    for s in nodes:
+        placements = s.outputs or s.inputs
+        kinds["divided" if any(isinstance(p, Split) for p in s.inputs + s.outputs) else
+              "partial" if any(str(p)[0] == "P" for p in placements) else
+              "first rank only" if any(str(p) == "O" for p in placements) else "on every rank"] += 1  # fmt: skip
+    share = f"{100 * plan.split_flops_fraction:.1f} % of {plan.total_flops / 1e6:.2f} MFLOP in products and convolutions divided"
+    out.append("Nodes    " + ", ".join(f"{n} {k}" for k, n in kinds.most_common()) + f"; {share}")
+    moving = [r for r in plan.reshards if r.bytes]
+    out.append(
+        f"Communication per step: {human_bytes(plan.logical_bytes)} logical, {len(moving)} tensors in "
+        f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
+    )
+    out += _traffic(plan, moving, rows)
+    if plan.unruled:
+        out.append("Ops without a rule (every rank computes them whole, or the first rank runs them)")
+        table = sorted(plan.unruled.items(), key=lambda kv: -kv[1])
+        out += [f"  {name:<50} {human_bytes(moved)} gathered" for name, moved in table[:rows]]
+        out += [f"  ... and {len(table) - rows} more"] if len(table) > rows else []
+    return "\n".join(out) + "\n"
+
+
+def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
+    lines: list[tuple[int, str]] = []
+    by_group: dict[int, list[Reshard]] = {}
+    for r in moving:
+        if r.group >= 0:
+            by_group.setdefault(r.group, []).append(r)
+        else:
+            lines.append((r.bytes, f"{_verb(r):<14} {r.source} -> {r.target}  {r.graph + '/' if r.graph else ''}{r.ref}"))
+    for number, members in by_group.items():
+        first = members[0]
+        lines.append((sum(m.bytes for m in members), f"{_verb(first):<14} {first.source} -> {first.target}  group {number}: {len(members)} tensors, first {first.ref}"))
+    lines.sort(key=lambda row: -row[0])
+    shown = [f"  {human_bytes(moved):>10}  {text}" for moved, text in lines[:rows]]
+    return shown + ([f"  ... and {len(lines) - rows} smaller"] if len(lines) > rows else [])

@@ -1,0 +1,1 @@
+"""The passes between a captured program and a plan, in one visible order."""

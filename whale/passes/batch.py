@@ -1,0 +1,55 @@
+"""Which inputs carry the batch, and how its rows are shared out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from whale.errors import PlanError
+from whale.ir.layout import even_sizes, split
+from whale.ir.plan import BatchInput
+from whale.ir.program import Program
+from whale.ir.values import UNMOVABLE
+
+
+def batch_inputs(
+    program: Program, parts: int, shares: Sequence[int] = (), marked: Sequence[str] = ()
+) -> tuple[BatchInput, ...]:
+    """Inputs that are divided along dimension 0, with the rows of each rank.
+
+    Args:
+      shares: rows per rank; empty means as equal as possible.
+      marked: names of the inputs to take; empty means the inputs of rank >= 1 whose dimension 0 has the size of the
+        first such input's.
+
+    Raises:
+      PlanError: a marked input does not exist or has no dimension 0, or the shares do not add up to the batch.
+    """
+    types = {name: program.by_name[name].outputs[0] for name in program.inputs}
+    candidates = {
+        n: t for n, t in types.items() if t.shape and t.shape[0] is not None and t.dtype not in UNMOVABLE
+    }
+    for name in marked:
+        if name not in candidates:
+            near = difflib.get_close_matches(name, candidates, 1)
+            raise PlanError(
+                "an input that `batch.inputs` names cannot carry the batch", given=name,
+                expected=f"one of {', '.join(candidates) or 'no input: none has a dimension 0'}",
+                action=f"name {near[0]!r}" if near else "name an input of rank 1 or more, or remove the key",
+            )  # fmt: skip
+    if not candidates:
+        return ()
+    chosen = list(marked) or [n for n, t in candidates.items() if t.shape[0] == next(iter(candidates.values())).shape[0]]
+    origin = "user (batch.inputs)" if marked else "rule: dimension 0 has the size of the first input's"
+    rows = []
+    for name in chosen:
+        size = candidates[name].shape[0]
+        if shares and (len(shares) != parts or sum(shares) != size):
+            raise PlanError(
+                "the batch cannot be split as `replica.shares` asks", input=name,
+                given=f"shares {list(shares)} (sum {sum(shares)}) for {parts} ranks, batch of {size} rows",
+                expected=f"{parts} numbers that add up to {size}, for example {list(even_sizes(size, parts))}",
+                action="change replica.shares or the batch size",
+            )  # fmt: skip
+        rows.append(BatchInput(name, split(0, tuple(shares) or even_sizes(size, parts)), origin))
+    return tuple(rows)

@@ -1,0 +1,168 @@
+"""The list of passes: program -> normalised program -> plan. Pure functions; ``WHALE_DUMP`` writes each one's result."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import Split
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.passes.annotate import annotate, task_graphs
+from whale.passes.batch import batch_inputs
+from whale.passes.check import check
+from whale.passes.cost import matmul_flops
+from whale.passes.decompose import decompose, is_composite
+from whale.passes.fold import fold
+from whale.passes.group import group
+from whale.passes.inline import inline
+from whale.passes.propagate import GraphLayout, propagate
+from whale.passes.reduce import place_reductions
+from whale.passes.reshards import explicit_reshards
+from whale.passes.specialise import specialise
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """What planning needs beside the program: ranks, their names, and the user's choices (see whale.config)."""
+
+    size: int
+    devices: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
+    marked_inputs: tuple[str, ...] = ()
+    group_bytes: int = 4 << 20
+    dump: str = ""
+
+
+NORMALISE: tuple[Callable[[Program], Program], ...] = (inline, fold, specialise, annotate)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Passes make many small objects and no cycles; the collector would only walk them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def normalise(program: Program, context: PlanContext) -> Program:
+    """Functions inlined, shape chains folded, dead nodes dropped, task graphs completed."""
+    with _no_garbage_collection():
+        _dump(context, "captured", program)
+        for step in NORMALISE:
+            program = step(program)
+            _dump(context, step.__name__, program)
+    return program
+
+
+def make_plan(program: Program, context: PlanContext) -> Plan:
+    """The plan of a normalised program (see ``expand`` for the program that the plan speaks of).
+
+    Raises:
+      PlanError: the batch cannot be split as asked, or no legal plan exists.
+    """
+    with _no_garbage_collection():
+        batch = batch_inputs(program, context.size, context.shares, context.marked_inputs)
+        expanded = expand(program, batch, context)
+        layouts = _layouts(expanded, batch, context)
+        layouts = {
+            g: place_reductions(expanded if g == "" else expanded.functions[g], layout, context.size)
+            for g, layout in layouts.items()
+        }
+        reshards = explicit_reshards(expanded, layouts, context.size)
+        reshards = group(expanded, layouts, reshards, context.group_bytes)
+        divided, total = _flops(expanded, layouts)
+        plan = Plan(
+            program=program.name,
+            fingerprint=fingerprint(program),
+            size=context.size,
+            devices=context.devices or tuple(f"rank {i}" for i in range(context.size)),
+            task_graphs=task_graphs(expanded, tuple(range(context.size))),
+            batch_inputs=batch,
+            strategies={g: layout.strategies for g, layout in layouts.items()},
+            reshards=reshards,
+            unruled=_unruled(expanded, layouts, reshards),
+            split_flops=divided,
+            total_flops=total,
+        )
+        check(expanded, plan)
+        _dump(context, "plan", expanded, plan)
+    return plan
+
+
+def expand(program: Program, batch: Sequence, context: PlanContext) -> Program:
+    """``program`` with the composite ops replaced whose batch is divided; the rest stays fused."""
+    if context.size == 1 or not any(is_composite(n) for n in program.nodes):
+        return program
+    layout = _layouts(program, batch, context)[""]
+    divided = {
+        n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
+    }
+    # Forward and gradient go together: the gradient reads what the decomposed forward saved.
+    while True:
+        more = {
+            n.name
+            for n in program.nodes
+            if is_composite(n) and n.name not in divided
+            and any(r.node in divided or _reads(program, d, n.name) for r in n.inputs for d in divided)
+        }  # fmt: skip
+        if not more:
+            break
+        divided |= more
+    result = decompose(program, lambda node: node.name in divided)
+    _dump(context, "decompose", result)
+    return result
+
+
+def _reads(program: Program, reader: str, producer: str) -> bool:
+    return any(r.node == producer for r in program.by_name[reader].inputs)
+
+
+def _layouts(program: Program, batch: Sequence, context: PlanContext) -> dict[str, GraphLayout]:
+    return propagate(program, context.size, {b.name: b.placement for b in batch})
+
+
+def _flops(program: Program, layouts: dict[str, GraphLayout]) -> tuple[int, int]:
+    """(divided, all) FLOPs of matrix products and convolutions; a loop's body counts once."""
+    divided = total = 0
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        for node in body.nodes:
+            flops = matmul_flops(node, [body.type_of(r) for r in node.inputs])
+            strategy = layout.strategies[node.name]
+            total += flops
+            if any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+                divided += flops
+    return divided, total
+
+
+def _unruled(program: Program, layouts: dict[str, GraphLayout], reshards: Sequence) -> dict[str, int]:
+    """Nodes whose op has no rule -> logical bytes moved to bring their operands together."""
+    result: dict[str, int] = {}
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        moved = {r.ref: r.bytes for r in reshards if r.graph == graph}
+        for name in layout.unruled:
+            node = body.by_name[name]
+            result[f"{graph}/{name} ({node.op})".lstrip("/")] = sum(moved.get(r, 0) for r in node.inputs)
+    return result
+
+
+def _dump(context: PlanContext, name: str, program: Program, plan: Plan | None = None) -> None:
+    if not context.dump:
+        return
+    from whale.ir.text import format_plan, format_program
+
+    folder = Path(context.dump) / "".join(c if c.isalnum() or c in "._-" else "_" for c in program.name or "program")
+    folder.mkdir(parents=True, exist_ok=True)
+    number = len(list(folder.glob("*.txt")))
+    text = format_program(replace(program)) if plan is None else format_plan(plan)
+    (folder / f"{number:02d}-{name}.txt").write_text(text)

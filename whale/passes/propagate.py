@@ -1,0 +1,332 @@
+"""Propagation: a strategy for every node, cheapest legal choice, forward, backward and update in one go.
+
+One mesh axis. Nodes are visited in topological order; a node's rule lists what it may do given where its operands lie,
+and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial sum the
+all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of linear ops
+stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided afterwards, exactly,
+by ``whale.passes.reduce``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, split
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import UNMOVABLE, Func
+from whale.passes.cost import compute_cost, matmul_flops, move_cost
+from whale.rules import rule_of
+from whale.rules.base import OpView, replicated
+
+LOOPS = frozenset({"While", "StatelessWhile"})
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_INFINITE = float("inf")
+
+
+@dataclass
+class GraphLayout:
+    """Result for one graph (the program or a function body).
+
+    Attributes:
+      strategies: per node.
+      produced: how each tensor leaves its node.
+      preferred: tensors that are sliced for nothing right after (batch inputs; results of ops that had to be
+        replicated): consumers see this placement first.
+      outputs: placements in which the graph's outputs are wanted.
+      unruled: nodes without a rule.
+    """
+
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    produced: dict[Ref, Placement] = field(default_factory=dict)
+    preferred: dict[Ref, Placement] = field(default_factory=dict)
+    outputs: tuple[Placement, ...] = ()
+    unruled: list[str] = field(default_factory=list)
+
+    def place(self, ref: Ref) -> Placement:
+        return self.preferred.get(ref) or self.produced[ref]
+
+
+def view(program: Program, node: Node, parts: int) -> OpView:
+    """``node`` as its rule sees it."""
+    by_name = program.by_name
+    types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
+    return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
+
+
+def recreatable(program: Program, ref: Ref) -> bool:
+    """Whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
+    node = program.by_name[ref.node]
+    return bool(getattr(rule_of(node.op), "produces_any", False))
+
+
+def propagate(program: Program, parts: int, batch: Mapping[str, Placement]) -> dict[str, GraphLayout]:
+    """Strategies for the program (key "") and each function body it calls.
+
+    Args:
+      parts: size of the mesh axis.
+      batch: placement of the batch inputs, by input name; the others are global values.
+
+    Raises:
+      PlanError: a tensor that cannot be sent would have to be.
+    """
+    graphs: dict[str, GraphLayout] = {}
+    main = _Propagation(program, program, parts, graphs)
+    for name in program.inputs:
+        ref = Ref(name)
+        main.result.strategies[name] = Strategy((), (B,), "input")
+        main.result.produced[ref] = B
+        if name in batch:
+            main.result.preferred[ref] = batch[name]
+    main.run()
+    main.result.outputs = tuple(
+        O if main.result.produced[r] == O and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
+    )
+    graphs[""] = main.result
+    return graphs
+
+
+class _Propagation:
+    """Propagation of one graph; bodies of loops and branches recurse."""
+
+    def __init__(self, root: Program, program: Program, parts: int, graphs: dict[str, GraphLayout]):
+        self.root, self.program, self.parts, self.graphs = root, program, parts, graphs
+        self.result = GraphLayout()
+        self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
+        self._replicated: dict[tuple[int, int], Strategy] = {}
+
+    # -- driver
+
+    def run(self) -> None:
+        produced, preferred = self.result.produced, self.result.preferred
+        strategies = self.result.strategies
+        for node in self.program.nodes:
+            if node.name in strategies:
+                continue
+            current = [preferred.get(r) or produced[r] for r in node.inputs]
+            if node.op in LOOPS:
+                strategy = self._loop(node, current)
+            elif node.op in BRANCHES:
+                strategy = self._branch(node, current)
+            elif not node.stateful and all(type(p) is Broadcast for p in current):
+                strategy = self._all_broadcast(node)
+            else:
+                strategy = self._choose(node, current)
+            strategies[node.name] = strategy
+            for i, placement in enumerate(strategy.outputs):
+                produced[Ref(node.name, i)] = placement
+
+    def _all_broadcast(self, node: Node) -> Strategy:
+        key = (len(node.inputs), len(node.outputs))
+        found = self._replicated.get(key)
+        if found is None:
+            found = self._replicated[key] = Strategy((B,) * key[0], (B,) * key[1], "replicated")
+        if rule_of(node.op) is None:
+            self.result.unruled.append(node.name)
+        elif getattr(rule_of(node.op), "produces_any", False):
+            self.remakable.update(node.refs())
+        return found
+
+    # -- one node
+
+    def _choose(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        rule = rule_of(node.op)
+        op = view(self.program, node, self.parts)
+        if any(p == O and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
+            return self._owner(node, current, "reads what only the first rank has")
+        if rule is None:
+            self.result.unruled.append(node.name)
+            options = [] if node.stateful else [replicated(op)]
+        else:
+            options = rule.strategies(op, current)
+            if getattr(rule, "produces_any", False):
+                self.remakable.update(node.refs())
+        if not options:
+            why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
+            return self._owner(node, current, why)
+        touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
+        flops = matmul_flops(node, op.inputs)
+        best, best_cost = None, _INFINITE
+        for option in options:
+            cost = self._cost(node, option, touched, flops)
+            if cost < best_cost:
+                best, best_cost = option, cost
+        if best is None:
+            return self._owner(node, current, "no placement that its operands can be brought to")
+        self._track_batch(node, best, current)
+        return best
+
+    def _cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
+        cost = compute_cost(option, touched, flops)
+        counted: set[tuple[Ref, Placement]] = set()
+        for ref, wanted in zip(node.inputs, option.inputs):
+            if (ref, wanted) in counted:
+                continue
+            counted.add((ref, wanted))
+            cost += self.reshard_cost(ref, wanted)
+            source = self.result.produced[ref]
+            if type(wanted) is Partial and type(source) is Partial:
+                cost -= self._potential(self.program.type_of(ref).bytes, source)
+        for out, placement in zip(node.outputs, option.outputs):
+            if type(placement) is Partial:
+                cost += self._potential(out.bytes, placement)
+        return cost
+
+    def _potential(self, tensor_bytes: int, placement: Placement) -> float:
+        return move_cost(placement, B, max(1, tensor_bytes), self.parts)
+
+    def reshard_cost(self, ref: Ref, wanted: Placement) -> float:
+        """Cost of having ``ref`` as ``wanted``; infinite when it cannot be had."""
+        source = self.result.produced[ref]
+        if source == wanted or self.result.preferred.get(ref) == wanted:
+            return 0.0
+        tensor = self.program.type_of(ref)
+        if tensor.dtype in UNMOVABLE:
+            free = ref in self.remakable or (source == B and wanted == O)
+            return 0.0 if free else _INFINITE
+        if type(wanted) is Owner:
+            return 0.0 if source == B else _INFINITE
+        if type(wanted) is Split and not _fits(wanted, tensor.shape):
+            return _INFINITE
+        if not tensor.is_static and type(source) is not Broadcast and type(wanted) is not Broadcast:
+            return _INFINITE  # sizes that only the run knows can be gathered or reduced whole, nothing finer
+        if type(source) is Partial and type(wanted) is Partial:
+            return _INFINITE
+        return move_cost(source, wanted, max(1, tensor.bytes), self.parts)
+
+    def _owner(self, node: Node, current: Sequence[Placement], why: str) -> Strategy:
+        """On the first rank only. Operands come broadcast (the others need not have them, but collectives are joint)."""
+        inputs = []
+        for ref, placement in zip(node.inputs, current):
+            source = self.result.produced[ref]
+            if source == O:
+                inputs.append(O)
+            elif source != B and self.program.type_of(ref).dtype in UNMOVABLE and ref not in self.remakable:
+                raise PlanError(
+                    "an operation that has to run once reads a value that is spread and cannot be sent",
+                    op=f"{node.name} ({node.op})", given=f"{ref} is {self.program.type_of(ref)}, laid out {source}",
+                    expected="operands that every rank has", action="move the operation out of the divided part",
+                )  # fmt: skip
+            else:
+                inputs.append(B)
+        return Strategy(tuple(inputs), (O,) * len(node.outputs), why)
+
+    def _track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
+        """Slice again after an op that had to see everything: correct whatever the dimension means, and free."""
+        splits = [p for p, wanted in zip(current, chosen.inputs) if type(p) is Split and type(wanted) is Broadcast]
+        if not splits:
+            return
+        for ref, out, placement in zip(node.refs(), node.outputs, chosen.outputs):
+            if type(placement) is not Broadcast or out.dtype in UNMOVABLE or not out.is_static or not out.shape:
+                continue
+            for s in splits:
+                size = sum(s.sizes)
+                dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == size]
+                if dims:
+                    self.result.preferred[ref] = split(dims[0], s.sizes)
+                    break
+
+    # -- loops and branches
+
+    def body(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> "_Propagation":
+        program = self.root.functions[name]
+        inner = _Propagation(self.root, program, self.parts, self.graphs)
+        for argument, placement, free in zip(program.inputs, arguments, remakable):
+            ref = Ref(argument)
+            inner.result.strategies[argument] = Strategy((), (placement,), "argument")
+            inner.result.produced[ref] = placement
+            if free:
+                inner.remakable.add(ref)
+        inner.run()
+        return inner
+
+    def _loop(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        """Fixpoint: the placement of each loop variable that its initial value can take and its body keeps."""
+        body, cond = node.attrs["body"], node.attrs["cond"]
+        assert isinstance(body, Func) and isinstance(cond, Func)
+        if any(p == O for p, r in zip(current, node.inputs) if self.program.type_of(r).dtype in UNMOVABLE):
+            return self._owner(node, current, "a loop over what only the first rank has")
+        state = [B if type(p) is Owner else p for p in current]
+        free = [r in self.remakable for r in node.inputs]
+        locked = [False] * len(state)
+        types = [self.program.type_of(r) for r in node.inputs]
+        for _ in range(2 * len(state) + 3):
+            inner = self.body(body.name, state, free)
+            outs = [inner.result.place(r) for r in self.root.functions[body.name].outputs]
+            joined = [
+                s if lock else _join(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
+            ]
+            if joined == state:
+                break
+            for i, (old, new) in enumerate(zip(state, joined)):
+                if old != new and old != B:  # it changed before: B is where a contradiction ends
+                    joined[i] = B if types[i].dtype not in UNMOVABLE else new
+                    locked[i] = True
+            state = joined
+        else:
+            raise PlanError(
+                "the layouts of a loop's variables do not settle", op=f"{node.name} ({node.op})",
+                given=", ".join(map(str, state)), expected="a placement that the body keeps",
+                action="report the program; `WHALE_DUMP=dir` writes it",
+            )  # fmt: skip
+        inner.result.outputs = tuple(state)
+        self.graphs[body.name] = inner.result
+        condition = self.body(cond.name, state, free)
+        condition.result.outputs = (B,)
+        self.graphs[cond.name] = condition.result
+        return Strategy(tuple(state), tuple(state), "loop")
+
+    def _branch(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        functions = [f.name for f in branch_functions(node)]
+        arguments = [B if type(p) is Owner else p for p in current[1:]]
+        if any(p == O and self.program.type_of(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
+            return self._owner(node, current, "a branch over what only the first rank has")
+        free = [r in self.remakable for r in node.inputs[1:]]
+        inner = [self.body(name, arguments, free) for name in functions]
+        outputs: list[Placement] = []
+        for i, out in enumerate(node.outputs):
+            options = [b.result.place(self.root.functions[n].outputs[i]) for b, n in zip(inner, functions)]
+            outputs.append(_common(options, out.dtype))
+        for branch, name in zip(inner, functions):
+            branch.result.outputs = tuple(outputs)
+            self.graphs[name] = branch.result
+        return Strategy((B, *arguments), tuple(outputs), "branch")
+
+
+def branch_functions(node: Node) -> tuple[Func, ...]:
+    """The functions that an If or Case chooses from."""
+    if "branches" in node.attrs:
+        return tuple(node.attrs["branches"])
+    return (node.attrs["then_branch"], node.attrs["else_branch"])
+
+
+def _fits(wanted: Split, shape: tuple[int | None, ...] | None) -> bool:
+    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == sum(wanted.sizes)
+
+
+def _join(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
+    """What a loop variable becomes when it enters as ``state`` and the body yields ``out``."""
+    if state == out or type(out) is Owner:
+        return state
+    if dtype in UNMOVABLE:
+        return out if free and state == B else state
+    if state == B:
+        return out  # B -> S and B -> P cost nothing
+    if out == B:
+        return B if type(state) is Partial else state
+    return state if type(state) is Split else B
+
+
+def _common(options: Sequence[Placement], dtype: str) -> Placement:
+    first = options[0]
+    if all(o == first for o in options):
+        return B if type(first) is Owner else first
+    if dtype in UNMOVABLE:
+        return next((o for o in options if o != B), B)
+    splits = {o for o in options if type(o) is Split}
+    rest = {o for o in options if type(o) not in (Split, Broadcast)}
+    if len(splits) == 1 and not rest:
+        return next(iter(splits))
+    partial = {o for o in options if type(o) is Partial}
+    return next(iter(partial)) if len(partial) == 1 and not splits and all(type(o) in (Partial, Broadcast) for o in options) else B

@@ -1,0 +1,56 @@
+"""Makes every change of layout explicit: one reshard per tensor and target placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.ir.layout import B, Broadcast, Partial, Placement, moved_bytes
+from whale.ir.plan import Reshard
+from whale.ir.program import Program, Ref
+from whale.passes.propagate import GraphLayout
+
+
+def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
+    """All reshards of the program and its function bodies, in the order of the tensors' producers.
+
+    A tensor that is wanted whole and also split or partial is moved once; the second form is cut from the first.
+    """
+    found: list[Reshard] = []
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        wanted: dict[Ref, dict[Placement, str]] = {}
+        for node in body.nodes:
+            for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
+                if placement != layout.produced[ref]:
+                    wanted.setdefault(ref, {}).setdefault(placement, node.name)
+        for ref, placement in zip(body.outputs, layout.outputs):
+            if placement != layout.produced[ref]:
+                wanted.setdefault(ref, {}).setdefault(placement, "fetched" if graph == "" else "returned")
+        for node in body.nodes:
+            for ref in node.refs():
+                if ref in wanted:
+                    found.extend(_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
+    return tuple(found)
+
+
+def _of_tensor(
+    graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
+) -> list[Reshard]:
+    tensor = program.type_of(ref)
+    whole = next((t for t in targets if type(t) is Broadcast), None)
+    if whole is None and (
+        (isinstance(source, Partial) and any(isinstance(t, Partial) for t in targets))
+        or (type(source) is not Broadcast and len(targets) > 1)
+    ):
+        # Cheapest way to several forms, or from one reduction to another: once whole, then free cuts.
+
+
+        targets = {B: next(iter(targets.values())), **targets}
+        whole = B
+    rows = []
+    for target in sorted(targets, key=lambda t: type(t) is not Broadcast):
+        start = whole if whole is not None and target != whole else source
+        moved = moved_bytes(start, target, tensor.bytes, parts)
+        key = f"{graph}/{ref}>{target}"
+        rows.append(Reshard(graph, ref, start, target, key, moved, origin=f"for {targets[target]}"))
+    return rows
