@@ -1,0 +1,10 @@
+"""``python -m whale`` is the command ``whale``."""
+
+from __future__ import annotations
+
+import sys
+
+from whale.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

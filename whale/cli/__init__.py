@@ -1,0 +1,36 @@
+"""The command ``whale``: one file per verb; a verb parses its arguments and calls the part that does the work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import whale
+from whale.cli import plan, run, show
+from whale.errors import WhaleError
+
+VERBS = (run, plan, show)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    top = argparse.ArgumentParser(
+        prog="whale",
+        description="Runs a training program written for one device over many unequal ones.",
+    )
+    top.add_argument("--version", action="version", version=f"whale {whale.__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="verb")
+    for verb in VERBS:
+        verb.add_to(verbs)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb. Returns the exit code: that of the verb, or 2 for a mistake that Whale explains."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.call(options))
+    except WhaleError as error:
+        print(f"whale {options.verb}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,37 @@
+"""whale run: starts a script on every rank."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Adds the verb to the command's parser."""
+    verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
+    verb.add_argument("-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
+    verb.add_argument("--hosts", metavar="H:N,...", help="hosts and their numbers of ranks; this host unless given")
+    verb.add_argument("--threads", type=int, metavar="K", help="threads per rank; unless given, cores / ranks of the host")
+    verb.add_argument("-v", "--verbose", action="store_true", help="show every rank's errors and mpirun's messages")
+    verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+    verb.add_argument("script", help="the script to run")
+    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    verb.set_defaults(call=call)
+
+
+def call(given: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from whale.launcher.mpirun import Options, parse_hosts
+    from whale.launcher.run import run
+
+    return run(
+        Options(
+            ranks=given.ranks,
+            target=given.script,
+            arguments=tuple(given.arguments),
+            as_module=given.as_module,
+            hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
+            threads=given.threads,
+            verbose=given.verbose,
+        )
+    )

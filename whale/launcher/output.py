@@ -1,0 +1,157 @@
+"""Writes what the ranks print: whole lines, each with its rank in front."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# A line ends with \n, or with the \r that a progress bar returns to the start of its line with.
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n)(?!\Z))")
+IDLE_S = 0.1
+_COLOURS = (b"36", b"33", b"35", b"32", b"34", b"31", b"96", b"93", b"95", b"92", b"94", b"91")
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a rank has written to one stream since its last line end."""
+
+    data: bytearray = field(default_factory=bytearray)
+    since_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """Where an output device stands: who wrote last, and whether that line is still open."""
+
+    owner: tuple[int, int] | None = None
+    ended_with: bytes = b"\n"
+
+
+class Printer:
+    """Interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
+
+    A line is written when it is complete; a part of a line when nothing followed it for `IDLE_S` seconds, or when it
+    is longer than `part_limit_bytes`. When another rank writes while a line is open, the line is ended first.
+
+    Args:
+        size: number of ranks, for the width of the prefix.
+        outputs: file descriptors for the ranks' stdout and stderr.
+        colour: write each prefix in the rank's colour.
+    """
+
+    part_limit_bytes = 1 << 16
+
+    def __init__(self, size: int, outputs: Sequence[int] = (1, 2), *, colour: bool | None = None) -> None:
+        self._outputs = outputs
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        width = len(str(size - 1))
+        colours = [
+            os.isatty(output) and "NO_COLOR" not in os.environ if colour is None else colour for output in outputs
+        ]
+        self._prefixes = [
+            [_prefix(rank, width, coloured) for rank in range(size)] for coloured in colours
+        ]  # fmt: skip
+        # A terminal that shows both streams has one cursor, two files have two.
+        devices = [_device(output) for output in outputs]
+        cursors = {device: _Cursor() for device in devices}
+        self._cursors = [cursors[device] for device in devices]
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Takes bytes that a rank wrote to its stdout (stream 0) or stderr (stream 1)."""
+        pending = self._pending.setdefault((rank, stream), _Pending())
+        pending.data += data
+        pending.since_s = time.monotonic()
+        done = 0
+        lines = []
+        for line in _LINE.finditer(pending.data):
+            lines.append(line.group())
+            done = line.end()
+        del pending.data[:done]
+        self._emit(rank, stream, lines)
+        if len(pending.data) > self.part_limit_bytes:
+            self._flush(rank, stream)
+
+    def write_lines(self, rank: int, stream: int, text: str) -> None:
+        """Writes a text of whole lines for a rank, after what it has printed before."""
+        self.flush_rank(rank)
+        self._emit(rank, stream, [line.encode(errors="replace") + b"\n" for line in text.splitlines()])
+
+    def say(self, text: str) -> None:
+        """Writes lines of the launcher's own to stderr."""
+        cursor = self._cursors[1]
+        start = b"" if cursor.ended_with == b"\n" else b"\n"
+        cursor.owner, cursor.ended_with = None, b"\n"
+        _write_all(self._outputs[1], start + text.encode(errors="replace") + b"\n")
+
+    def flush_idle(self) -> None:
+        """Writes the parts of lines that have waited long enough."""
+        limit_s = time.monotonic() - IDLE_S
+        for (rank, stream), pending in self._pending.items():
+            if pending.data and pending.since_s <= limit_s:
+                self._flush(rank, stream)
+
+    def flush_rank(self, rank: int) -> None:
+        """Writes all that a rank has printed, complete lines or not."""
+        for stream in range(len(self._outputs)):
+            self._flush(rank, stream)
+
+    def drop(self, rank: int, stream: int) -> None:
+        """Forgets the part of a line that a rank has written."""
+        self._pending.pop((rank, stream), None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether parts of lines wait for `flush_idle`."""
+        return any(pending.data for pending in self._pending.values())
+
+    def close(self) -> None:
+        """Writes everything that is left and ends open lines."""
+        for rank, stream in self._pending:
+            self._flush(rank, stream)
+        for output, cursor in zip(self._outputs, self._cursors):
+            if cursor.ended_with != b"\n":
+                _write_all(output, b"\n")
+                cursor.ended_with = b"\n"
+
+    def _flush(self, rank: int, stream: int) -> None:
+        pending = self._pending.get((rank, stream))
+        if pending is not None and pending.data:
+            data = bytes(pending.data)
+            pending.data.clear()
+            self._emit(rank, stream, [data])
+
+    def _emit(self, rank: int, stream: int, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        cursor, source = self._cursors[stream], (rank, stream)
+        parts = []
+        for line in lines:
+            if cursor.ended_with == b"" and cursor.owner == source:
+                parts.append(line)  # the rest of a line that was written in part
+            else:
+                # An open line, or one that a progress bar will write over, is kept from other ranks.
+                if cursor.ended_with != b"\n" and cursor.owner != source:
+                    parts.append(b"\n")
+                parts += (self._prefixes[stream][rank], line)
+            cursor.owner = source
+            cursor.ended_with = line[-1:] if line[-1:] in (b"\n", b"\r") else b""
+        _write_all(self._outputs[stream], b"".join(parts))
+
+
+def _prefix(rank: int, width: int, coloured: bool) -> bytes:
+    text = b"[%*d]" % (width, rank)
+    return b"\x1b[%sm%s\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], text) if coloured else text + b" "
+
+
+def _device(output: int) -> tuple[int, int, int]:
+    status = os.fstat(output)
+    return status.st_dev, status.st_ino, status.st_rdev
+
+
+def _write_all(output: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(output, view) :]

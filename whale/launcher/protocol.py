@@ -1,0 +1,61 @@
+"""The frames between launcher and worker: one byte of kind, four bytes of payload length (big endian), payload."""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from typing import Any
+
+ADDRESS_VARIABLE = "WHALE_LAUNCHER_ADDRESS"
+TOKEN_VARIABLE = "WHALE_LAUNCHER_TOKEN"
+
+_HEADER = struct.Struct("!BI")
+HELLO_LIMIT_BYTES = 4096
+
+
+class Kind(enum.IntEnum):
+    """What a frame says. The payload is JSON, but for STDOUT and STDERR, where it is the bytes written."""
+
+    HELLO = 1  # worker: {token, rank, size, host}
+    STDOUT = 2  # worker
+    STDERR = 3  # worker
+    FAILURE = 4  # worker: {type, message, traceback, code}, sent when the script raised, before its process ends
+    EXIT = 5  # worker: {code, signal}, after all output
+    SIGNAL = 6  # launcher: {signal}, to be sent to the script's process group
+
+
+def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
+    """One frame as bytes."""
+    data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+    return _HEADER.pack(kind, len(data)) + data
+
+
+class Unpacker:
+    """Collects received bytes and returns the frames that are complete."""
+
+    __slots__ = ("_buffer", "limit_bytes")
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._buffer = bytearray()
+        self.limit_bytes = limit_bytes
+
+    def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
+        """The frames that ``data`` completes.
+
+        Raises:
+            ValueError: the bytes are no frames, or a frame is longer than the limit.
+        """
+        self._buffer += data
+        frames, offset = [], 0
+        while len(self._buffer) - offset >= _HEADER.size:
+            kind, length = _HEADER.unpack_from(self._buffer, offset)
+            if self.limit_bytes is not None and length > self.limit_bytes:
+                raise ValueError(f"a frame of {length} bytes, limit {self.limit_bytes}")
+            end = offset + _HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append((Kind(kind), bytes(self._buffer[offset + _HEADER.size : end])))
+            offset = end
+        del self._buffer[:offset]
+        return frames

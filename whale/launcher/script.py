@@ -1,0 +1,80 @@
+"""Runs the user's script inside a rank as Python itself would, and reports how it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+
+def run_script(target: str, arguments: list[str], as_module: bool, report: int) -> int:
+    """Runs a script (or module) as ``__main__`` in this process.
+
+    Args:
+        target: path of the script, or name of the module if ``as_module``.
+        arguments: what follows it in ``sys.argv``.
+        report: file descriptor that receives one JSON object ``{type, message, traceback, code}`` if the script fails.
+
+    Returns:
+        The exit code of the script: 0, that of ``sys.exit``, 130 after an interrupt, 1 for any other exception.
+    """
+    sys.argv = [target, *arguments]
+    # Python puts the script's directory first, or the current one for -m.
+    sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(target))
+    try:
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as end:
+        return _exit_code(end, report)
+    except BaseException as error:  # whatever ended the script is reported
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        sys.stdout.flush()
+        _send(report, type(error), str(error), _describe(error), code)
+        return code
+    return 0
+
+
+def _exit_code(end: SystemExit, report: int) -> int:
+    """The exit code Python gives to a SystemExit: None is 0, a number is itself, anything else is printed and is 1."""
+    sys.stdout.flush()
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        if end.code & 0xFF:
+            _send(report, None, "", "", end.code & 0xFF)
+        return end.code & 0xFF
+    _send(report, SystemExit, str(end.code), f"{end.code}\n", 1)
+    return 1
+
+
+def _send(report: int, kind: type[BaseException] | None, message: str, text: str, code: int) -> None:
+    name = "" if kind is None else kind.__qualname__
+    data = json.dumps({"type": name, "message": message, "traceback": text, "code": code}).encode()
+    while data:
+        data = data[os.write(report, data) :]
+    os.close(report)
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback as text without the frames that started the script; "" if a hook of the user's has printed it."""
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames):
+        frames = frames.tb_next
+    error.__traceback__ = frames
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, frames)
+        return ""
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _is_ours(frames: TracebackType) -> bool:
+    path: str = frames.tb_frame.f_code.co_filename
+    own: set[Any] = {__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
+    return path in own

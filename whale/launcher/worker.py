@@ -1,0 +1,241 @@
+"""The process that mpirun starts for a rank: forks the script, relays its output, reports its end.
+
+    python -m whale.launcher.worker [-m] script [arguments ...]
+
+It ends with code 0 only after the launcher has closed the connection, so that mpirun, which would stop all ranks when
+the first one is gone, leaves that to the launcher. When the connection breaks, the script's process group is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, MutableMapping
+
+from whale.cluster import (
+    LOCAL_RANK_VARIABLE,
+    LOCAL_SIZE_VARIABLE,
+    RANK_VARIABLE,
+    SIZE_VARIABLE,
+    ProcessPlace,
+    process_place,
+)
+from whale.launcher.protocol import ADDRESS_VARIABLE, TOKEN_VARIABLE, Kind, Unpacker, pack
+from whale.launcher.script import run_script
+
+THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
+_READ_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+_PLACE_VARIABLES = (RANK_VARIABLE, SIZE_VARIABLE, LOCAL_RANK_VARIABLE, LOCAL_SIZE_VARIABLE)
+_STREAMS = (Kind.STDOUT, Kind.STDERR)
+
+
+def main() -> None:
+    """Runs one rank. Returns in the script's process (through sys.exit) and never returns in the worker's own."""
+    arguments = sys.argv[1:]
+    as_module = arguments[0] == "-m"
+    target, *rest = arguments[1:] if as_module else arguments
+    # A run started inside another run's rank must not take the outer rank for its own.
+    place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
+    connection = _connect(place)
+    _set_environment(os.environ, place)
+
+    # stdout, stderr, report: the script's ends, then the worker's.
+    pipes = [os.pipe() for _ in range(3)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    worker_pid = os.getpid()
+    script_pid = os.fork()
+    if script_pid == 0:
+        connection.close()
+        for reader, _ in pipes:
+            os.close(reader)
+        _become_script(worker_pid, *(writer for _, writer in pipes))
+        sys.exit(run_script(target, rest, as_module, report=pipes[2][1]))
+    for _, writer in pipes:
+        os.close(writer)
+    try:
+        os.setpgid(script_pid, script_pid)
+    except OSError:
+        # Both sides call it, whichever is first; the script may even have ended.
+        pass
+    _Relay(connection, script_pid, [reader for reader, _ in pipes]).run()
+    os._exit(0)
+
+
+def default_threads(local_size: int) -> int:
+    """Threads for one rank: this host's usable cores divided by the ranks on it, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // local_size)
+
+
+def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
+    values = (place.rank, place.size, place.local_rank, place.local_size)
+    environment.update({name: str(value) for name, value in zip(_PLACE_VARIABLES, values)})
+    # The script is not part of the control channel, nor are processes that it starts.
+    for name in (ADDRESS_VARIABLE, TOKEN_VARIABLE):
+        environment.pop(name)
+    asked = environment.pop(THREADS_VARIABLE, None)
+    threads = default_threads(place.local_size) if asked is None else int(asked)
+    for name, count in thread_variables(threads).items():
+        if asked is not None or name not in environment:
+            environment[name] = str(count)
+
+
+def thread_variables(threads: int) -> Mapping[str, int]:
+    """The environment variables that give a rank ``threads`` threads for computing.
+
+    Inter-op threads are two at least: one may wait in an op of its own while another makes progress.
+    """
+    return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
+
+
+def _connect(place: ProcessPlace) -> socket.socket:
+    host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.settimeout(None)
+    keep_alive(connection)
+    hello = {"token": os.environ[TOKEN_VARIABLE], "rank": place.rank, "size": place.size, "host": socket.gethostname()}
+    connection.sendall(pack(Kind.HELLO, hello))
+    return connection
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Lets a connection break within half a minute when the other host is gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _become_script(worker_pid: int, stdout: int, stderr: int, report: int) -> None:
+    """Makes the forked process the script's: own process group, output into the pipes, default signals."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != worker_pid:  # the worker was killed before the line above
+        os._exit(128 + signal.SIGKILL)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
+    os.set_inheritable(report, False)
+    # A pipe is no terminal, and Python would hold back lines until the end.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+
+
+class _Relay:
+    """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals."""
+
+    def __init__(self, connection: socket.socket, script_pid: int, readers: list[int]) -> None:
+        self._connection = connection
+        self._script = script_pid
+        self._stdout, self._stderr, self._report = readers
+        self._open = set(readers)
+        self._reported = b""
+        self._unpacker = Unpacker()
+        self._running = True
+        # Reading must never wait: a process that the script left behind may hold a pipe open.
+        for reader in readers:
+            os.set_blocking(reader, False)
+
+    def run(self) -> None:
+        wake, wake_writer = os.pipe()
+        os.set_blocking(wake_writer, False)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        os.write(wake_writer, b"\0")  # the script may have ended before the handler was there
+        try:
+            while self._running:
+                ready, _, _ = select.select([self._connection, wake, *self._open], [], [])
+                if wake in ready:
+                    os.read(wake, _READ_BYTES)
+                for reader in self._open.intersection(ready):
+                    self._read(reader)
+                if self._connection in ready and not self._obey():
+                    return
+                pid, status = os.waitpid(self._script, os.WNOHANG)
+                if pid:
+                    self._finish(status)
+            while self._obey():
+                pass
+        except (BrokenPipeError, ConnectionError):
+            return
+        finally:
+            self._kill(signal.SIGKILL)
+
+    def _finish(self, status: int) -> None:
+        """After the script's end: ends what it left behind, sends all that the pipes hold, then the exit status."""
+        self._kill(signal.SIGKILL)
+        self._running = False
+        for reader in (self._stdout, self._stderr, self._report):
+            while reader in self._open and self._read(reader):
+                pass
+        code = os.waitstatus_to_exitcode(status)
+        exit_status = {"code": code if code >= 0 else 128 - code, "signal": -code if code < 0 else 0}
+        self._connection.sendall(pack(Kind.EXIT, exit_status))
+
+    def _read(self, reader: int) -> bool:
+        """Relays what a pipe holds now. False when it holds nothing or was closed."""
+        try:
+            data = os.read(reader, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._open.discard(reader)
+            if reader == self._report and self._reported:
+                self._relay_report()
+            return False
+        if reader == self._report:
+            self._reported += data
+        else:
+            self._connection.sendall(pack(_STREAMS[reader == self._stderr], data))
+        return True
+
+    def _relay_report(self) -> None:
+        # What the script printed before it failed stands before the failure.
+        for reader in (self._stdout, self._stderr):
+            while reader in self._open and self._read(reader):
+                pass
+        self._connection.sendall(pack(Kind.FAILURE, json.loads(self._reported)))
+        self._reported = b""
+
+    def _obey(self) -> bool:
+        """Handles what the launcher sent. False when it has closed the connection."""
+        data = self._connection.recv(_READ_BYTES)
+        for kind, payload in self._unpacker.feed(data):
+            if kind is Kind.SIGNAL:
+                self._kill(json.loads(payload)["signal"])
+        return bool(data)
+
+    def _kill(self, number: int) -> None:
+        if not self._running:  # by now the group's number may belong to somebody else
+            return
+        try:
+            os.killpg(self._script, number)
+        except ProcessLookupError:
+            pass
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """mpirun ends this rank: the script is told, and has a moment until mpirun kills what is left."""
+        self._kill(number)
+        deadline_s = time.monotonic() + 1.0
+        while self._running and time.monotonic() < deadline_s:
+            if os.waitid(os.P_PID, self._script, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return
+            time.sleep(0.02)
+        self._kill(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
