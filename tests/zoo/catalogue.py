@@ -1,0 +1,26 @@
+"""All cases of the zoo."""
+
+from __future__ import annotations
+
+from tests.zoo import convolution, graphs, inputs, mlp, modules, normalization, recurrent, transformer
+from tests.zoo.case import Case
+
+CASES: tuple[Case, ...] = (
+    *mlp.CASES,
+    *convolution.CASES,
+    *normalization.CASES,
+    *transformer.CASES,
+    *recurrent.CASES,
+    *inputs.CASES,
+    *modules.CASES,
+    *graphs.CASES,
+)
+
+
+def case_named(name: str) -> Case:
+    """The case of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {case.name: case for case in CASES}[name]
