@@ -1,0 +1,302 @@
+"""A rule line applied to one op: which labels its dimensions carry, and the strategies that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from whale.errors import RuleError
+from whale.ir.layout import B, Partial, Placement, Split, split
+from whale.ir.values import Dims, TensorType
+from whale.rules.base import Strategy
+from whale.rules.notation import Line, Passes, Term
+
+# Where a label stands in a tensor: (dimension, product of what is inside it); None: the tensor lacks it.
+Place = Union[tuple[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What cutting one label means: its size (None: unknown), and its place in each operand and output.
+
+    ``grown`` are the outputs that become partial; ``unknown`` the operands whose dimension has no static size, which
+    may only be cut where they are cut already.
+    """
+
+    size: int | None
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    grown: frozenset[int]
+    unknown: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A line bound to an op. ``dims``: per tensor, per dimension the (label, inner product) that can be cut there."""
+
+    inputs: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    cuts: dict[str, Cut]
+    input_dims: tuple[tuple[tuple[str, int] | None, ...], ...]
+    output_dims: tuple[tuple[tuple[str, int] | None, ...], ...]
+
+
+def _spread(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
+    """``terms`` with the variadic one repeated so that there are ``count``."""
+    at = next((i for i, t in enumerate(terms) if t.variadic), None)
+    if at is None:
+        if len(terms) != count:
+            raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=count,
+                            expected=len(terms), action="correct the rule, or let it depend on the op")  # fmt: skip
+        return terms
+    extra = count - (len(terms) - 1)
+    if extra < 0:
+        raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=count,
+                        expected=f"at least {len(terms) - 1}", action="correct the rule")  # fmt: skip
+    return terms[:at] + (terms[at],) * extra + terms[at + 1 :]
+
+
+def _fixed(term: Term) -> int:
+    return sum(not i.star for i in term.items)
+
+
+def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[dict[str, int], list[int | None]]:
+    """Lengths of named runs, and per term the length of its ``*`` (None: unknown), from the ranks of the tensors."""
+    runs: dict[str, int] = {}
+    free: list[int | None] = [None] * len(terms)
+    changed = True
+    while changed:
+        changed = False
+        for k, (term, rank) in enumerate(terms):
+            if term.kind != "dims" or rank is None:
+                continue
+            stars = [i.labels[0] for i in term.items if i.star]
+            open_stars = [s for s in stars if (free[k] is None if s == "*" else s not in runs)]
+            used = _fixed(term) + sum((free[k] or 0) if s == "*" else runs.get(s, 0) for s in stars)
+            if len(open_stars) == 1:
+                length = rank - used
+                if length < 0:
+                    raise _misfit(line, k, rank, f"at least {used} dimensions")
+                if open_stars[0] == "*":
+                    free[k] = length
+                else:
+                    runs[open_stars[0]] = length
+                changed = True
+            elif not open_stars and used != rank:
+                raise _misfit(line, k, rank, f"{used} dimensions")
+    return runs, free
+
+
+def _misfit(line: Line, k: int, rank: int, expected: str) -> RuleError:
+    n = len(line.inputs)
+    return RuleError("a rule does not fit its op: rank", rule=line.text, tensor=f"term {k} ({n} operand terms)",
+                     given=f"{rank} dimensions", expected=expected, action="correct the rule")  # fmt: skip
+
+
+def _labels(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
+    """Per dimension its labels, outermost first; None when a run's length is unknown."""
+    dims: list[tuple[str | int, ...]] = []
+    for item in term.items:
+        if not item.star:
+            dims.append(item.labels)
+        elif item.labels == ("*",):
+            if free is None:
+                return None
+            dims.extend((f"*{n - free}",) for n in range(free))
+        else:
+            name = item.labels[0]
+            if name not in runs:
+                return None
+            dims.extend((f"{name}*{n}",) for n in range(runs[name]))
+    return dims
+
+
+def _flag_of(line: Line, label: str) -> str:
+    name = label.split("*")[0]
+    return line.flags[f"{name}*" if "*" in label else name]
+
+
+def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], hint: int | None) -> Binding:
+    """Applies ``line`` to an op with these types.
+
+    Args:
+      hint: rank of the elements of variant (list) tensors, when nothing else tells it.
+
+    Raises:
+      RuleError: number or rank of the tensors, or the size of a dimension, does not fit the line.
+    """
+    interms = _spread(line, line.inputs, len(inputs), "operands")
+    outterms = _spread(line, line.outputs, len(outputs), "outputs")
+    terms, types = interms + outterms, inputs + outputs
+    ranked = [(t, None if y.dtype == "variant" or y.shape is None else len(y.shape)) for t, y in zip(terms, types)]
+    runs, free = _run_lengths(line, ranked)
+    if hint is not None:
+        variants = [(t, hint) if y.dtype == "variant" and _named(t) else r for t, y, r in zip(terms, types, ranked)]
+        if variants != ranked and any(x not in runs for t in terms for x in _named(t)):
+            runs, free = _run_lengths(line, variants)
+    named = [_labels(t, runs, f) if t.kind == "dims" else [] for t, f in zip(terms, free)]
+    if any(n is None for n in named):
+        blocked = True  # some tensor has an unknown rank: nothing can be cut safely
+        named = [n or [] for n in named]
+    else:
+        blocked = False
+    shapes = [None if y.dtype == "variant" else y.shape for y in types]
+    sizes = _sizes(line, named, shapes)
+    dims = [_outer(labels, shape, sizes) for labels, shape in zip(named, shapes)]
+    n = len(inputs)
+    lists = frozenset(i for i, y in enumerate(inputs) if y.dtype == "variant")
+    cuts = {} if blocked else _cuts(line, named, dims, shapes, sizes, outterms, n, lists)
+    keep = [tuple(d if d is not None and d[0] in cuts else None for d in row) for row in dims]
+    return Binding(interms, outterms, cuts, tuple(keep[:n]), tuple(keep[n:]))
+
+
+def _named(term: Term) -> list[str]:
+    return [i.labels[0] for i in term.items if i.star and i.labels != ("*",)]
+
+
+def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
+    """Size of each label that some dimension gives away; compound dimensions give the one that is left over."""
+    sizes: dict[str, int] = {}
+    compounds = []
+    for labels, shape in zip(named, shapes):
+        if shape is None:
+            continue
+        for at, names in enumerate(labels):
+            size = shape[at]
+            if not names or size is None:
+                continue
+            if len(names) > 1:
+                compounds.append((names, size))
+                continue
+            label = names[0]
+            known = sizes.get(label)
+            if known is None or (known == 1 and label[0] == "*"):
+                sizes[label] = size
+            elif known != size and not (size == 1 and label[0] == "*"):
+                raise RuleError("a rule does not fit its op: sizes", rule=line.text, given=f"{label} = {known} and {size}",
+                                expected="equal sizes", action="correct the rule, or let it depend on the op")  # fmt: skip
+    for names, size in compounds:
+        unknown = [x for x in names if isinstance(x, str) and x not in sizes]
+        if len(unknown) == 1:
+            rest = 1
+            for x in names:
+                rest *= x if isinstance(x, int) else sizes.get(x, 1)
+            if rest and size % rest == 0:
+                sizes[unknown[0]] = size // rest
+    return sizes
+
+
+def _outer(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[str, int] | None]:
+    """Per dimension its outermost label and the product of the rest; None where there is none or it is unknown."""
+    found: list[tuple[str, int] | None] = []
+    for at, names in enumerate(labels):
+        if not names:
+            found.append(None)
+            continue
+        outer, inner = str(names[0]), 1
+        for x in names[1:]:
+            inner *= x if isinstance(x, int) else sizes.get(x, 0)
+        size = shape[at] if shape is not None else None
+        if len(names) > 1 and size is not None and outer in sizes and sizes[outer]:
+            inner = size // sizes[outer]
+        broadcast = size == 1 and sizes.get(outer, 1) != 1
+        found.append(None if inner == 0 or broadcast else (outer, inner))
+    return found
+
+
+def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, int], outterms: tuple[Term, ...],
+          n: int, lists: frozenset[int]) -> dict[str, Cut]:  # fmt: skip
+    inner = {x for row in named for names in row for x in names[1:]}
+    order = dict.fromkeys(d[0] for row in dims for d in row if d is not None)
+    cuts: dict[str, Cut] = {}
+    for label in order:
+        flag = _flag_of(line, label)
+        if flag == "^" or label in inner:
+            continue
+        places = [next(((at, d[1]) for at, d in enumerate(row) if d is not None and d[0] == label), None) for row in dims]
+        lost = [j for j, row in enumerate(named) if any(names and names[0] == label for names in row) and not places[j]
+                and not (label[0] == "*" and j < n)]  # fmt: skip
+        if lost:
+            continue  # a compound dimension of unknown inner size carries it
+        grown = frozenset(j for j, term in enumerate(outterms) if places[n + j] is None and not term.same)
+        if grown and flag != "+":
+            continue  # a dimension of a run that this output lacks
+        unknown = frozenset(i for i in range(n) if places[i] and i not in lists
+                            and (shapes[i] is None or shapes[i][places[i][0]] is None))  # fmt: skip
+        cuts[label] = Cut(sizes.get(label), tuple(places[:n]), tuple(places[n:]), grown, unknown)
+    return cuts
+
+
+def _units(pl: Split, row: tuple) -> tuple[str, tuple[int, ...]] | None:
+    if pl.dim >= len(row) or row[pl.dim] is None:
+        return None
+    label, inner = row[pl.dim]
+    if inner == 1:
+        return label, pl.sizes
+    if any(s % inner for s in pl.sizes):
+        return None
+    return label, tuple(s // inner for s in pl.sizes)
+
+
+def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
+                   why: str) -> list[Strategy]:  # fmt: skip
+    """One strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
+    seeds: dict[tuple[str, tuple[int, ...]], None] = {}
+    for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
+        for row, pl in zip(rows, placements):
+            if isinstance(pl, Split):
+                seed = _units(pl, row)
+                if seed is not None:
+                    seeds[seed] = None
+    found: list[Strategy] = []
+    for label, units in seeds:
+        cut = binding.cuts[label]
+        if cut.size is not None and sum(units) != cut.size:
+            continue
+        placed = [_place(p, units) for p in cut.inputs]
+        if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
+            continue
+        for i, term in enumerate(binding.inputs):
+            if placed[i] is B and (term.kind == "any" or (term.unread and isinstance(current[i], Partial))):
+                placed[i] = current[i]
+        outs = tuple(Partial(reduce) if j in cut.grown else _place(p, units) for j, p in enumerate(cut.outputs))
+        found.append(Strategy(tuple(placed), outs, f"{why}: {label} split"))
+    return found
+
+
+def _place(place: Place, units: tuple[int, ...]) -> Placement:
+    if place is None:
+        return B
+    dim, inner = place
+    return split(dim, units if inner == 1 else tuple(u * inner for u in units))
+
+
+def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
+                       wanted: Sequence[Placement | None], why: str) -> list[Strategy]:  # fmt: skip
+    """Strategies in which the operands that ``passes`` names are partial, where one of them (or an output wanted) is."""
+    found: list[Strategy] = []
+    n = len(binding.inputs)
+    for one in passes:
+        operands = range(n) if one.operands is None else one.operands
+        partial = Partial(one.op)
+        if not any(i < n and current[i] == partial for i in operands) and not any(w == partial for w in wanted):
+            continue
+        if any(i >= n for i in operands):
+            continue
+        inputs = tuple(partial if i in operands else _rest(t, current[i]) for i, t in enumerate(binding.inputs))
+        outputs = tuple(B if t.same else partial for t in binding.outputs)
+        found.append(Strategy(inputs, outputs, f"{why}: P({one.op}) passes"))
+    return found
+
+
+def _rest(term: Term, current: Placement) -> Placement:
+    return current if term.kind == "any" or (term.unread and isinstance(current, Partial)) else B
+
+
+def whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
+    """Everything whole, but for operands that may lie in any way; None when that is plain replication."""
+    inputs = tuple(_rest(t, pl) for t, pl in zip(binding.inputs, current))
+    if all(pl is B for pl in inputs):
+        return None
+    return Strategy(inputs, (B,) * len(binding.outputs), f"{why}: values not read")

@@ -1,0 +1,135 @@
+"""Convolutions and their gradients: cut by batch or by channels; spatial dimensions stay whole (no halo exchange)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from whale.rules.base import OpView
+from whale.rules.dims import names
+from whale.rules.registry import rule
+
+
+def image(op: OpView, spatial: str, channels: str, batch: str = "b", default: str = "NHWC") -> str:
+    """A term of an image-like tensor: batch, frozen spatial dimensions, channels, in the op's data format."""
+    layout = str(op.attr("data_format", default))
+    count = len(layout) - 2
+    places = [f"{spatial}{i}^" for i in range(count)]
+    if layout.startswith("NC"):
+        return " ".join([batch, channels, *places])
+    return " ".join([batch, *places, channels])
+
+
+def _channel_dim(op: OpView, rank: int) -> int:
+    return 1 if str(op.attr("data_format", "NHWC")).startswith("NC") else rank - 1
+
+
+def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
+    """Whether the filter sees only a group of the input's channels (or that cannot be known)."""
+    kind = op.outputs[0] if image_operand is None else op.inputs[image_operand]
+    if kind.shape is None or filter_depth is None:
+        return True
+    return kind.shape[_channel_dim(op, len(kind.shape))] != filter_depth
+
+
+def _depth(shape: tuple[int | None, ...] | None) -> int | None:
+    return None if shape is None or len(shape) < 2 else shape[-2]
+
+
+def _kernel(count: int, tail: str) -> str:
+    return " ".join([f"{k}^" for k in names("k", count)] + [tail])
+
+
+def forward(count: int) -> Callable[[OpView], str]:
+    """A convolution over ``count`` spatial dimensions."""
+    default = "NDHWC" if count == 3 else "NHWC"
+
+    def convolution(op: OpView) -> str:
+        """data_format; channels are whole when grouped"""
+        if _grouped(op, 0, _depth(op.inputs[1].shape)):
+            return f"{image(op, 'x', 'c^', default=default)}, {_kernel(count, 'i^ o^')} -> {image(op, 'y', 'o^', default=default)}"
+        return f"{image(op, 'x', 'i+', default=default)}, {_kernel(count, 'i+ o')} -> {image(op, 'y', 'o', default=default)}"
+
+    return convolution
+
+
+def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+    """The gradient for the input; ``like``: operand 0 is the input itself, of which only the shape matters."""
+    default = "NDHWC" if count == 3 else "NHWC"
+
+    def convolution_input_gradient(op: OpView) -> str:
+        """data_format; channels are whole when grouped"""
+        grouped = _grouped(op, None, _depth(op.inputs[1].shape))
+        i, o = ("c^", "o^") if grouped else ("i", "o+")
+        result = image(op, "x", i, default=default)
+        first = f"~{result}" if like else "[out0]"
+        kernel = _kernel(count, "i^ o^" if grouped else "i o+")
+        return f"{first}, {kernel}, {image(op, 'y', o, default=default)} -> {result}"
+
+    return convolution_input_gradient
+
+
+def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+    """The gradient for the filter; ``like``: operand 1 is the filter itself, of which only the shape matters."""
+    default = "NDHWC" if count == 3 else "NHWC"
+
+    def convolution_filter_gradient(op: OpView) -> str:
+        """data_format; channels are whole when grouped"""
+        grouped = _grouped(op, 0, _depth(op.outputs[0].shape))
+        i, o = ("c^", "o^") if grouped else ("i", "o")
+        result = _kernel(count, "i^ o^" if grouped else "i o")
+        first = f"~{result}" if like else "[out0]"
+        operand = image(op, "x", i, "b+", default)
+        return f"{operand}, {first}, {image(op, 'y', o, 'b+', default)} -> {result}"
+
+    return convolution_filter_gradient
+
+
+def depthwise(op: OpView) -> str:
+    """data_format"""
+    return f"{image(op, 'x', 'c')}, k0^ k1^ c m^ -> {image(op, 'y', '(c m^)')}"
+
+
+def depthwise_input_gradient(op: OpView) -> str:
+    """data_format"""
+    return f"[out0], k0^ k1^ c m^, {image(op, 'y', '(c m^)')} -> {image(op, 'x', 'c')}"
+
+
+def depthwise_filter_gradient(op: OpView) -> str:
+    """data_format"""
+    return f"{image(op, 'x', 'c', 'b+')}, [out0], {image(op, 'y', '(c m^)', 'b+')} -> k0^ k1^ c m^"
+
+
+def any_rank(op: OpView) -> str:
+    """rank, batch_dims and channels_last of the general Conv"""
+    shape, kernel = op.inputs[0].shape, op.inputs[1].shape
+    if shape is None or kernel is None:
+        return "replicated"
+    count = len(kernel) - 2
+    lead = " ".join(names("b", len(shape) - count - 1))
+    last = op.attr("data_format", "CHANNELS_LAST") == "CHANNELS_LAST"
+    whole = shape[-1 if last else len(shape) - count - 1] == kernel[-2]
+    i, o, pair = ("i+", "o", "i+ o") if whole else ("c^", "o^", "i^ o^")
+    xs, ys = (" ".join(f"{k}^" for k in names(p, count)) for p in "xy")
+    before, after = (f"{xs} {i}", f"{ys} {o}") if last else (f"{i} {xs}", f"{o} {ys}")
+    return f"{lead} {before}, {_kernel(count, pair)} -> {lead} {after}"
+
+
+RULES = (
+    rule("Conv2D", forward(2), lin="0|1"),
+    rule("Conv3D", forward(3), lin="0|1"),
+    rule("Conv", any_rank, lin="0|1"),
+    rule("Conv2DBackpropInput", input_gradient(2), lin="1|2"),
+    rule("Conv2DBackpropInputV2", input_gradient(2, like=True), lin="1|2"),
+    rule("Conv2DBackpropFilter", filter_gradient(2), lin="0|2"),
+    rule("Conv2DBackpropFilterV2", filter_gradient(2, like=True), lin="0|2"),
+    rule("Conv3DBackpropInputV2", input_gradient(3), lin="1|2"),
+    rule("Conv3DBackpropInput", input_gradient(3, like=True), lin="1|2"),
+    rule("Conv3DBackpropFilterV2", filter_gradient(3), lin="0|2"),
+    rule("Conv3DBackpropFilter", filter_gradient(3, like=True), lin="0|2"),
+    rule("DepthwiseConv2dNative", depthwise, lin="0|1"),
+    rule("DepthwiseConv2dNativeBackpropInput", depthwise_input_gradient, lin="1|2"),
+    rule("DepthwiseConv2dNativeBackpropFilter", depthwise_filter_gradient, lin="0|2"),
+    rule("Dilation2D", "b h^ w^ c, k0^ k1^ c -> b y^ x^ c"),
+    rule("Dilation2DBackpropInput", "b h^ w^ c, k0^ k1^ c, b y^ x^ c -> b h^ w^ c", lin="2"),
+    rule("Dilation2DBackpropFilter", "b+ h^ w^ c, k0^ k1^ c, b+ y^ x^ c -> k0^ k1^ c", lin="2"),
+)

@@ -1,0 +1,32 @@
+"""Nodes of a program as their rules see them, and which ops carry other graphs inside."""
+
+from __future__ import annotations
+
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Func
+from whale.rules.base import OpView
+from whale.rules.registry import rule_of
+
+LOOPS = frozenset({"While", "StatelessWhile"})
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+
+
+def view(program: Program, node: Node, parts: int) -> OpView:
+    """``node`` as its rule sees it."""
+    by_name = program.by_name
+    types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
+    return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
+
+
+def recreatable(program: Program, ref: Ref) -> bool:
+    """Whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
+    node = program.by_name[ref.node]
+    return bool(getattr(rule_of(node.op), "produces_any", False))
+
+
+def called_functions(node: Node) -> tuple[Func, ...]:
+    """The functions that a loop or branch node runs; of a branch node, in the order of its alternatives."""
+    if "branches" in node.attrs:
+        return tuple(node.attrs["branches"])
+    keys = ("cond", "body") if node.op in LOOPS else ("then_branch", "else_branch")
+    return tuple(node.attrs[k] for k in keys)

@@ -1,0 +1,42 @@
+"""Ops that are linear in some operands, so that partial sums pass through them."""
+
+from __future__ import annotations
+
+from whale.ir.values import FLOATING
+from whale.rules.base import OpView
+from whale.rules.registry import rule
+
+
+def _cast_is_linear(op: OpView) -> str | None:
+    """P(sum) passes a Cast between floating types: integers truncate."""
+    return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
+
+
+def _cast_is_monotone(op: OpView) -> str | None:
+    """P(max) passes a Cast that keeps order: to floating types, and from bool."""
+    return "0" if op.outputs[0].dtype in FLOATING or op.inputs[0].dtype == "bool" else None
+
+
+def _div_is_linear(op: OpView) -> str | None:
+    """Division is linear in its numerator, but not where it rounds."""
+    return "0" if op.outputs[0].dtype in FLOATING else None
+
+
+def _add(op: OpView) -> str | None:
+    """Addition: all operands partial; strings concatenate."""
+    return None if op.outputs[0].dtype == "string" else "0&1"
+
+
+RULES = (
+    rule("Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
+         "DebugIdentity DebugIdentityV2 GuaranteeConst EnsureShape PlaceholderWithDefault", "* -> *", copy="0"),  # fmt: skip
+    rule("CheckNumerics CheckNumericsV2", "* -> *", lin="0", mono="0"),
+    rule("Neg Conj Real Imag", "* -> *", lin="0"),
+    rule("AddV2 Add", "*, * -> *", lin=_add, mono="0|1"),
+    rule("Sub", "*, * -> *", lin="0&1", mono="0"),
+    rule("AddN AccumulateNV2", "{*} -> *", lin="all"),
+    rule("Mul MulNoNan", "*, * -> *", lin="0|1"),
+    rule("RealDiv Div DivNoNan", "*, * -> *", lin=_div_is_linear),
+    rule("Complex", "*, * -> *", lin="0&1"),
+    rule("Cast", "* -> *", lin=_cast_is_linear, mono=_cast_is_monotone),
+)

@@ -1,0 +1,211 @@
+"""Rules by op type. A family file holds ``RULES``, made with ``rule``; ``rule_of`` finds the rule of an op type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Union
+
+import numpy as np
+
+from whale.errors import RuleError
+from whale.ir.layout import B, Partial, Placement, Split
+from whale.ir.values import TensorType
+from whale.rules import roles
+from whale.rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.rules.binding import Binding, bind, cut_strategies, partial_strategies, whole_strategy
+from whale.rules.notation import OWNER, Passes, parse, parse_passes
+
+FAMILIES = (
+    "pointwise", "linear", "reductions", "einsum", "convolution", "pooling", "shape", "slicing", "losses", "norm",
+    "variables",
+)  # fmt: skip
+
+# Propagated with their bodies or frames, not by a rule.
+CONTROL_FLOW = frozenset({
+    "While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "For", "PartitionedCall",
+    "StatefulPartitionedCall", "Enter", "Exit", "Switch", "Merge", "NextIteration", "LoopCond", "ControlTrigger",
+    "RefEnter", "RefExit", "RefSwitch", "RefMerge", "RefNextIteration",
+})  # fmt: skip
+
+Text = Union[str, None, Callable[[OpView], Union[str, None]]]
+Known = Callable[[OpView, Strategy, int], tuple[Union[np.ndarray, None], ...]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LineRule:
+    """The rule of one op type: a line of the notation, or a function from the op to one.
+
+    Attributes:
+      lin: operands that P(sum) passes through (notation.parse_passes).
+      mono: likewise for P(max) and P(min).
+      copy: likewise for every reduction: each output element is an operand's element, or does not matter.
+      reduce: what a cut ``+`` label makes of an output: sum, max, min, prod.
+      local: what else changes on a rank, besides the operands that have a role.
+      known: outputs that are known without running the op.
+      produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
+      any_partial: the output is right as a partial of any kind (empty lists).
+    """
+
+    op: str
+    spec: Union[str, Callable[[OpView], str]]
+    lin: Text = None
+    mono: Text = None
+    copy: Text = None
+    reduce: str = "sum"
+    local: Callable[[OpView, Strategy, int], Local] | None = field(default=None, repr=False)
+    known: Known | None = field(default=None, repr=False)
+    produces_any: bool = False
+    any_partial: bool = False
+
+    def line_of(self, op: OpView) -> str:
+        """The line of the notation that holds for this op."""
+        return self.spec if isinstance(self.spec, str) else self.spec(op)
+
+    def strategies(
+        self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+    ) -> list[Strategy]:
+        """See ``Rule.strategies``.
+
+        Args:
+          wanted: placements that the outputs would best have; they propose cuts as the operands' placements do.
+
+        Raises:
+          RuleError: the rule does not fit the op.
+        """
+        line = self.line_of(op)
+        if line == OWNER:
+            return []
+        texts = (self.lin, self.mono, self.copy)
+        if callable(self.lin) or callable(self.mono) or callable(self.copy):
+            texts = tuple(t(op) if callable(t) else t for t in texts)  # type: ignore[assignment]
+        try:
+            found = _strategies(self, line, texts, op.inputs, op.node.outputs, tuple(current), tuple(wanted))
+        except RuleError as error:
+            raise RuleError(error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts) from None
+        return list(found)
+
+    def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
+        """See ``Rule.localize``."""
+        if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+            return UNCHANGED
+        line = parse(self.line_of(op))
+        consts: dict[int, np.ndarray] = {}
+        if any(t.kind == "role" for t in line.inputs):
+            consts = roles.constants(line, op, strategy, coordinate)
+        if self.local is None:
+            return Local(consts=consts) if consts else UNCHANGED
+        more = self.local(op, strategy, coordinate)
+        if not consts:
+            return more
+        return Local(more.attrs, {**consts, **more.consts}, more.op, more.divide_by)
+
+    def text(self) -> str:
+        """The rule in one line, for people."""
+        spec = self.spec if isinstance(self.spec, str) else f"by {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+        words = [spec]
+        for name in ("lin", "mono", "copy"):
+            value = getattr(self, name)
+            if value is not None:
+                words.append(f"{name}={'by op' if callable(value) else value}")
+        words += [f"reduce={self.reduce}"] * (self.reduce != "sum")
+        words += [n for n in ("produces_any", "any_partial") if getattr(self, n)]
+        return "  ".join(words)
+
+
+def rule(
+    names: str,
+    spec: Union[str, Callable[[OpView], str]],
+    *,
+    lin: Text = None,
+    mono: Text = None,
+    copy: Text = None,
+    reduce: str = "sum",
+    local: Callable[[OpView, Strategy, int], Local] | None = None,
+    known: Known | None = None,
+    produces_any: bool = False,
+    any_partial: bool = False,
+) -> tuple[LineRule, ...]:
+    """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
+    return tuple(
+        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial) for n in names.split()
+    )
+
+
+@cache
+def all_rules() -> Mapping[str, LineRule]:
+    """Every rule, by op type, sorted.
+
+    Raises:
+      RuleError: two families have a rule for one op type.
+    """
+    table: dict[str, LineRule] = {}
+    for family in FAMILIES:
+        for group in import_module(f"whale.rules.{family}").RULES:
+            for one in group:
+                if one.op in table:
+                    raise RuleError("two rules for one op type", op=one.op, given=family, expected="one rule",
+                                    action="remove one of them")  # fmt: skip
+                table[one.op] = one
+    return dict(sorted(table.items()))
+
+
+def rule_of(op_type: str) -> LineRule | None:
+    """The rule of ``op_type``; None: replicated if stateless, on the first rank if stateful."""
+    return all_rules().get(op_type)
+
+
+@lru_cache(maxsize=65536)
+def _bound(line: str, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], hint: int | None) -> Binding:
+    return bind(parse(line), inputs, outputs, hint)
+
+
+def _element_hint(inputs: tuple[TensorType, ...], current: tuple, outputs: tuple[TensorType, ...], wanted: tuple) -> int | None:  # fmt: skip
+    """Least rank of the elements of lists, from where lists are cut; None when no list is cut."""
+    pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
+    ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Split)]
+    return max(ranks) if ranks else None
+
+
+def _all_passes(texts: tuple[str | None, str | None, str | None]) -> tuple[Passes, ...]:
+    lin, mono, copy = texts
+    found = parse_passes(lin, ("sum",)) if lin else ()
+    found += parse_passes(mono, ("max", "min")) if mono else ()
+    return found + (parse_passes(copy, ("sum", "max", "min", "prod")) if copy else ())
+
+
+def _can_be(partial: Placement, dtype: str) -> bool:
+    """Whether a tensor of this dtype can be a partial of that kind at all."""
+    if not isinstance(partial, Partial):
+        return True
+    if dtype in ("string", "resource"):
+        return False
+    if dtype == "bool":
+        return partial.op in ("max", "min")
+    return not (dtype.startswith("complex") and partial.op in ("max", "min"))
+
+
+@lru_cache(maxsize=65536)
+def _strategies(rule: LineRule, line: str, texts: tuple[str | None, str | None, str | None], inputs: tuple[TensorType, ...],
+                outputs: tuple[TensorType, ...], current: tuple[Placement, ...],
+                wanted: tuple[Placement | None, ...]) -> tuple[Strategy, ...]:  # fmt: skip
+    binding = _bound(line, inputs, outputs, _element_hint(inputs, current, outputs, wanted))
+    why = f"rule {rule.op}"
+    found = cut_strategies(binding, current, wanted, rule.reduce, why)
+    if any(texts):
+        found += partial_strategies(binding, _all_passes(texts), current, wanted, why)
+    if rule.any_partial:
+        for pl in wanted:
+            if isinstance(pl, Partial):
+                found.append(Strategy((B,) * len(inputs), (pl,) * len(outputs), f"{why}: {pl} of nothing"))
+    whole = whole_strategy(binding, current, why)
+    if whole is not None:
+        found.append(whole)
+    types = inputs + outputs
+    found = [s for s in found if all(_can_be(p, t.dtype) for p, t in zip(s.inputs + s.outputs, types))]
+    parsed = parse(line)
+    found = [s for s in found if roles.can_localize(parsed, inputs, outputs, s)]
+    found.append(Strategy((B,) * len(inputs), (B,) * len(outputs), "replicated"))
+    return tuple(found)

@@ -1,0 +1,309 @@
+"""Ops that move elements about: reshapes, transposes, joins, repeats."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import Dims, TensorType, numpy_dtype
+from whale.rules.base import UNCHANGED, Local, OpView, Strategy, local_input_shape, local_output_shape
+from whale.rules.dims import axis, constant, freeze, names, same, term
+from whale.rules.notation import REPLICATED
+from whale.rules.registry import rule
+
+
+def reshape_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+    """Terms that say which dimensions of a reshape's operand and result can be cut together.
+
+    Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
+    together by their greatest common divisor.
+    """
+    left: list[str] = []
+    right: list[str] = []
+    i = j = group = 0
+    while i < len(before) or j < len(after):
+        if i < len(before) and before[i] == 1:
+            left.append("1")
+            i += 1
+            continue
+        if j < len(after) and after[j] == 1:
+            right.append("1")
+            j += 1
+            continue
+        i2, j2 = _run(before, after, i, j)
+        group += 1
+        first, second = _pair(f"g{group}", before[i:i2], after[j:j2])
+        left += first
+        right += second
+        i, j = i2, j2
+    return left, right
+
+
+def _run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
+    """Ends of the shortest runs from ``i`` and ``j`` of equal product; the whole rest when there are none."""
+    if i >= len(before) or j >= len(after):
+        return len(before), len(after)
+    if before[i] is None and after[j] is None:
+        if _product(before[i + 1 :]) == _product(after[j + 1 :]) and None not in before[i + 1 :] + after[j + 1 :]:
+            return i + 1, j + 1
+        return len(before), len(after)
+    a, b = before[i], after[j]
+    i, j = i + 1, j + 1
+    while a is not None and b is not None and a != b:
+        if a < b and i < len(before):
+            a = None if before[i] is None else a * before[i]
+            i += 1
+        elif b < a and j < len(after):
+            b = None if after[j] is None else b * after[j]
+            j += 1
+        else:
+            return len(before), len(after)
+    return (len(before), len(after)) if a is None or b is None else (i, j)
+
+
+def _product(sizes: Dims) -> int:
+    return math.prod(s for s in sizes if s is not None)
+
+
+def _pair(label: str, before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+    """Terms of one run: its outermost dimensions share ``label``, the others are whole."""
+    rest = ([f"{label}x{n}^" for n in range(1, len(before))], [f"{label}y{n}^" for n in range(1, len(after))])
+    if not before or not after:
+        return [f"{label}x0^"] * bool(before) + rest[0], [f"{label}y0^"] * bool(after) + rest[1]
+    a, b = before[0], after[0]
+    if a is None or b is None:
+        inner = _unknown_ratio(before, after)
+    elif a == 0 or b == 0:
+        inner = None
+    else:
+        common = math.gcd(a, b)
+        inner = (a // common, b // common) if common > 1 else None
+    if inner is None:
+        return [f"{label}x0^", *rest[0]], [f"{label}y0^", *rest[1]]
+    words = [label if n == 1 else f"({label} {n})" for n in inner]
+    return [words[0], *rest[0]], [words[1], *rest[1]]
+
+
+def _unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
+    """Inner products when the outermost sizes are unknown and nothing else is."""
+    if before[0] is not None or after[0] is not None or None in before[1:] + after[1:]:
+        return None
+    a, b = _product(before[1:]), _product(after[1:])
+    if a and b and max(a, b) % min(a, b) == 0:
+        return (b // a, 1) if b > a else (1, a // b)
+    return None
+
+
+def reshape(op: OpView) -> str:
+    """the factors that operand and result have in common"""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    if before is None or after is None:
+        return REPLICATED
+    left, right = reshape_terms(before, after)
+    return f"{term(left)}, [shape] -> {term(right)}"
+
+
+def expand_dims(op: OpView) -> str:
+    """the axis"""
+    before = op.inputs[0].shape
+    if before is None:
+        return REPLICATED
+    at = axis(op, 1, len(before) + 1)
+    if at is None:
+        return REPLICATED
+    labels = names("a", len(before))
+    return f"{term(labels)}, . -> {term([*labels[:at], '1', *labels[at:]])}"
+
+
+def _squeezed(op: OpView) -> set[int] | None:
+    before = op.inputs[0].shape
+    if before is None:
+        return None
+    given = op.attr("squeeze_dims", ()) or op.attr("axis", ())
+    if given:
+        return {d % len(before) for d in given}
+    return None if None in before else {d for d, s in enumerate(before) if s == 1}
+
+
+def squeeze(op: OpView) -> str:
+    """squeeze_dims"""
+    gone = _squeezed(op)
+    if gone is None:
+        return REPLICATED
+    labels = names("a", len(op.inputs[0].shape or ()))
+    operand = ["1" if d in gone else x for d, x in enumerate(labels)]
+    return f"{term(operand)} -> {term(x for d, x in enumerate(labels) if d not in gone)}"
+
+
+def _squeeze_these(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Names the dimensions: a share of size 1 must not be squeezed as well."""
+    return Local(attrs={"squeeze_dims": tuple(sorted(_squeezed(op) or ()))})
+
+
+def transpose(op: OpView) -> str:
+    """the permutation"""
+    before, order = op.inputs[0].shape, constant(op, 1)
+    if before is None or order is None:
+        return REPLICATED
+    labels = names("a", len(before))
+    return f"{term(labels)}, . -> {term(labels[d] for d in order)}"
+
+
+def concat(op: OpView) -> str:
+    """the axis, which is whole"""
+    first = op.node.op == "Concat"
+    shape = op.inputs[1 if first else 0].shape
+    if shape is None:
+        return REPLICATED
+    at = axis(op, 0 if first else len(op.inputs) - 1, len(shape))
+    if at is None:
+        return REPLICATED
+    labels = names("a", len(shape))
+    # Sizes along the axis differ between operands, so each operand would need its own label: '*' runs around it do.
+    lead, tail = term(labels[:at]) if at else "", " ".join(labels[at + 1 :])
+    values = [f"{lead} j{n}^ {tail}".strip() for n in range(len(op.inputs) - 1)]
+    operands = [".", *values] if first else [*values, "."]
+    return f"{', '.join(operands)} -> {f'{lead} j^ {tail}'.strip()}"
+
+
+def _concat_values(op: OpView) -> str:
+    """All values partial at once."""
+    shift = int(op.node.op == "Concat")
+    return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
+
+
+def pack(op: OpView) -> str:
+    """the new axis"""
+    after = op.outputs[0].shape
+    if after is None:
+        return REPLICATED
+    at = int(op.attr("axis", 0)) % len(after)
+    labels = names("a", len(after) - 1)
+    return f"{{{term(labels)}}} -> {term([*labels[:at], 'j^', *labels[at:]])}"
+
+
+def unpack(op: OpView) -> str:
+    """the axis, which is whole"""
+    before = op.inputs[0].shape
+    if before is None:
+        return REPLICATED
+    at = int(op.attr("axis", 0)) % len(before)
+    labels = names("a", len(before))
+    return f"{term(freeze(labels, [at]))} -> {{{term(x for d, x in enumerate(labels) if d != at)}}}"
+
+
+def split_op(op: OpView) -> str:
+    """the axis, which is whole"""
+    value, where = (1, 0) if op.node.op == "Split" else (0, 2)
+    before = op.inputs[value].shape
+    if before is None:
+        return REPLICATED
+    at = axis(op, where, len(before))
+    if at is None:
+        return REPLICATED
+    labels = names("a", len(before))
+    lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
+    operand = term(freeze(labels, [at]))
+    results = ", ".join(f"{lead} j{n}^ {tail}".strip() for n in range(len(op.outputs)))
+    return (f"., {operand}" if value else f"{operand}, ., .") + f" -> {results}"
+
+
+def _repeats(op: OpView) -> list[int | None] | None:
+    """How often Tile repeats each dimension."""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    given = constant(op, 1)
+    if given is not None:
+        return list(given)
+    if before is None or after is None:
+        return None
+    return [b // a if a and b is not None else None for a, b in zip(before, after)]
+
+
+def tile(op: OpView) -> str:
+    """the multiples; a dimension made by repeating one element can be cut anywhere"""
+    before, repeats = op.inputs[0].shape, _repeats(op)
+    if before is None or repeats is None:
+        return REPLICATED
+    left, right = [], []
+    for n, (size, times) in enumerate(zip(before, repeats)):
+        if times == 1:
+            left.append(f"a{n}")
+            right.append(f"a{n}")
+        elif size == 1:
+            left.append("1")
+            right.append(f"t{n}")
+        elif size is not None and times is not None:
+            left.append(f"a{n}^")
+            right.append(f"(t{n} {size})")
+        else:
+            left.append(f"a{n}^")
+            right.append(f"b{n}^")
+    return f"{term(left)}, . -> {term(right)}"
+
+
+def _local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    placement, repeats = strategy.outputs[0], _repeats(op)
+    if not isinstance(placement, Split) or repeats is None:
+        return UNCHANGED
+    if strategy.inputs[0] == placement or repeats[placement.dim] == 1:
+        return UNCHANGED
+    before = local_input_shape(op, strategy, 0, coordinate)
+    after = local_output_shape(op, strategy, 0, coordinate)
+    repeats[placement.dim] = after[placement.dim] // before[placement.dim]
+    return Local(consts={1: np.array(repeats, numpy_dtype(op.inputs[1].dtype))})
+
+
+def broadcast_to(op: OpView) -> str:
+    """the shapes; a dimension that is broadcast can be cut anywhere"""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    if before is None or after is None:
+        return REPLICATED
+    labels = names("a", len(after))
+    own = labels[len(after) - len(before) :]
+    grown = after[len(after) - len(before) :]
+    operand = ["1" if a == 1 and b != 1 else x if same(a, b) or a is b else f"{x}^" for x, a, b in zip(own, before, grown)]
+    frozen = {x[:-1] for x in operand if x.endswith("^")}
+    return f"{term(operand)}, [out0] -> {term(f'{x}^' if x in frozen else x for x in labels)}"
+
+
+def _static_shape(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+    """Shapes are global: a rank must not look at its share."""
+    if not any(isinstance(p, Split) for p in strategy.inputs):
+        return (None,) * len(op.outputs)
+    return tuple(_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
+
+
+def _shape_value(name: str, kind: TensorType, output: TensorType) -> np.ndarray:
+    shape = kind.shape or ()
+    value = math.prod(shape) if name == "Size" else list(shape)  # type: ignore[arg-type]
+    return np.array(value, numpy_dtype(output.dtype))
+
+
+def shape_of(op: OpView) -> str:
+    """whether the shapes are static; values are not read"""
+    static = all(t.is_static for t in op.inputs)
+    return "{?} -> {.}" if static else "{~.} -> {.}"
+
+
+
+
+RULES = (
+    rule("Reshape", reshape, copy="0"),
+    rule("ExpandDims", expand_dims, copy="0"),
+    rule("Squeeze", squeeze, copy="0", local=_squeeze_these),
+    rule("Transpose", transpose, copy="0"),
+    rule("ConjugateTranspose", transpose, lin="0"),
+    rule("ConcatV2 Concat", concat, copy=_concat_values),
+    rule("Pack ParallelConcat", pack, copy="all"),
+    rule("Unpack", unpack, copy="0"),
+    rule("Split", split_op, copy="1"),
+    rule("SplitV", split_op, copy="0"),
+    rule("Tile", tile, copy="0", local=_local_multiples, produces_any=True),
+    rule("BroadcastTo", broadcast_to, copy="0", produces_any=True),
+    rule("Fill", "[out0], . -> p*", copy="1", produces_any=True),
+    rule("Shape ShapeN Size", shape_of, known=_static_shape),
+    rule("Rank", "? -> ."),
+    rule("BroadcastGradientArgs BroadcastArgs ConcatOffset InvertPermutation Range LinSpace", REPLICATED),
+)
