@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # A line ends with \n, or with the \r that a progress bar returns to the start of its line with.
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\n)(?!\Z))")
+# A \r at the end of what has arrived may be the first half of \r\n: it waits.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)(?!\Z)")
 IDLE_S = 0.1
 _COLOURS = (b"36", b"33", b"35", b"32", b"34", b"31", b"96", b"93", b"95", b"92", b"94", b"91")
 
@@ -42,7 +43,7 @@ class Printer:
         colour: write each prefix in the rank's colour.
     """
 
-    part_limit_bytes = 1 << 16
+    part_limit_bytes = 1 << 20
 
     def __init__(self, size: int, outputs: Sequence[int] = (1, 2), *, colour: bool | None = None) -> None:
         self._outputs = outputs
@@ -62,14 +63,16 @@ class Printer:
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Takes bytes that a rank wrote to its stdout (stream 0) or stderr (stream 1)."""
         pending = self._pending.setdefault((rank, stream), _Pending())
+        # Only what is new can hold a line end, but for a \r that waited.
+        unseen = max(0, len(pending.data) - 1)
         pending.data += data
         pending.since_s = time.monotonic()
-        done = 0
+        start = 0
         lines = []
-        for line in _LINE.finditer(pending.data):
-            lines.append(line.group())
-            done = line.end()
-        del pending.data[:done]
+        for line_end in _LINE_END.finditer(pending.data, unseen):
+            lines.append(bytes(pending.data[start : line_end.end()]))
+            start = line_end.end()
+        del pending.data[:start]
         self._emit(rank, stream, lines)
         if len(pending.data) > self.part_limit_bytes:
             self._flush(rank, stream)
@@ -97,10 +100,6 @@ class Printer:
         """Writes all that a rank has printed, complete lines or not."""
         for stream in range(len(self._outputs)):
             self._flush(rank, stream)
-
-    def drop(self, rank: int, stream: int) -> None:
-        """Forgets the part of a line that a rank has written."""
-        self._pending.pop((rank, stream), None)
 
     @property
     def waits(self) -> bool:

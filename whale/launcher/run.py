@@ -139,6 +139,8 @@ class _Job:
             deadlines_s = [self._give_up_s, *(when_s for when_s, _ in self._due)]
             if not self._complete:
                 deadlines_s.append(start_by_s)
+            if self._process.poll() is not None:
+                deadlines_s.append(time.monotonic() + IDLE_S)
             if self._printer.waits:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             timeout_s = max(0.0, min(deadlines_s) - time.monotonic())

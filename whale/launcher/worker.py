@@ -121,10 +121,11 @@ def _become_script(worker_pid: int, stdout: int, stderr: int, report: int) -> No
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != worker_pid:  # the worker was killed before the line above
         os._exit(128 + signal.SIGKILL)
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    os.close(stdout)
-    os.close(stderr)
+    # mpirun never ends rank 0's input; to read it would be to wait for ever.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
     os.set_inheritable(report, False)
     # A pipe is no terminal, and Python would hold back lines until the end.
     for stream in (sys.stdout, sys.stderr):

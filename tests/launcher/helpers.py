@@ -1,0 +1,97 @@
+"""Starts `whale run` on small scripts and looks for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MARKER = "WHALE_TEST_MARKER"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Launcher:
+    """Runs scripts under `whale run`; all processes of one launcher carry the same mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith(("WHALE_", "OMP_", "TF_"))}
+        self.environment = {**inherited, MARKER: self.mark, "PYTHONPATH": str(ROOT)}
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "whale", "run", *arguments]
+
+    def run(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    @contextmanager
+    def start(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        process = subprocess.Popen(
+            self.command(*arguments), env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    def left_behind(self, within_s: float = 0.0) -> list[str]:
+        """The command lines of marked processes that still run after ``within_s`` seconds; earlier if none does."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            found = self._marked()
+            if not found or time.monotonic() >= deadline_s:
+                return found
+            time.sleep(0.05)
+
+    def _marked(self) -> list[str]:
+        found = []
+        mark = f"{MARKER}={self.mark}".encode()
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+                continue
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue  # ended while we looked
+        return found
+
+
+def wait_for_line(process: subprocess.Popen[str], wanted: str) -> list[str]:
+    """Reads stdout up to the line that contains ``wanted``."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if wanted in line:
+            return lines
+    raise AssertionError(f"{wanted!r} was not printed; stdout: {lines}")
+
+
+# All ranks wait here for each other through files, so that what a test observes does not depend on who starts first.
+MEET = """
+import os, sys, time
+def meet(name):
+    rank, size = os.environ["WHALE_RANK"], int(os.environ["WHALE_SIZE"])
+    open(f"{name}.{rank}", "w").close()
+    while not all(os.path.exists(f"{name}.{other}") for other in range(size)):
+        time.sleep(0.01)
+rank = int(os.environ["WHALE_RANK"])
+"""

@@ -1,0 +1,119 @@
+"""However a run is stopped, nothing of it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.launcher.helpers import MEET, Launcher, wait_for_line
+
+SLEEP = MEET + "meet('a')\nprint('up')\ntime.sleep(600)"
+# A script that neither signals nor Python's own end can hurry, with a child of its own.
+STUBBORN = (
+    MEET + "import signal, subprocess\n"
+    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nmeet('a')\nprint('up')\n"
+    "while True: time.sleep(1)"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_ranks(launcher: Launcher, number: signal.Signals) -> None:
+    with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
+        wait_for_line(process, "up")
+        start_s = time.monotonic()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 128 + number
+        assert time.monotonic() - start_s < 3.0  # before the grace is over
+        assert errors.splitlines()[-1] == f"whale run: stopped by {number.name}"
+        assert "Traceback" not in errors
+    assert launcher.left_behind() == []
+
+
+def test_a_script_may_end_tidily_after_an_interrupt(launcher: Launcher) -> None:
+    script = launcher.script(
+        MEET + "try:\n    meet('a'); print('up'); time.sleep(600)\nexcept KeyboardInterrupt:\n    time.sleep(0.5); print('saved')"
+    )
+    with launcher.start("-np", "2", script) as process:
+        wait_for_line(process, "up")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert output.count("saved") == 2
+
+
+def test_ranks_that_ignore_signals_are_killed_with_their_children(launcher: Launcher) -> None:
+    with launcher.start("-np", "2", launcher.script(STUBBORN)) as process:
+        wait_for_line(process, "up")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        assert process.returncode == 130
+    assert launcher.left_behind() == []
+
+
+def test_a_second_interrupt_does_not_wait(launcher: Launcher) -> None:
+    with launcher.start("-np", "1", launcher.script(STUBBORN)) as process:
+        wait_for_line(process, "up")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        start_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert time.monotonic() - start_s < 2.0
+
+
+def test_an_interrupt_while_starting(launcher: Launcher) -> None:
+    with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
+        deadline_s = time.monotonic() + 20
+        while len(launcher.left_behind()) < 2 and time.monotonic() < deadline_s:
+            pass
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode in (143, -signal.SIGTERM)  # the latter before the launcher was ready for signals
+    assert launcher.left_behind(within_s=5.0) == []
+
+
+@pytest.mark.parametrize("script", [SLEEP, STUBBORN], ids=["sleeping", "stubborn"])
+def test_a_killed_launcher_leaves_nothing(launcher: Launcher, script: str) -> None:
+    with launcher.start("-np", "2", launcher.script(script)) as process:
+        wait_for_line(process, "up")
+        assert len(launcher.left_behind()) >= 5  # mpirun, two workers, two scripts
+        process.kill()
+        process.wait()
+        assert launcher.left_behind(within_s=5.0) == []
+
+
+def _processes(launcher: Launcher, word: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                line, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if launcher.mark.encode() in environment and word.encode() in line.split(b"\0")[0]:
+                found.append(int(folder.name))
+    return found
+
+
+def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
+    with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
+        wait_for_line(process, "up")
+        for pid in _processes(launcher, "mpirun") + _processes(launcher, "prterun"):
+            os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "mpirun has ended by signal 9" in errors.splitlines()[-1]
+
+
+def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:
+    script = launcher.script(MEET + "meet('a')\nprint('up')\nif rank == 1: os.kill(os.getppid(), 9)\ntime.sleep(600)")
+    with launcher.start("-np", "2", script) as process:
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert errors.splitlines()[-1].startswith("whale run: rank 1 was lost: ")
