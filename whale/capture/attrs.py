@@ -1,0 +1,129 @@
+"""Attributes of a NodeDef as plain values, decoded when they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.ir.values import DType, Func, Shape, Tensor
+
+SCOPE_ATTR = "_whale_scope"
+# The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
+_KEPT_INTERNAL = frozenset(
+    {"_XlaMustCompile", "_lower_using_switch_merge", "_noinline", "_kernel", "_stateful_parallelism"}
+)
+
+
+@lru_cache(maxsize=None)
+def dtype_name(enum: int) -> str:
+    """Name of a DataType enum: 1 -> ``float32``; reference types end with ``_ref``."""
+    return tf.dtypes.as_dtype(enum).name
+
+
+@lru_cache(maxsize=None)
+def dtype_enum(name: str) -> int:
+    """Inverse of ``dtype_name``."""
+    return tf.dtypes.as_dtype(name).as_datatype_enum
+
+
+def decode_shape(proto: Any) -> Shape:
+    """A TensorShapeProto as a Shape (a size of -1 is None)."""
+    if proto.unknown_rank:
+        return Shape(None)
+    return Shape(tuple(None if d.size < 0 else d.size for d in proto.dim))
+
+
+def decode_tensor(proto: Any) -> Tensor:
+    """A TensorProto as a Tensor; compressed protos (one value for all elements) are expanded."""
+    name = dtype_name(proto.dtype)
+    shape = tuple(d.size for d in proto.tensor_shape.dim)
+    count = int(np.prod(shape, dtype=np.int64))
+    if name == "string":
+        items = tuple(proto.string_val)
+        if len(items) < count:
+            items += (items[-1] if items else b"",) * (count - len(items))
+        return Tensor("string", shape, items)
+    if proto.tensor_content:
+        return Tensor(name, shape, proto.tensor_content)
+    return Tensor(name, shape, np.ascontiguousarray(tf.make_ndarray(proto)).tobytes())
+
+
+def decode_text(raw: bytes) -> str | bytes:
+    """Text as str when it is valid UTF-8, else the bytes."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def decode_func(proto: Any) -> Func:
+    """A NameAttrList as a Func."""
+    return Func(proto.name, {k: decode(v) for k, v in proto.attr.items() if not k.startswith("_")})
+
+
+_DECODERS = {
+    "b": bool,
+    "i": int,
+    "f": float,
+    "s": decode_text,
+    "type": lambda enum: DType(dtype_name(enum)),
+    "shape": decode_shape,
+    "tensor": decode_tensor,
+    "func": decode_func,
+}
+
+
+def decode(value: Any) -> Any:
+    """An AttrValue proto as a plain value (see whale.ir.values); an empty list is ``()``, an unset value None."""
+    kind = value.WhichOneof("value")
+    if kind == "list":
+        for field, items in value.list.ListFields():
+            return tuple(map(_DECODERS[field.name], items))
+        return ()
+    if kind is None or kind == "placeholder":
+        return None
+    return _DECODERS[kind](getattr(value, kind))
+
+
+class NodeAttrs(Mapping[str, Any]):
+    """The attributes of ``node_def``, decoded on access.
+
+    Internal attributes (leading underscore) that do not change what the node computes are left out. The NodeDef is
+    shared with the graph it came from: nobody writes to it.
+    """
+
+    __slots__ = ("node_def", "_decoded")
+
+    def __init__(self, node_def: Any) -> None:
+        self.node_def = node_def
+        self._decoded: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self._decoded[key]
+        except KeyError:
+            # A look-up of a missing key would add it to the proto's map.
+            if key not in self:
+                raise
+        value = self._decoded[key] = decode(self.node_def.attr[key])
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, str) or key not in self.node_def.attr:
+            return False
+        return not key.startswith("_") or key in _KEPT_INTERNAL
+
+    def __iter__(self) -> Iterator[str]:
+        for key in self.node_def.attr:
+            if not key.startswith("_") or key in _KEPT_INTERNAL:
+                yield key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"NodeAttrs({dict(self)!r})"

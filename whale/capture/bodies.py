@@ -1,0 +1,160 @@
+"""Function bodies as graphs whose tensors have the shapes that the caller passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import function_def_to_graph, func_graph
+from tensorflow.python.ops import handle_data_util
+
+_HANDLES = (tf.resource, tf.variant)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A function's body: its graph (with the GraphDef when that is at hand), arguments, results and effects."""
+
+    graph: tf.Graph
+    graph_def: Any | None
+    inputs: list[str]
+    outputs: list[tf.Tensor]
+    effects: list[str]
+
+
+def body_graph(
+    caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None
+) -> Body:
+    """The body of function ``name``, typed for ``arguments`` (None: as the function itself says).
+
+    The graph that the function was traced as is used when it is at least as specific; otherwise the body is imported
+    again, so that TensorFlow's shape functions see the caller's shapes.
+    """
+    function_def = library[name]
+    traced = _traced_graph(caller, name)
+    if traced is not None and _fits(traced, function_def, arguments):
+        body = _from_traced(traced, function_def)
+        if body is not None:
+            return body
+    return _imported(caller, library, function_def, arguments)
+
+
+def _traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | None:
+    while graph is not None:
+        function = graph._functions.get(name)
+        if function is not None:
+            traced = getattr(function, "graph", None)
+            return traced if isinstance(traced, func_graph.FuncGraph) else None
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def _fits(traced: func_graph.FuncGraph, function_def: Any, arguments: list[tf.Tensor] | None) -> bool:
+    # A trace's inputs and outputs grow when its gradient is taken, after the FunctionDef was made.
+    if len(traced.inputs) != len(function_def.signature.input_arg):
+        return False
+    if arguments is None:
+        return True
+    return all(
+        own.dtype == given.dtype and (own.dtype in _HANDLES or _at_least(own.shape, given.shape))
+        for own, given in zip(traced.inputs, arguments)
+    )
+
+
+def _at_least(own: tf.TensorShape, given: tf.TensorShape) -> bool:
+    if given.rank is None:
+        return True
+    if own.rank != given.rank:
+        return False
+    return all(g is None or g == o for o, g in zip(own.as_list(), given.as_list()))
+
+
+def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
+    """The traced graph as a Body, or None when its names are not those of ``function_def``."""
+    arguments = {a.name: t for a, t in zip(function_def.signature.input_arg, traced.inputs)}
+    graph_def = traced.as_graph_def()
+    op_types = {n.name: n.op for n in graph_def.node}
+    if any(op_types.get(n.name) != n.op for n in function_def.node_def):
+        return None
+    outputs = []
+    for result in function_def.signature.output_arg:
+        text = function_def.ret[result.name]
+        if text in arguments:
+            outputs.append(arguments[text])
+            continue
+        node, output_arg, index = text.split(":")
+        op = traced.get_operation_by_name(node)
+        outputs.append(op.outputs[_output_range(op)[output_arg] + int(index)])
+    effects = [function_def.control_ret[c] for c in function_def.signature.control_output]
+    return Body(traced, graph_def, [t.op.name for t in traced.inputs], outputs, effects)
+
+
+def _output_range(op: tf.Operation) -> dict[str, int]:
+    """Number of the first output of each output argument."""
+    first: dict[str, int] = {}
+    count = 0
+    node_def = op.node_def
+    for argument in op.op_def.output_arg:
+        first[argument.name] = count
+        if argument.number_attr:
+            count += node_def.attr[argument.number_attr].i
+        elif argument.type_list_attr:
+            count += len(node_def.attr[argument.type_list_attr].list.type)
+        else:
+            count += 1
+    return first
+
+
+def _imported(
+    caller: tf.Graph, library: Mapping[str, Any], function_def: Any, arguments: list[tf.Tensor] | None
+) -> Body:
+    signature = function_def.signature
+    with caller.as_default():
+        graph_def, flat_names = function_def_to_graph.function_def_to_graph_def(function_def)
+        graph = func_graph.FuncGraph(signature.name)
+    own_shapes = [n.attr["shape"].shape if "shape" in n.attr else None for n in graph_def.node[: len(signature.input_arg)]]
+    del graph_def.node[: len(signature.input_arg)]
+    for node in graph_def.node:
+        node.attr.pop("_class", None)
+        node.attr.pop("_output_shapes", None)
+    # With the callees at hand TensorFlow infers shapes through calls.
+    present = {f.signature.name for f in graph_def.library.function}
+    graph_def.library.function.extend(library[n] for n in _callees(graph_def, library) if n not in present)
+    input_map: dict[str, tf.Tensor] = {}
+    with graph.as_default():
+        for i, argument in enumerate(signature.input_arg):
+            shape = own_shapes[i] if arguments is None else arguments[i].shape
+            tensor = tf.compat.v1.placeholder(tf.dtypes.as_dtype(argument.type), shape, argument.name)
+            if arguments is not None and tensor.dtype in _HANDLES:
+                handle_data_util.copy_handle_data(arguments[i], tensor)
+            input_map[f"{argument.name}:0"] = tensor
+            graph.inputs.append(tensor)
+        controls = {c for n in graph_def.node for c in n.input if c.startswith("^") and f"{c[1:]}:0" in input_map}
+        input_map.update({c: input_map[f"{c[1:]}:0"].op for c in controls})
+        tf.graph_util.import_graph_def(graph_def, input_map=input_map, name="")
+
+    def tensor_of(text: str) -> tf.Tensor:
+        flat = flat_names[text]
+        return input_map[flat] if flat in input_map else graph.get_tensor_by_name(flat)
+
+    outputs = [tensor_of(function_def.ret[r.name]) for r in signature.output_arg]
+    effects = [function_def.control_ret[c] for c in signature.control_output]
+    return Body(graph, None, [t.op.name for t in graph.inputs], outputs, effects)
+
+
+def _callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
+    """Functions that the nodes of ``graph_def`` call, and those that these call."""
+    found: dict[str, None] = {}
+    todo = [graph_def.node]
+    while todo:
+        for node in todo.pop():
+            names = [node.op] if node.op in library else []
+            if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+                names.append(node.attr["f"].func.name)
+            for name in names:
+                if name in library and name not in found:
+                    found[name] = None
+                    todo.append(library[name].node_def)
+    return list(found)

@@ -1,0 +1,57 @@
+"""What a capture yields: the program, and what ties it to the user's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from whale.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedVariable:
+    """A variable of the program.
+
+    Attributes:
+      node: the program's node that yields its handle.
+      name: unique within the program.
+      variable: the tf.Variable; None in a v1 graph that does not list it in a collection.
+      handle: its resource handle (eager, or a tensor of the v1 graph).
+    """
+
+    node: str
+    name: str
+    variable: Any
+    handle: tf.Tensor
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured program.
+
+    Attributes:
+      program: its inputs are ``inputs`` and then the nodes of ``captures``.
+      inputs: Placeholder nodes that take the caller's tensors, in flat order.
+      captures: other tensors that are passed at each call (tables, iterators, variants, constants too large for a
+        graph), as (Placeholder node, tensor).
+      variables: in the order of ``program.variables``.
+      function: the traced ConcreteFunction; None for a v1 graph.
+      structured_outputs: what the user's function returned, with the trace's tensors as leaves.
+    """
+
+    program: Program
+    inputs: tuple[str, ...]
+    captures: tuple[tuple[str, tf.Tensor], ...]
+    variables: tuple[CapturedVariable, ...]
+    function: Any = None
+    structured_outputs: Any = None
+
+    def pack_outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
+        """The user's return structure with ``tensors`` (in the order of ``program.outputs``) as its tensors."""
+        leaves = tf.nest.flatten(self.structured_outputs, expand_composites=True)
+        values = iter(tensors)
+        filled = [next(values) if isinstance(leaf, tf.Tensor) else leaf for leaf in leaves]
+        return tf.nest.pack_sequence_as(self.structured_outputs, filled, expand_composites=True)

@@ -1,0 +1,218 @@
+"""Programs as TensorFlow protos: nodes as NodeDefs, programs as GraphDefs, bodies as FunctionDefs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2, tensor_pb2
+from tensorflow.python.framework import op_def_registry, versions
+
+from whale.capture.attrs import NodeAttrs, dtype_enum
+from whale.errors import ProgramError
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, Func, Shape, Tensor
+
+# Colocations name nodes that may be gone, recorded shapes are those of another graph, and the rest describes the
+# trace that the node came from.
+_DROPPED = frozenset(
+    {"_class", "_output_shapes", "_user_specified_name", "_has_manual_control_dependencies", "api_implements",
+     "api_preferred_device", "forward_function_name", "backward_function_name"}
+)  # fmt: skip
+_LIST_FIELD = {"string": "s", "int": "i", "float": "f", "bool": "b", "type": "type", "shape": "shape",
+               "tensor": "tensor", "func": "func"}  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def attr_types(op: str) -> Mapping[str, str]:
+    """Attribute name -> type (``int``, ``list(type)``, ...) of an op type; empty when it is not registered."""
+    op_def = op_def_registry.get(op)
+    return {a.name: a.type for a in op_def.attr} if op_def is not None else {}
+
+
+def encode_tensor(value: Tensor) -> Any:
+    """A Tensor as a TensorProto."""
+    proto = tensor_pb2.TensorProto(dtype=dtype_enum(value.dtype))
+    for size in value.shape:
+        proto.tensor_shape.dim.add(size=size)
+    if value.dtype == "string":
+        proto.string_val.extend(value.data)
+    else:
+        proto.tensor_content = value.data
+    return proto
+
+
+def encode_shape(dims: tuple[int | None, ...] | None) -> Any:
+    """Dimensions as a TensorShapeProto."""
+    return tf.TensorShape(dims).as_proto()
+
+
+def _field(value: Any, kind: str) -> tuple[str, Any]:
+    """(field of AttrValue, value for it); ``kind`` is the op's attribute type, or "" when the op does not say."""
+    if isinstance(value, DType) or kind == "type":
+        return "type", dtype_enum(str(value))
+    if isinstance(value, (bool, np.bool_)):
+        return "b", bool(value)
+    if kind == "float":
+        return "f", float(value)
+    if isinstance(value, (int, np.integer)):
+        return "i", int(value)
+    if isinstance(value, (float, np.floating)):
+        return "f", float(value)
+    if isinstance(value, (str, bytes)):
+        return "s", value.encode() if isinstance(value, str) else value
+    if isinstance(value, Shape):
+        return "shape", encode_shape(value.dims)
+    if isinstance(value, Tensor):
+        return "tensor", encode_tensor(value)
+    if isinstance(value, Func):
+        func = attr_value_pb2.NameAttrList(name=value.name)
+        for key, item in value.attrs.items():
+            func.attr[key].CopyFrom(encode(item))
+        return "func", func
+    raise ProgramError(
+        "an attribute value has no proto form",
+        given=f"{type(value).__name__} {value!r}",
+        expected="bool, int, float, text, DType, Shape, Tensor, Func or a tuple of one of these",
+        action="give the attribute one of the types of whale.ir.values",
+    )
+
+
+def encode(value: Any, kind: str = "") -> Any:
+    """A plain value as an AttrValue proto.
+
+    Args:
+      value: as in whale.ir.values; None is an unset value.
+      kind: attribute type of the op's definition (``list(int)``), where there is one.
+
+    Raises:
+      ProgramError: the value is of no type that an attribute can hold.
+    """
+    proto = attr_value_pb2.AttrValue()
+    if isinstance(value, (tuple, list)):
+        inner = kind[5:-1] if kind.startswith("list(") else ""
+        proto.list.SetInParent()
+        for item in value:
+            field, encoded = _field(item, inner)
+            repeated = getattr(proto.list, field)
+            repeated.append(encoded)
+    elif value is not None:
+        field, encoded = _field(value, kind)
+        if field in ("shape", "tensor", "func"):
+            getattr(proto, field).CopyFrom(encoded)
+        else:
+            setattr(proto, field, encoded)
+    return proto
+
+
+def to_node_def(node: Node, name: str, inputs: Sequence[str]) -> Any:
+    """The NodeDef that computes ``node`` under another name and on other operands, with no device.
+
+    Args:
+      inputs: operands as GraphDefs spell them (``a``, ``a:1``), then controls (``^a``).
+    """
+    if isinstance(node.attrs, NodeAttrs) and node.attrs.node_def.op == node.op:
+        node_def = node_def_pb2.NodeDef()
+        node_def.CopyFrom(node.attrs.node_def)
+        for key in _DROPPED:
+            node_def.attr.pop(key, None)
+        node_def.name = name
+        node_def.device = ""
+        del node_def.input[:]
+    else:
+        node_def = node_def_pb2.NodeDef(name=name, op=node.op)
+        kinds = attr_types(node.op)
+        for key, value in node.attrs.items():
+            node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
+    node_def.input.extend(inputs)
+    return node_def
+
+
+def operand_text(ref: Ref) -> str:
+    """``ref`` as a GraphDef spells it."""
+    return ref.node if ref.index == 0 else f"{ref.node}:{ref.index}"
+
+
+def to_graph_def(program: Program) -> Any:
+    """``program`` as a GraphDef with its functions in the library; names stay."""
+    graph_def = graph_pb2.GraphDef()
+    graph_def.versions.producer = versions.GRAPH_DEF_VERSION
+    graph_def.versions.min_consumer = versions.GRAPH_DEF_VERSION_MIN_CONSUMER
+    graph_def.node.extend(
+        to_node_def(n, n.name, [*map(operand_text, n.inputs), *(f"^{c}" for c in n.controls)]) for n in program.nodes
+    )
+    graph_def.library.function.extend(to_function_def(body, name) for name, body in program.functions.items())
+    return graph_def
+
+
+def to_function_def(program: Program, name: str) -> Any:
+    """``program`` as a FunctionDef: its inputs are the arguments, its outputs the results, its effects always run.
+
+    Node names stay; arguments and results are called ``arg_0``, ``result_0``, ... Functions that it calls are not
+    included.
+    """
+    function = function_pb2.FunctionDef()
+    signature = function.signature
+    signature.name = name
+    by_name = program.by_name
+    taken = set(by_name)
+    texts: dict[str, str] = {}
+    for i, node_name in enumerate(program.inputs):
+        argument = _fresh(f"arg_{i}", taken)
+        signature.input_arg.add(name=argument, type=dtype_enum(by_name[node_name].outputs[0].dtype))
+        texts[node_name] = argument
+    spelled = {n.name: _output_texts(n) for n in program.nodes if n.name not in texts}
+
+    def operand(ref: Ref) -> str:
+        return texts[ref.node] if ref.node in texts else f"{ref.node}:{spelled[ref.node][ref.index]}"
+
+    for node in program.nodes:
+        if node.name not in texts:
+            controls = (f"^{texts.get(c, c)}" for c in node.controls)
+            function.node_def.append(to_node_def(node, node.name, [*map(operand, node.inputs), *controls]))
+            signature.is_stateful = signature.is_stateful or node.stateful
+    for i, ref in enumerate(program.outputs):
+        result = f"result_{i}"
+        signature.output_arg.add(name=result, type=dtype_enum(program.type_of(ref).dtype))
+        function.ret[result] = operand(ref)
+    for i, effect in enumerate(program.effects):
+        control = f"effect_{i}"
+        signature.control_output.append(control)
+        function.control_ret[control] = effect
+    return function
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _output_texts(node: Node) -> list[str]:
+    """``output argument:index`` of each output, as FunctionDefs spell it.
+
+    Raises:
+      ProgramError: the op type is not registered.
+    """
+    op_def = op_def_registry.get(node.op)
+    if op_def is None:
+        raise ProgramError(
+            "an op type is not registered",
+            op=node.name,
+            given=node.op,
+            action="load the library that registers it before lowering",
+        )
+    texts: list[str] = []
+    for argument in op_def.output_arg:
+        count = 1
+        if argument.number_attr:
+            count = node.attrs[argument.number_attr]
+        elif argument.type_list_attr:
+            count = len(node.attrs[argument.type_list_attr])
+        texts.extend(f"{argument.name}:{i}" for i in range(count))
+    return texts

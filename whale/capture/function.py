@@ -1,0 +1,188 @@
+"""Tracing a Python train step into a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import handle_data_util, resource_variable_ops
+
+from whale.capture.captured import Captured, CapturedVariable
+from whale.capture.gradients import gradient_scopes
+from whale.capture.graph import program_from_graph
+from whale.capture.signature import Arguments, take_apart
+from whale.errors import CaptureError
+from whale.ir.program import Node, Program
+from whale.ir.values import DType, Tensor, TensorType
+
+# A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
+_LARGEST_CONSTANT_BYTES = 64 * 2**20
+
+
+def capture_function(
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, name: str | None = None
+) -> Captured:
+    """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
+
+    Variables that ``fn`` creates are created, once, at this first trace. An ``input_signature`` of a tf.function gives
+    dtypes only: its unknown sizes take those of the arguments.
+
+    Args:
+      fn: a Python function, a method, or a tf.function.
+      args: positional arguments; tensors, arrays and TensorSpecs become the program's inputs, other values are
+        constants of the trace.
+      name: name of the program; default the function's.
+
+    Raises:
+      CaptureError: ``fn`` asks for XLA compilation, an argument's shape is unknown, or the trace fails to be static.
+    """
+    python_fn, signature, autograph = _python_function(fn)
+    name = name or getattr(python_fn, "__name__", "step")
+    arguments = take_apart(python_fn, args, kwargs or {})
+    specs = _specs(arguments, signature)
+
+    def call(*tensors: tf.Tensor) -> Any:
+        positional, keywords = arguments.rebuild(tensors)
+        return python_fn(*positional, **keywords)
+
+    call.__name__ = name
+    with gradient_scopes():
+        concrete = tf.function(call, autograph=autograph).get_concrete_function(*specs)
+    return _captured(concrete, name)
+
+
+def _python_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any, bool]:
+    """(the Python function, its input_signature or None, whether autograph rewrites it)."""
+    if not hasattr(fn, "python_function"):
+        return fn, None, True
+    if getattr(fn, "_jit_compile", None):
+        raise CaptureError(
+            "the function asks to be compiled by XLA",
+            op=getattr(fn.python_function, "__name__", "function"),
+            given="jit_compile=True",
+            expected="jit_compile=False: communication cannot sit inside a compiled region",
+            action="remove jit_compile=True from tf.function",
+        )
+    return fn.python_function, getattr(fn, "input_signature", None), bool(getattr(fn, "_autograph", True))
+
+
+def _specs(arguments: Arguments, signature: Any) -> list[tf.TensorSpec]:
+    specs = []
+    for tensor, label in zip(arguments.tensors, arguments.names):
+        dtype = tf.dtypes.as_dtype(tensor.dtype)
+        specs.append(tf.TensorSpec(tensor.shape, dtype, name=label))
+    wanted = tf.nest.flatten(signature, expand_composites=True) if signature is not None else []
+    if len(wanted) != len(specs):
+        return specs
+    for i, (spec, other) in enumerate(zip(specs, wanted)):
+        if not other.shape.is_compatible_with(spec.shape):
+            raise CaptureError(
+                "an argument does not fit the function's input_signature",
+                op=spec.name,
+                given=spec.shape,
+                expected=other.shape,
+                action="pass a tensor of that shape, or change the input_signature",
+            )
+        specs[i] = tf.TensorSpec(spec.shape, other.dtype, name=spec.name)
+    return specs
+
+
+def _captured(concrete: Any, name: str) -> Captured:
+    graph = concrete.graph
+    if getattr(graph, "deferred_external_captures", None):
+        raise CaptureError(
+            "the function captures a value that is only known when it is called",
+            op=name,
+            given=f"{len(graph.deferred_external_captures)} deferred captures",
+            action="pass the value as an argument",
+        )
+    captures = list(graph.captures)
+    captured_count = len(captures)
+    flat_inputs = graph.inputs[: len(graph.inputs) - captured_count] if captured_count else list(graph.inputs)
+    by_handle = {id(v.handle): v for v in graph.variables}
+    variables: list[CapturedVariable] = []
+    listed: list[tuple[tf.Tensor, str, str, tuple[int | None, ...] | None]] = []
+    constants: dict[str, tf.Tensor] = {}
+    passed: list[tuple[tf.Tensor, tf.Tensor]] = []
+    names: set[str] = set()
+    for external, internal in captures:
+        if external.dtype == tf.resource:
+            variable = by_handle.get(id(external))
+            if variable is None:
+                variable = _variable_of_handle(external)
+            if variable is not None:
+                unique = _unique(_variable_name(variable, internal), names)
+                shape = None if variable.shape.rank is None else tuple(variable.shape.as_list())
+                listed.append((internal, unique, variable.dtype.base_dtype.name, shape))
+                variables.append(CapturedVariable(internal.op.name, unique, variable, external))
+                continue
+        elif external.dtype != tf.variant and isinstance(external, tf.__internal__.EagerTensor):
+            if external.dtype == tf.string or external.shape.num_elements() * external.dtype.size <= _LARGEST_CONSTANT_BYTES:
+                constants[internal.op.name] = external
+                continue
+        passed.append((internal, external))
+    program = program_from_graph(
+        graph,
+        name=name,
+        inputs=[*flat_inputs, *(i for i, _ in passed), *(graph.get_tensor_by_name(f"{n}:0") for n in constants)],
+        variables=listed,
+        outputs=graph.outputs,
+        effects=graph.control_outputs,
+    )
+    program = _with_constants(program, constants)
+    present = {v.node for v in program.variables}
+    return Captured(
+        program=program,
+        inputs=tuple(t.op.name for t in flat_inputs),
+        captures=tuple((i.op.name, e) for i, e in passed),
+        variables=tuple(v for v in variables if v.node in present),
+        function=concrete,
+        structured_outputs=concrete.graph.structured_outputs,
+    )
+
+
+def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
+    """A variable over ``handle`` when it is a variable's; None for tables, iterators and other resources."""
+    data = handle_data_util.get_handle_data(handle)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    held = data.shape_and_type[0]
+    return resource_variable_ops.BaseResourceVariable(
+        trainable=False,
+        shape=tf.TensorShape(held.shape),
+        dtype=tf.dtypes.as_dtype(held.dtype),
+        handle=handle,
+        handle_name="captured",
+        name="captured",
+    )
+
+
+def _variable_name(variable: tf.Variable, internal: tf.Tensor) -> str:
+    name = variable.name.partition(":")[0]
+    return internal.op.name if name in ("captured", "") else name
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    unique, n = name, 1
+    while unique in taken:
+        unique, n = f"{name}_{n}", n + 1
+    taken.add(unique)
+    return unique
+
+
+def _with_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Program:
+    """``program`` with captured eager tensors as Const nodes instead of inputs."""
+    if not constants:
+        return program
+    used = {r.node for n in program.nodes for r in n.inputs} | {r.node for r in program.outputs}
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if node.name not in constants:
+            nodes.append(node)
+        elif node.name in used:
+            value = Tensor.of(constants[node.name].numpy(), constants[node.name].dtype.name)
+            kind = TensorType(value.dtype, value.shape)
+            attrs = {"dtype": DType(value.dtype), "value": value}
+            nodes.append(Node(node.name, "Const", (), node.controls, attrs, (kind,), node.scope))
+    return program.with_nodes(tuple(nodes), inputs=tuple(i for i in program.inputs if i not in constants))

@@ -1,0 +1,79 @@
+"""Gradient nodes join the scope of the forward op that they differentiate.
+
+TensorFlow calls one Python function per differentiated op: ``backprop._gradient_function`` for tapes,
+``gradients_util._MaybeCompile`` for tf.gradients. Inside ``gradient_scopes()`` both run under the attribute scope of
+the forward op. Gradients of ``tf.custom_gradient`` do not pass there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import backprop
+from tensorflow.python.ops import gradients_util
+
+try:
+    from tensorflow.python import pywrap_tfe
+except ImportError:
+    from tensorflow.python.eager import pywrap_tfe
+from whale.capture.attrs import SCOPE_ATTR
+
+
+@contextmanager
+def gradient_scopes() -> Iterator[None]:
+    """While active, gradient nodes carry the scope of their forward op. Restores what was there; may be nested."""
+    tape_function = backprop._gradient_function
+    graph_function = gradients_util._MaybeCompile
+
+    def of_tape(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any) -> Any:
+        with _entered(_scope_of_call(op_name, inputs, outputs)):
+            return tape_function(op_name, attrs, count, inputs, outputs, *rest)
+
+    def of_graph(scope: str, op: tf.Operation, func: Any, gradient: Callable[[], Any]) -> Any:
+        with _entered(_scope_of(op)):
+            return graph_function(scope, op, func, gradient)
+
+    _install(of_tape, of_graph)
+    try:
+        yield
+    finally:
+        _install(tape_function, graph_function)
+
+
+def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any]) -> None:
+    backprop._gradient_function = of_tape
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(of_tape)
+    gradients_util._MaybeCompile = of_graph
+
+
+def _entered(scope: Any) -> Any:
+    if scope is None:
+        return nullcontext()
+    return tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: scope})
+
+
+def _scope_of(op: tf.Operation) -> Any:
+    """The scope attribute (an AttrValue) of ``op``, or None."""
+    node_def = op.node_def
+    return node_def.attr[SCOPE_ATTR] if SCOPE_ATTR in node_def.attr else None
+
+
+def _scope_of_call(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The scope of the op of type ``op_name`` with these operands; what backward does not need is None."""
+    for output in outputs or ():
+        if _is_graph_tensor(output) and output.op.type == op_name:
+            return _scope_of(output.op)
+    known = [t for t in inputs or () if _is_graph_tensor(t)]
+    if known:
+        wanted = {id(t) for t in known}
+        for consumer in known[0].consumers():
+            if consumer.type == op_name and wanted <= {id(t) for t in consumer.inputs}:
+                return _scope_of(consumer)
+    return None
+
+
+def _is_graph_tensor(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and hasattr(value, "graph") and not isinstance(value, tf.__internal__.EagerTensor)

@@ -1,0 +1,182 @@
+"""A call's arguments: tensors, whose shapes a trace is made for, and Python values, which are part of the trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import CaptureError
+
+_TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a run of ``count`` tensors in ``arguments`` (several for one composite tensor)."""
+
+    first: int
+    count: int
+    composite: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A call's arguments taken apart.
+
+    Attributes:
+      tensors: tensors, arrays or TensorSpecs, in order of parameters.
+      names: a readable name for each, from parameter names and keys.
+      key: equal for calls that one trace serves.
+    """
+
+    tensors: tuple[Any, ...]
+    names: tuple[str, ...]
+    key: Hashable
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    def rebuild(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the same call with other tensors."""
+        filled = []
+        for leaf in self.leaves:
+            if not isinstance(leaf, _Slot):
+                filled.append(leaf)
+                continue
+            part = list(tensors[leaf.first : leaf.first + leaf.count])
+            if leaf.composite is None:
+                filled.append(part[0])
+            else:
+                filled.append(tf.nest.pack_sequence_as(leaf.composite, part, expand_composites=True))
+        args, kwargs = tf.nest.pack_sequence_as(self.structure, filled)
+        return tuple(args), dict(kwargs)
+
+
+def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """The arguments of ``fn(*args, **kwargs)``.
+
+    tf.Tensor, NumPy arrays and scalars, TensorSpecs and the parts of composite tensors are tensors. Everything else,
+    variables included, is a value of the trace.
+
+    Raises:
+      CaptureError: a tensor's shape is not fully known, or ``fn`` does not take such arguments.
+    """
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            "the function does not take these arguments",
+            op=getattr(fn, "__name__", repr(fn)),
+            given=str(error),
+            action="call it as its signature says",
+        ) from error
+    positional, keywords = list(bound.args), dict(bound.kwargs)
+    names = list(bound.signature.parameters)
+    structure = (positional, keywords)
+    tensors: list[Any] = []
+    labels: list[str] = []
+    leaves: list[Any] = []
+    key: list[Hashable] = []
+    for path, leaf in _paths(positional, keywords, names, bound):
+        if isinstance(leaf, tf.Variable):
+            leaves.append(leaf)
+            key.append(("variable", id(leaf)))
+        elif isinstance(leaf, _TENSORS):
+            leaves.append(_Slot(len(tensors), 1))
+            tensors.append(_static(leaf, path))
+            labels.append(path)
+            key.append(_tensor_key(leaf))
+        elif isinstance(leaf, tf.__internal__.CompositeTensor):
+            parts = tf.nest.flatten(leaf, expand_composites=True)
+            leaves.append(_Slot(len(tensors), len(parts), leaf))
+            tensors.extend(_static(p, path) for p in parts)
+            labels.extend(f"{path}_{i}" for i in range(len(parts)))
+            key.append((type(leaf), *map(_tensor_key, parts)))
+        else:
+            leaves.append(leaf)
+            key.append(_value_key(leaf))
+    skeleton = tf.nest.map_structure(lambda _: 0, structure)
+    return Arguments(tuple(tensors), _distinct(labels), (repr(skeleton), *key), structure, tuple(leaves))
+
+
+def _paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:
+    """(readable path, leaf) in the order of tf.nest.flatten((positional, keywords))."""
+    found: list[tuple[str, Any]] = []
+    variadic = [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
+    for i, value in enumerate(positional):
+        name = names[i] if i < len(names) and names[i] not in variadic else f"{variadic[0]}_{i}"
+        found += _leaves(name, value)
+    for name in sorted(keywords):
+        found += _leaves(name, keywords[name])
+    return found
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    flat = tf.nest.flatten(value)
+    if len(flat) == 1 and flat[0] is value:
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        return [leaf for key in sorted(value) for leaf in _leaves(f"{name}_{key}", value[key])]
+    if isinstance(value, (list, tuple)):
+        return [leaf for i, item in enumerate(value) for leaf in _leaves(f"{name}_{i}", item)]
+    return [(f"{name}_{i}", leaf) for i, leaf in enumerate(flat)]
+
+
+def _distinct(labels: list[str]) -> tuple[str, ...]:
+    seen: set[str] = set()
+    result = []
+    for label in labels:
+        text = "".join(c if c.isalnum() or c == "_" else "_" for c in label).lstrip("_") or "input"
+        unique, n = text, 1
+        while unique in seen:
+            unique, n = f"{text}_{n}", n + 1
+        seen.add(unique)
+        result.append(unique)
+    return tuple(result)
+
+
+def _static(value: Any, path: str) -> Any:
+    shape = getattr(value, "shape", None)
+    if isinstance(value, tf.TensorSpec) and not tf.TensorShape(shape).is_fully_defined():
+        raise CaptureError(
+            "the shape of an argument is not fully known",
+            op=path,
+            given=value,
+            expected="a size for every dimension",
+            action="give a TensorSpec with all sizes, the global batch included",
+        )
+    return value
+
+
+def _tensor_key(value: Any) -> Hashable:
+    if isinstance(value, (tf.Tensor, tf.TensorSpec)):
+        return ("tensor", value.dtype.name, tuple(value.shape.as_list()))
+    return ("tensor", tf.dtypes.as_dtype(value.dtype).name, tuple(value.shape))
+
+
+class _Same:
+    """Compares an unhashable object by identity, and keeps it alive so that its id stays its own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _value_key(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    # True == 1 == 1.0, yet each makes another trace.
+    return (type(value), value)

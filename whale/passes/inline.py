@@ -1,0 +1,199 @@
+"""Function calls are replaced by the bodies of the functions; loops and conditionals stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from whale.errors import ProgramError
+from whale.ir.program import Node, Program, Ref, function_refs, topological
+from whale.ir.values import TensorType
+
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+
+
+def inline(program: Program) -> Program:
+    """``program`` with every PartitionedCall and StatefulPartitionedCall replaced by its function's nodes.
+
+    A body's nodes are called ``call/inner``. What waited for the call waits for all that the body does; what the call
+    waited for precedes the body's stateful nodes. Bodies of While, If and Case are inlined inside.
+
+    Raises:
+      ProgramError: a call asks for XLA compilation, calls itself, or its function is not in the program.
+    """
+    return _Inliner(program).run()
+
+
+class _Inliner:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.done: dict[str, Program] = {}
+        self.active: list[str] = []
+
+    def run(self) -> Program:
+        program = self.program
+        if not program.functions:
+            return program
+        flat = self._flatten(program)
+        kept: dict[str, Program] = {}
+        todo = [flat]
+        while todo:
+            for node in todo.pop().nodes:
+                for _, func in function_refs(node):
+                    if func.name in program.functions and func.name not in kept:
+                        kept[func.name] = self._function(func.name, node)
+                        todo.append(kept[func.name])
+        return replace(flat, functions=kept)
+
+    def _function(self, name: str, call: Node) -> Program:
+        """The function ``name``, inlined inside."""
+        if name in self.active:
+            raise ProgramError(
+                "a function calls itself",
+                op=call.name,
+                given=" -> ".join([*self.active, name]),
+                action="write the recursion as a tf.while_loop",
+            )
+        if name not in self.done:
+            if name not in self.program.functions:
+                raise ProgramError(
+                    "a call refers to a function that the program does not have",
+                    op=call.name,
+                    given=name,
+                    action="capture the program again together with its functions",
+                )
+            self.active.append(name)
+            self.done[name] = self._flatten(self.program.functions[name])
+            self.active.pop()
+        return self.done[name]
+
+    def _flatten(self, program: Program) -> Program:
+        if not any(n.op in CALLS for n in program.nodes):
+            return program
+        splice = _Splice(program)
+        for node in program.nodes:
+            if node.op in CALLS:
+                _refuse_xla(node)
+                splice.call(node, self._function(node.attrs["f"].name, node))
+            else:
+                splice.keep(node)
+        return splice.result()
+
+
+def _refuse_xla(call: Node) -> None:
+    if call.attrs.get("_XlaMustCompile"):
+        raise ProgramError(
+            "a function asks to be compiled by XLA, and communication cannot sit inside a compiled region",
+            op=call.name,
+            given=f"jit_compile=True on function {call.attrs['f'].name}",
+            expected="jit_compile=False",
+            action="pass jit_compile=False to that tf.function (Keras: model.compile(..., jit_compile=False))",
+        )
+
+
+class _Splice:
+    """The nodes of one program while its calls are being replaced."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.nodes: dict[str, Node] = {}
+        self.taken = set(program.by_name)
+        self.moved: dict[Ref, Ref] = {}
+        self.effects_of: dict[str, tuple[str, ...]] = {}
+        self.awaited = {c for n in program.nodes for c in n.controls}
+
+    def keep(self, node: Node) -> None:
+        """A node that is no call, with its operands where they are now."""
+        if self.moved:
+            inputs = tuple([self.moved.get(r, r) for r in node.inputs])
+            if inputs != node.inputs:
+                node = replace(node, inputs=inputs)
+        self.nodes[node.name] = node
+
+    def call(self, call: Node, body: Program) -> None:
+        """The body's nodes in place of ``call``."""
+        given = tuple(self.moved.get(r, r) for r in call.inputs)
+        if len(given) != len(body.inputs):
+            raise ProgramError(
+                "a call passes another number of arguments than its function takes",
+                op=call.name,
+                given=len(given),
+                expected=f"{len(body.inputs)} for {body.name}",
+                action="capture the program again",
+            )
+        arguments = dict(zip(body.inputs, given))
+        names = {n.name: self._name(f"{call.name}/{n.name}") for n in body.nodes if n.name not in arguments}
+
+        def ref(inner: Ref) -> Ref:
+            return arguments[inner.node] if inner.node in arguments else Ref(names[inner.node], inner.index)
+
+        def control(inner: str) -> str:
+            return arguments[inner].node if inner in arguments else names[inner]
+
+        before = self._gate(f"{call.name}/before", call.controls) if len(call.controls) > 1 else call.controls
+        stateful = [names[n.name] for n in body.nodes if n.stateful and n.name in names]
+        for node in body.nodes:
+            if node.name in arguments:
+                continue
+            controls = tuple([control(c) for c in node.controls])
+            if node.stateful:
+                controls = _distinct((*controls, *before))
+            self.nodes[names[node.name]] = replace(
+                node,
+                name=names[node.name],
+                inputs=tuple([ref(r) for r in node.inputs]),
+                controls=controls,
+                scope=node.scope or call.scope,
+            )
+        results = tuple(ref(r) for r in body.outputs)
+        for i, result in enumerate(results):
+            self.moved[Ref(call.name, i)] = result
+            self._keep_type(result, call.outputs[i])
+        self.effects_of[call.name] = tuple(control(e) for e in body.effects)
+        if call.name in self.awaited:
+            waits = (*before, *stateful, *(control(e) for e in body.effects), *(r.node for r in results))
+            self.nodes[call.name] = Node(call.name, "NoOp", (), _distinct(waits), scope=call.scope)
+
+    def _gate(self, name: str, controls: tuple[str, ...]) -> tuple[str, ...]:
+        name = self._name(name)
+        self.nodes[name] = Node(name, "NoOp", (), controls)
+        return (name,)
+
+    def _name(self, name: str) -> str:
+        unique, n = name, 1
+        while unique in self.taken:
+            unique, n = f"{name}_{n}", n + 1
+        self.taken.add(unique)
+        return unique
+
+    def _keep_type(self, result: Ref, wanted: TensorType) -> None:
+        """Sizes that only the call knew stay known."""
+        node = self.nodes.get(result.node)
+        own = node.outputs[result.index] if node is not None else wanted
+        better = _merged(own, wanted)
+        if better != own:
+            outputs = (*node.outputs[: result.index], better, *node.outputs[result.index + 1 :])
+            self.nodes[result.node] = replace(node, outputs=outputs)
+
+    def result(self) -> Program:
+        program = self.program
+        effects = _distinct(e for name in program.effects for e in self.effects_of.get(name, (name,)))
+        nodes = dict(self.nodes)
+        return replace(
+            program,
+            nodes=topological(nodes),
+            outputs=tuple(self.moved.get(r, r) for r in program.outputs),
+            effects=effects,
+        )
+
+
+def _merged(own: TensorType, other: TensorType) -> TensorType:
+    if own.shape is None:
+        return TensorType(own.dtype, other.shape)
+    if other.shape is None or len(other.shape) != len(own.shape):
+        return own
+    return TensorType(own.dtype, tuple(b if a is None else a for a, b in zip(own.shape, other.shape)))
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
