@@ -61,12 +61,21 @@ UNCHANGED = Local()
 
 
 class Rule(Protocol):
-    """The rule of one op type."""
+    """The rule of one op type.
 
-    def strategies(self, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
+    ``produces_any``: the op can make an output in a placement that no operand has (a Fill or a Tile cut anywhere, an
+    empty list); ask for it with ``wanted``.
+    """
+
+    produces_any: bool
+
+    def strategies(
+        self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+    ) -> list[Strategy]:
         """Legal strategies, given where the operands lie now (``current`` supplies the sizes of splits).
 
-        The replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
+        ``wanted`` are placements that the outputs would best have: they propose splits as ``current`` does. The
+        replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
         first rank (``Owner``).
         """
 

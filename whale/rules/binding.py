@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from whale.errors import RuleError
-from whale.ir.layout import B, Partial, Placement, Split, split
+from whale.ir.layout import B, Owner, Partial, Placement, Split, split
 from whale.ir.values import Dims, TensorType
 from whale.rules.base import Strategy
 from whale.rules.notation import Line, Passes, Term
@@ -258,8 +258,8 @@ def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Seque
         if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue
         for i, term in enumerate(binding.inputs):
-            if placed[i] is B and (term.kind == "any" or (term.unread and isinstance(current[i], Partial))):
-                placed[i] = current[i]
+            if placed[i] is B:
+                placed[i] = _rest(term, current[i])
         outs = tuple(Partial(reduce) if j in cut.grown else _place(p, units) for j, p in enumerate(cut.outputs))
         found.append(Strategy(tuple(placed), outs, f"{why}: {label} split"))
     return found
@@ -291,12 +291,15 @@ def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequ
 
 
 def _rest(term: Term, current: Placement) -> Placement:
+    if isinstance(current, Owner):
+        return B
     return current if term.kind == "any" or (term.unread and isinstance(current, Partial)) else B
 
 
 def whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
-    """Everything whole, but for operands that may lie in any way; None when that is plain replication."""
+    """Everything whole, but for what may lie in any way; None when that is plain replication."""
     inputs = tuple(_rest(t, pl) for t, pl in zip(binding.inputs, current))
     if all(pl is B for pl in inputs):
         return None
-    return Strategy(inputs, (B,) * len(binding.outputs), f"{why}: values not read")
+    follow = [inputs[j] if t.kind == "any" else B for j, t in enumerate(binding.outputs)]
+    return Strategy(inputs, tuple(follow), f"{why}: lies in any way")

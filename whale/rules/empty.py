@@ -18,9 +18,7 @@ def known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.n
     """
     rule = rule_of(op.node.op)
     if rule is not None and rule.known is not None:
-        given = rule.known(op, strategy, coordinate)
-        if any(v is not None for v in given):
-            return given
+        return rule.known(op, strategy, coordinate)
     if not any(isinstance(p, Split) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):
         return (None,) * len(op.outputs)
     return tuple(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from whale.ir.values import FLOATING
-from whale.rules.base import OpView
+from whale.rules.base import OpView, Strategy
 from whale.rules.registry import rule
 
 
@@ -27,9 +29,15 @@ def _add(op: OpView) -> str | None:
     return None if op.outputs[0].dtype == "string" else "0&1"
 
 
+def _nothing_known(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+    """Each output has its own layout: one that is empty says nothing about the others."""
+    return (None,) * len(op.outputs)
+
+
 RULES = (
     rule("Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
          "DebugIdentity DebugIdentityV2 GuaranteeConst EnsureShape PlaceholderWithDefault", "* -> *", copy="0"),  # fmt: skip
+    rule("IdentityN", "{?} -> {?}", known=_nothing_known),
     rule("CheckNumerics CheckNumericsV2", "* -> *", lin="0", mono="0"),
     rule("Neg Conj Real Imag", "* -> *", lin="0"),
     rule("AddV2 Add", "*, * -> *", lin=_add, mono="0|1"),

@@ -14,7 +14,7 @@
 * ``(b s)`` is one dimension made of several, outermost first; only the outermost can be cut, on multiples of the rest.
   The rest are labels or sizes: ``(c 4)``.
 * ``.`` is whole everywhere (``B``); ``?`` may lie in any way; ``[out0]`` and other roles are operands that lowering
-  replaces by a local constant; ``{x}`` is any number of operands like ``x`` (once per side); ``~x``: the values are not
+  replaces by a local constant; an output ``?`` lies as the operand of its number does; ``{x}`` is any number of operands like ``x`` (once per side); ``~x``: the values are not
   read, so a partial operand serves as it is; ``=x`` (outputs): does not depend on the dimensions that it lacks.
 
 The notation follows nnscaler's dimops annotations (``m k+, k+ n -> m n``) and einsum.
@@ -170,11 +170,9 @@ def _check(line: Line) -> None:
             if labels.count(label) > 1 and line.flags[label] != "^":
                 raise _fail(text, f"label {label!r} is twice in operand {number}", " ".join(labels), f"{label}^")
     for number, term in enumerate(line.outputs):
-        if term.kind in ("any", "role"):
-            raise _fail(text, f"output {number} has no layout", term.kind, "labels or '.'")
         labels = set(term.labels())
         for label in inside - labels:
-            if not line.flags[label] and not term.same:
+            if not line.flags[label] and not term.same and term.kind != "any":
                 raise _fail(text, f"label {label!r} is in an operand but not in output {number}", label,
                             f"{label}+ (cutting it gives a partial sum), {label}^ (it cannot be cut), "
                             f"or '=' before the output (it does not depend on {label})")  # fmt: skip

@@ -19,8 +19,9 @@ from whale.rules.binding import Binding, bind, cut_strategies, partial_strategie
 from whale.rules.notation import OWNER, Passes, parse, parse_passes
 
 FAMILIES = (
-    "pointwise", "linear", "reductions", "einsum", "convolution", "pooling", "shape", "slicing", "losses", "norm",
-    "variables",
+    "pointwise", "linear", "reductions", "einsum", "convolution", "pooling", "shape", "slicing", "gather", "segment",
+    "losses", "norm", "random", "variables", "lists", "optional", "linalg", "fft", "image", "sort", "quantise", "rnn",
+    "sinks", "sources",
 )  # fmt: skip
 
 # Propagated with their bodies or frames, not by a rule.

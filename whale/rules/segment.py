@@ -1,0 +1,52 @@
+"""Segment reductions and counts: rows add into numbered segments, so cutting the rows gives a partial result.
+
+Where the number of segments is found in the data (``SegmentSum``), the rows stay whole.
+"""
+
+from __future__ import annotations
+
+from whale.rules.base import OpView
+from whale.rules.registry import rule
+
+
+def bincount(op: OpView) -> str:
+    """whether there are weights"""
+    weights = op.inputs[2].shape
+    return "i*+, ., i*+ -> n^" if weights == op.inputs[0].shape else "i*+, ., . -> n^"
+
+
+def dense_bincount(op: OpView) -> str:
+    """rank, weights, binary_output"""
+    shape, weights = op.inputs[0].shape, op.inputs[2].shape
+    lead = "b " if shape is not None and len(shape) == 2 else ""
+    flag = "^" if op.attr("binary_output", False) or shape is None else "+"
+    rows = f"{lead}i{flag}"
+    return f"{rows}, ., {rows if weights == shape else '.'} -> {lead}n^"
+
+
+_UNSORTED = "i*+ q*, i*+, . -> s^ q*"
+_SORTED = "i^ q*, i^ -> s^ q*"
+_COUNTED = "i+ q*, i+, . -> s^ q*"
+
+RULES = (
+    rule("UnsortedSegmentSum", _UNSORTED, lin="0"),
+    rule("UnsortedSegmentMax", _UNSORTED, mono="max:0", reduce="max"),
+    rule("UnsortedSegmentMin", _UNSORTED, mono="min:0", reduce="min"),
+    rule("UnsortedSegmentProd", _UNSORTED, reduce="prod"),
+    rule("SegmentSum SegmentMean", _SORTED, lin="0"),
+    rule("SegmentMax", _SORTED, mono="max:0"),
+    rule("SegmentMin", _SORTED, mono="min:0"),
+    rule("SegmentProd", _SORTED),
+    rule("SegmentSumV2", _COUNTED, lin="0"),
+    rule("SegmentProdV2", _COUNTED, reduce="prod"),
+    rule("SegmentMaxV2", _COUNTED, mono="max:0", reduce="max"),
+    rule("SegmentMinV2", _COUNTED, mono="min:0", reduce="min"),
+    rule("SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN", "v^ q*, i^, i^ -> s^ q*", lin="0"),
+    rule("SparseSegmentSumWithNumSegments", "v^ q*, i+, i+, . -> s^ q*", lin="0"),
+    rule("SparseSegmentMeanWithNumSegments SparseSegmentSqrtNWithNumSegments", "v^ q*, i^, i^, . -> s^ q*", lin="0"),
+    rule("SparseSegmentSumGrad", "s^ q*, i+, i+, . -> n^ q*", lin="0"),
+    rule("SparseSegmentMeanGrad SparseSegmentSqrtNGrad", "s^ q*, i^, i^, . -> n^ q*", lin="0"),
+    rule("Bincount", bincount),
+    rule("DenseBincount", dense_bincount),
+    rule("HistogramFixedWidth", "i*+, ., . -> n^"),
+)
