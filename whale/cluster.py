@@ -49,11 +49,16 @@ class _Dialect:
 # launcher's are the true ones. SLURM comes last because they are also set in a batch script that starts nothing.
 _DIALECTS = (
     _Dialect("whale run", RANK_VARIABLE, SIZE_VARIABLE, (LOCAL_RANK_VARIABLE,), (LOCAL_SIZE_VARIABLE,)),
-    _Dialect("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Dialect(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
     _Dialect("PMI", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
     _Dialect("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ()),
-)  # fmt: skip
+)
 
 
 def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
@@ -92,13 +97,15 @@ def _number(environment: Mapping[str, str], dialect: _Dialect, variable: str) ->
         return int(environment[variable])
     except ValueError:
         raise ClusterError(
-            f"{variable} is not a number", given=f"{variable}={environment[variable]}", expected="a whole number",
+            f"{variable} is not a number",
+            given=f"{variable}={environment[variable]}",
+            expected="a whole number",
             action=f"start the program through {dialect.launcher} again, or unset the variable",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> int:
-    """Tasks on this node from SLURM_STEP_TASKS_PER_NODE, for example "2(x3),1": two on each of three nodes, then one."""
+    """Tasks on this node. SLURM_STEP_TASKS_PER_NODE is for example "2(x3),1": two on each of three nodes, then one."""
     text, node = environment.get("SLURM_STEP_TASKS_PER_NODE"), environment.get("SLURM_NODEID", "0")
     if text is None:
         return size
@@ -110,6 +117,8 @@ def _slurm_local_size(environment: Mapping[str, str], size: int) -> int:
         return counts[int(node)]
     except (ValueError, IndexError):
         raise ClusterError(
-            "SLURM's task layout cannot be read", given=f"SLURM_STEP_TASKS_PER_NODE={text}, SLURM_NODEID={node}",
-            expected="counts like 2(x3),1 with an entry for the node", action="start the program through srun again",
-        ) from None  # fmt: skip
+            "SLURM's task layout cannot be read",
+            given=f"SLURM_STEP_TASKS_PER_NODE={text}, SLURM_NODEID={node}",
+            expected="counts like 2(x3),1 with an entry for the node",
+            action="start the program through srun again",
+        ) from None

@@ -38,27 +38,43 @@ class Key:
 
 KEYS: tuple[Key, ...] = (
     Key(
-        "communication.transport", "str", "mpi",
+        "communication.transport",
+        "str",
+        "mpi",
         "how ranks exchange data: between processes, or as threads of this one process",
         choices=("mpi", "in-process"),
     ),
     Key(
-        "communication.group_bytes", "int", 4 << 20,
+        "communication.group_bytes",
+        "int",
+        4 << 20,
         "size in bytes up to which small tensors travel together in one all-reduce",
         minimum=0,
     ),
     Key(
-        "communication.emulate_link", "str", "",
+        "communication.emulate_link",
+        "str",
+        "",
         'delay messages as a slower link would: "latency_us=50,bandwidth_MBps=200"; empty = off',
     ),
     Key("cluster.ranks", "int", 1, "number of ranks of the in-process transport", minimum=1),
-    Key("replica.shares", "list[int]", (), "rows of the global batch for each rank; empty = as equal as possible",
-        minimum=0),
+    Key(
+        "replica.shares",
+        "list[int]",
+        (),
+        "rows of the global batch for each rank; empty = as equal as possible",
+        minimum=0,
+    ),
     Key("batch.inputs", "list[str]", (), "names of the inputs whose dimension 0 is the batch; empty = found by size"),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
-    Key("check.timeout_s", "float", 60.0,
-        "seconds that a rank waits for the others when they compare what is about to run", minimum=0.0),
-)  # fmt: skip
+    Key(
+        "check.timeout_s",
+        "float",
+        60.0,
+        "seconds that a rank waits for the others when they compare what is about to run",
+        minimum=0.0,
+    ),
+)
 
 _BY_NAME = {key.name: key for key in KEYS}
 
@@ -93,9 +109,11 @@ def parse_link(text: str) -> Link | None:
         smallest_is_legal = name == "latency_us" and value == 0
         if name not in ("latency_us", "bandwidth_MBps") or name in found or not (value > 0 or smallest_is_legal):
             raise ConfigError(
-                "an emulated link cannot be read", given=repr(text), expected="latency_us=<number>,bandwidth_MBps=<number>",
+                "an emulated link cannot be read",
+                given=repr(text),
+                expected="latency_us=<number>,bandwidth_MBps=<number>",
                 action=f"correct the part {part.strip()!r}",
-            )  # fmt: skip
+            )
         found[name] = value
     return Link(found.get("latency_us", 0.0) * 1e-6, found.get("bandwidth_MBps", math.inf) * 1e6)
 
@@ -113,7 +131,9 @@ class Config(Mapping[str, Any]):
 
     __slots__ = ("_origins", "_values")
 
-    def __init__(self, values: Mapping[str, Any] | None = None, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any] | None = None, *, environment: Mapping[str, str] | None = None
+    ) -> None:
         environment = os.environ if environment is None else environment
         self._values: dict[str, Any] = {key.name: key.default for key in KEYS}
         self._origins: dict[str, str] = {key.name: "default" for key in KEYS}
@@ -164,9 +184,11 @@ def _known(name: object, origin: str) -> Key:
         return _BY_NAME[name]
     near = difflib.get_close_matches(str(name), _BY_NAME, n=1, cutoff=0.5)
     raise ConfigError(
-        f"unknown configuration key {name!r}", source=origin, expected=near[0] if near else ", ".join(_BY_NAME),
+        f"unknown configuration key {name!r}",
+        source=origin,
+        expected=near[0] if near else ", ".join(_BY_NAME),
         action=f"write {near[0]!r}" if near else "use one of the known keys",
-    )  # fmt: skip
+    )
 
 
 def _checked(key: Key, value: Any, origin: str) -> Any:
@@ -177,9 +199,12 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
         if key.minimum is not None:
             expected += f", at least {key.minimum:g}" + (" each" if key.type.startswith("list") else "")
         return ConfigError(
-            f"a wrong value for the configuration key {key.name!r}", given=repr(value), source=origin,
-            expected=expected, action=f"correct it; the key means: {key.help}",
-        )  # fmt: skip
+            f"a wrong value for the configuration key {key.name!r}",
+            given=repr(value),
+            source=origin,
+            expected=expected,
+            action=f"correct it; the key means: {key.help}",
+        )
 
     if key.type.startswith("list"):
         if not isinstance(value, (list, tuple)):
@@ -230,9 +255,11 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[Key, str]]:
         elif variable.startswith(sections):
             near = difflib.get_close_matches(variable, by_variable, n=1, cutoff=0.5)
             raise ConfigError(
-                f"the environment variable {variable} sets no known configuration key", given=f"{variable}={text}",
-                expected=near[0] if near else ", ".join(by_variable), action="correct or unset it",
-            )  # fmt: skip
+                f"the environment variable {variable} sets no known configuration key",
+                given=f"{variable}={text}",
+                expected=near[0] if near else ", ".join(by_variable),
+                action="correct or unset it",
+            )
     return found
 
 
@@ -244,7 +271,9 @@ def _read_file(path: str) -> Mapping[str, Any]:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            "the configuration file cannot be read", given=f"{FILE_VARIABLE}={path}", reason=error,
+            "the configuration file cannot be read",
+            given=f"{FILE_VARIABLE}={path}",
+            reason=error,
             expected='a JSON object of dotted keys, for example {"communication.group_bytes": 1048576}',
             action="correct the path or the file",
-        ) from error  # fmt: skip
+        ) from error

@@ -34,16 +34,27 @@ class Launcher:
 
     def run(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments), env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            self.command(*arguments),
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
 
     @contextmanager
     def start(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process = subprocess.Popen(
-            self.command(*arguments), env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            self.command(*arguments),
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
             yield process
         finally:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.launcher.helpers import MEET, ROOT, Launcher
 
 
@@ -69,7 +70,9 @@ def test_threads_of_the_user_are_kept(launcher: Launcher) -> None:
 
 
 def test_an_exception_is_printed_once_and_named_last(launcher: Launcher) -> None:
-    script = launcher.script(MEET + "print('before'); meet('a')\nif rank == 1:\n    raise ValueError('no\\nmore')\ntime.sleep(60)")
+    script = launcher.script(
+        MEET + "print('before'); meet('a')\nif rank == 1:\n    raise ValueError('no\\nmore')\ntime.sleep(60)"
+    )
     done = launcher.run("-np", "3", script)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "whale run: rank 1 failed: ValueError: no (exit code 1)"
@@ -132,7 +135,9 @@ def test_ranks_may_end_at_different_times(launcher: Launcher) -> None:
 
 
 def test_a_crash_loses_no_output(launcher: Launcher) -> None:
-    script = launcher.script("import os, sys\nfor i in range(5000): print('row', i)\nos.write(1, b'open end')\nos.kill(os.getpid(), 11)")
+    script = launcher.script(
+        "import os\nfor i in range(5000): print('row', i)\nos.write(1, b'open end')\nos.kill(os.getpid(), 11)"
+    )
     done = launcher.run("-np", "1", script)
     assert done.returncode == 139
     assert done.stdout.splitlines() == [*(f"[0] row {i}" for i in range(5000)), "[0] open end"]
@@ -150,7 +155,8 @@ def test_large_output_from_all_ranks(launcher: Launcher) -> None:
 
 def test_a_progress_bar_keeps_its_carriage_returns(launcher: Launcher) -> None:
     script = launcher.script(
-        "import sys, time\nfor i in range(3):\n    print(f'\\rstep {i}', end='', flush=True); time.sleep(0.2)\nprint('\\rdone  ')"
+        "import sys, time\nfor i in range(3):\n"
+        "    print(f'\\rstep {i}', end='', flush=True); time.sleep(0.2)\nprint('\\rdone  ')"
     )
     done = subprocess.run(
         launcher.command("-np", "1", script), env=launcher.environment, capture_output=True, timeout=60, check=True
@@ -190,7 +196,9 @@ def test_a_reader_that_goes_away_ends_the_run(launcher: Launcher) -> None:
         (["-np", "1", "--hosts", "no-such-host.invalid", "{script}"], ["'no-such-host.invalid' cannot be reached"]),
     ],
 )
-def test_mistakes_are_explained_before_anything_starts(launcher: Launcher, arguments: list[str], words: list[str]) -> None:
+def test_mistakes_are_explained_before_anything_starts(
+    launcher: Launcher, arguments: list[str], words: list[str]
+) -> None:
     script = launcher.script("print('started')")
     done = launcher.run(*(argument.format(script=script) for argument in arguments))
     assert done.returncode == 2 and done.stdout == ""

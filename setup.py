@@ -1,0 +1,65 @@
+"""Builds the op library as a part of the package; everything else stands in pyproject.toml.
+
+The library is compiled against the TensorFlow that the build sees, and runs with that minor version only. An isolated
+build (pip's default) sees a TensorFlow of its own: where the environment holds another one, the build refuses.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "whale_ops/lib"
+
+
+class BuildOps(build_ext):
+    """Compiles the shared libraries of whale_ops instead of a Python extension module."""
+
+    def run(self) -> None:
+        _refuse_another_tensorflow()
+        # An isolated build does not put the project on the path.
+        sys.path.insert(0, str(ROOT))
+        from whale_ops.build import build
+
+        build(str(self._folder()))
+
+    def _folder(self) -> Path:
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        return (ROOT if in_place else Path(self.build_lib)) / LIBRARY
+
+    def get_outputs(self) -> list[str]:
+        return sorted(str(path) for path in self._folder().glob("*") if path.is_file())
+
+    def get_output_mapping(self) -> dict[str, str]:
+        # An editable install uses the libraries where they are built.
+        return {}
+
+
+def _refuse_another_tensorflow() -> None:
+    """Stops an isolated build whose TensorFlow differs from the one beside which the package will be installed."""
+    installed = _tensorflow_version([sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]])
+    seen = _tensorflow_version(sys.path)
+    if installed is not None and seen is not None and installed[:2] != seen[:2]:
+        raise SystemExit(
+            "the op library would be built for another TensorFlow than the one installed\n"
+            f"  installed: {'.'.join(installed)}\n  in the isolated build: {'.'.join(seen)}\n"
+            "  next: pip install setuptools wheel && pip install --no-build-isolation ."
+        )
+
+
+def _tensorflow_version(folders: list[str]) -> tuple[str, ...] | None:
+    for folder in folders:
+        for path in Path(folder or ".").glob("tensorflow*.dist-info"):
+            match = re.fullmatch(r"tensorflow(?:_cpu|_rocm|_intel)?-(\d+)\.(\d+)\.(.+)\.dist-info", path.name)
+            if match:
+                return match.groups()
+    return None
+
+
+setup(ext_modules=[Extension(LIBRARY.replace("/", "."), sources=[])], cmdclass={"build_ext": BuildOps})

@@ -1,0 +1,93 @@
+"""The command `whale`: what it parses and how it answers mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whale
+from whale.cli import main, parser
+from whale.errors import PlanError
+from whale.launcher.mpirun import Host, Options, parse_hosts
+
+pytestmark = pytest.mark.core
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _options_of_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
+    seen: list[Options] = []
+    monkeypatch.setattr("whale.launcher.run.run", lambda options: seen.append(options) or 5)
+    assert main(["run", *arguments]) == 5
+    return seen[0]
+
+
+def test_run_passes_everything_after_the_script_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = _options_of_run(monkeypatch, "-np", "4", "--threads", "2", "train.py", "-np", "9", "--hosts", "-v", "--")
+    assert options == Options(4, "train.py", ("-np", "9", "--hosts", "-v", "--"), threads=2)
+
+
+def test_run_takes_hosts_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = _options_of_run(monkeypatch, "-np", "3", "--hosts", "a:2, b", "-v", "-m", "pkg.train", "x")
+    hosts = (Host("a", 2), Host("b", 1))
+    assert options == Options(3, "pkg.train", ("x",), as_module=True, hosts=hosts, verbose=True)
+
+
+@pytest.mark.parametrize("text", ["", "a:0", "a:", "a:-1", ":2", "a,,b", "a b:1", "-x:1", "a:1,a:2"])
+def test_wrong_hosts(text: str) -> None:
+    with pytest.raises(whale.ClusterError, match="next: "):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["walk"], ["run"], ["run", "train.py"], ["run", "-np", "two", "x.py"], ["plan"], ["show"]]
+)
+def test_usage_errors_end_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: whale" in capsys.readouterr().err
+
+
+def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DryRun:
+        seen: tuple[Any, ...] = ()
+
+        @classmethod
+        def main(cls, *arguments: Any) -> int:
+            cls.seen = arguments
+            return 3
+
+    monkeypatch.setitem(sys.modules, "whale.runtime.dry_run", DryRun)
+    assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
+    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json")
+    main(["plan", "train.py"])
+    assert DryRun.seen == ("train.py", (), 2, None)
+
+
+def test_an_error_of_whale_is_explained_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(options: Options) -> int:
+        raise PlanError("no legal plan", given="3 rows", expected="a multiple of 2", action="give 4 rows")
+
+    monkeypatch.setattr("whale.launcher.run.run", refuse)
+    assert main(["run", "-np", "1", "x.py"]) == 2
+    assert capsys.readouterr().err == (
+        "whale run: no legal plan\n  given: 3 rows\n  expected: a multiple of 2\n  next: give 4 rows\n"
+    )
+
+
+def test_the_version() -> None:
+    line = [sys.executable, "-m", "whale", "--version"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"whale {whale.__version__}\n"
+
+
+def test_help_names_every_verb() -> None:
+    text = parser().format_help()
+    for verb in ("run", "plan", "show"):
+        assert f"\n    {verb} " in text

@@ -1,0 +1,146 @@
+"""Import arrows run one way: who may import whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.core
+ROOT = Path(__file__).resolve().parents[1]
+
+# Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
+_TOP = {"whale.errors", "whale.config", "whale.cluster"}
+ALLOWED: dict[str, set[str]] = {
+    "whale": _TOP | {"whale.annotations", "whale.runtime"},  # the lazy public API
+    "whale.errors": set(),
+    "whale.config": {"whale.errors"},
+    "whale.cluster": {"whale.errors"},
+    "whale.annotations": {"whale.errors"},
+    "whale.ir": {"whale.errors"},
+    "whale.rules": {"whale.errors", "whale.ir"},
+    "whale.passes": {"whale.errors", "whale.ir", "whale.rules"},
+    "whale.planner": _TOP | {"whale.ir", "whale.rules", "whale.passes", "cost_model"},
+    "whale.capture": {"whale.errors", "whale.ir"},
+    "whale.lowering": {"whale.errors", "whale.ir", "whale_ops"},
+    "whale.runtime": _TOP
+    | {"whale.annotations", "whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
+    | {"whale.lowering", "whale_ops", "cost_model"},
+    "whale.launcher": {"whale.errors", "whale.cluster"},
+    "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.ir", "whale.runtime"},
+    "whale.__main__": {"whale.cli"},
+    "whale_ops": {"whale.errors"},
+    "cost_model": {"whale.errors", "whale.ir", "whale.rules"},
+}
+TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
+MAY_IMPORT_TENSORFLOW = {"whale.capture", "whale.lowering", "whale.runtime", "whale_ops"}
+
+
+def part(module: str) -> str:
+    """The part of the project that a module belongs to: whale.ir for whale.ir.text."""
+    names = module.split(".")
+    return ".".join(names[:2]) if names[0] == "whale" else names[0]
+
+
+def sources() -> list[Path]:
+    return [path for top in ("whale", "whale_ops", "cost_model") for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    names = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import in a file, those inside functions as well."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                # `from whale.cli import run` imports the module whale.cli.run.
+                child = f"{origin}.{alias.name}"
+                yield node.lineno, child if _is_module(child) else origin
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def violations(path: Path) -> list[str]:
+    own = part(module_name(path))
+    found = []
+    for line, module in imports(path):
+        target, top = part(module), module.split(".")[0]
+        where = f"{path.relative_to(ROOT)}:{line}"
+        if top in TENSORFLOW and own not in MAY_IMPORT_TENSORFLOW:
+            found.append(f"{where}: {own} may not import TensorFlow ({module})")
+        elif top in ("whale", "whale_ops", "cost_model") and target != own and target not in ALLOWED.get(own, set()):
+            found.append(f"{where}: {own} may not import {target}")
+    return found
+
+
+def test_every_part_is_in_the_table() -> None:
+    assert {part(module_name(path)) for path in sources()} <= set(ALLOWED)
+
+
+def test_imports_follow_the_table() -> None:
+    assert [line for path in sources() for line in violations(path)] == []
+
+
+def test_the_check_sees_what_it_must(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("whale/ir", "whale/passes"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "whale" / "passes" / "check.py").write_text("")
+    bad = tmp_path / "whale" / "ir" / "bad.py"
+    bad.write_text("import tensorflow as tf\ndef f():\n    from ..passes import check\nimport whale.rules.notation\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert violations(bad) == [
+        "whale/ir/bad.py:1: whale.ir may not import TensorFlow (tensorflow)",
+        "whale/ir/bad.py:4: whale.ir may not import whale.rules",
+        "whale/ir/bad.py:3: whale.ir may not import whale.passes",
+    ]
+
+
+def loaded_after(code: str) -> set[str]:
+    """The modules that a fresh Python has loaded after some code."""
+    tail = "\nimport sys; sys.stdout.write('\\n' + ' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code + tail], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_importing_whale_loads_next_to_nothing() -> None:
+    loaded = loaded_after("import whale")
+    assert not loaded & {"tensorflow", "numpy", "networkx", "rich", "msgspec"}
+    assert {name for name in loaded if name.split(".")[0] in ("whale", "whale_ops")} == {"whale"}
+
+
+def test_public_names_that_need_no_tensorflow_load_none() -> None:
+    loaded = loaded_after("import whale\nwhale.Config; whale.WhaleError; whale.replica")
+    assert not loaded & TENSORFLOW
+    assert {"whale.config", "whale.errors", "whale.annotations"} <= loaded
+
+
+@pytest.mark.parametrize("verb", ["run", "plan", "show"])
+def test_the_command_starts_without_heavy_modules(verb: str) -> None:
+    loaded = loaded_after(f"from whale.cli import main\ntry:\n    main(['{verb}', '--help'])\nexcept SystemExit: pass")
+    assert not loaded & {"tensorflow", "numpy", "networkx"}
+
+
+def test_a_name_that_does_not_exist() -> None:
+    import whale
+
+    with pytest.raises(AttributeError, match="has no attribute 'replicate_all'"):
+        _ = whale.replicate_all
+    assert set(whale.__all__) <= set(dir(whale))
