@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ _KEPT_INTERNAL = frozenset(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_name(enum: int) -> str:
     """Name of a DataType enum: 1 -> ``float32``; reference types end with ``_ref``."""
     return tf.dtypes.as_dtype(enum).name
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_enum(name: str) -> int:
     """Inverse of ``dtype_name``."""
     return tf.dtypes.as_dtype(name).as_datatype_enum
@@ -96,7 +96,7 @@ class NodeAttrs(Mapping[str, Any]):
     shared with the graph it came from: nobody writes to it.
     """
 
-    __slots__ = ("node_def", "_decoded")
+    __slots__ = ("_decoded", "node_def")
 
     def __init__(self, node_def: Any) -> None:
         self.node_def = node_def

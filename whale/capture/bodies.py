@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import function_def_to_graph, func_graph
+from tensorflow.python.framework import func_graph, function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 
 _HANDLES = (tf.resource, tf.variant)
@@ -114,30 +114,36 @@ def _imported(
     with caller.as_default():
         graph_def, flat_names = function_def_to_graph.function_def_to_graph_def(function_def)
         graph = func_graph.FuncGraph(signature.name)
-    own_shapes = [n.attr["shape"].shape if "shape" in n.attr else None for n in graph_def.node[: len(signature.input_arg)]]
-    del graph_def.node[: len(signature.input_arg)]
+    count = len(signature.input_arg)
+    own_shapes = [n.attr["shape"].shape if "shape" in n.attr else None for n in graph_def.node[:count]]
+    del graph_def.node[:count]
     for node in graph_def.node:
         node.attr.pop("_class", None)
         node.attr.pop("_output_shapes", None)
     # With the callees at hand TensorFlow infers shapes through calls.
     present = {f.signature.name for f in graph_def.library.function}
     graph_def.library.function.extend(library[n] for n in _callees(graph_def, library) if n not in present)
-    input_map: dict[str, tf.Tensor] = {}
+    given: dict[str, tf.Tensor] = {}
     with graph.as_default():
         for i, argument in enumerate(signature.input_arg):
             shape = own_shapes[i] if arguments is None else arguments[i].shape
             tensor = tf.compat.v1.placeholder(tf.dtypes.as_dtype(argument.type), shape, argument.name)
             if arguments is not None and tensor.dtype in _HANDLES:
                 handle_data_util.copy_handle_data(arguments[i], tensor)
-            input_map[f"{argument.name}:0"] = tensor
+            given[argument.name] = tensor
             graph.inputs.append(tensor)
-        controls = {c for n in graph_def.node for c in n.input if c.startswith("^") and f"{c[1:]}:0" in input_map}
-        input_map.update({c: input_map[f"{c[1:]}:0"].op for c in controls})
+        # The importer refuses names that no node reads.
+        read = {text for node in graph_def.node for text in node.input}
+        input_map: dict[str, Any] = {}
+        for name, tensor in given.items():
+            if name in read or f"{name}:0" in read:
+                input_map[f"{name}:0"] = tensor
+            if f"^{name}" in read:
+                input_map[f"^{name}"] = tensor.op
         tf.graph_util.import_graph_def(graph_def, input_map=input_map, name="")
 
     def tensor_of(text: str) -> tf.Tensor:
-        flat = flat_names[text]
-        return input_map[flat] if flat in input_map else graph.get_tensor_by_name(flat)
+        return given[text] if text in given else graph.get_tensor_by_name(flat_names[text])
 
     outputs = [tensor_of(function_def.ret[r.name]) for r in signature.output_arg]
     effects = [function_def.control_ret[c] for c in signature.control_output]

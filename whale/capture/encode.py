@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ _LIST_FIELD = {"string": "s", "int": "i", "float": "f", "bool": "b", "type": "ty
                "tensor": "tensor", "func": "func"}  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def attr_types(op: str) -> Mapping[str, str]:
     """Attribute name -> type (``int``, ``list(type)``, ...) of an op type; empty when it is not registered."""
     op_def = op_def_registry.get(op)

@@ -98,52 +98,59 @@ def _captured(concrete: Any, name: str) -> Captured:
             action="pass the value as an argument",
         )
     captures = list(graph.captures)
-    captured_count = len(captures)
-    flat_inputs = graph.inputs[: len(graph.inputs) - captured_count] if captured_count else list(graph.inputs)
-    by_handle = {id(v.handle): v for v in graph.variables}
-    variables: list[CapturedVariable] = []
-    listed: list[tuple[tf.Tensor, str, str, tuple[int | None, ...] | None]] = []
-    constants: dict[str, tf.Tensor] = {}
+    flat_inputs = list(graph.inputs)[: len(graph.inputs) - len(captures)]
+    known = {id(v.handle): v for v in graph.variables}
+    variables: list[tuple[tf.Tensor, CapturedVariable]] = []
+    constants: list[tuple[tf.Tensor, tf.Tensor]] = []
     passed: list[tuple[tf.Tensor, tf.Tensor]] = []
     names: set[str] = set()
     for external, internal in captures:
-        if external.dtype == tf.resource:
-            variable = by_handle.get(id(external))
-            if variable is None:
-                variable = _variable_of_handle(external)
-            if variable is not None:
-                unique = _unique(_variable_name(variable, internal), names)
-                shape = None if variable.shape.rank is None else tuple(variable.shape.as_list())
-                listed.append((internal, unique, variable.dtype.base_dtype.name, shape))
-                variables.append(CapturedVariable(internal.op.name, unique, variable, external))
-                continue
-        elif external.dtype != tf.variant and isinstance(external, tf.__internal__.EagerTensor):
-            if external.dtype == tf.string or external.shape.num_elements() * external.dtype.size <= _LARGEST_CONSTANT_BYTES:
-                constants[internal.op.name] = external
-                continue
-        passed.append((internal, external))
+        variable = known.get(id(external))
+        if variable is None:
+            variable = _variable_of_handle(external)
+        if variable is not None:
+            unique = _unique(_variable_name(variable, internal), names)
+            variables.append((internal, CapturedVariable(internal.op.name, unique, variable, external)))
+        elif _fits_a_graph(external):
+            constants.append((internal, external))
+        else:
+            passed.append((internal, external))
     program = program_from_graph(
         graph,
         name=name,
-        inputs=[*flat_inputs, *(i for i, _ in passed), *(graph.get_tensor_by_name(f"{n}:0") for n in constants)],
-        variables=listed,
+        inputs=[*flat_inputs, *(i for i, _ in passed), *(i for i, _ in constants)],
+        variables=[
+            (internal, v.name, v.variable.dtype.base_dtype.name, _dims(v.variable.shape)) for internal, v in variables
+        ],
         outputs=graph.outputs,
         effects=graph.control_outputs,
     )
-    program = _with_constants(program, constants)
     present = {v.node for v in program.variables}
     return Captured(
-        program=program,
+        program=_with_constants(program, {i.op.name: e for i, e in constants}),
         inputs=tuple(t.op.name for t in flat_inputs),
         captures=tuple((i.op.name, e) for i, e in passed),
-        variables=tuple(v for v in variables if v.node in present),
+        variables=tuple(v for _, v in variables if v.node in present),
         function=concrete,
-        structured_outputs=concrete.graph.structured_outputs,
+        structured_outputs=graph.structured_outputs,
     )
+
+
+def _dims(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
+    return None if shape.rank is None else tuple(shape.as_list())
+
+
+def _fits_a_graph(tensor: tf.Tensor) -> bool:
+    """Whether a captured tensor becomes a constant of the program."""
+    if tensor.dtype in (tf.resource, tf.variant) or not isinstance(tensor, tf.__internal__.EagerTensor):
+        return False
+    return tensor.dtype == tf.string or tensor.shape.num_elements() * tensor.dtype.size <= _LARGEST_CONSTANT_BYTES
 
 
 def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
     """A variable over ``handle`` when it is a variable's; None for tables, iterators and other resources."""
+    if handle.dtype != tf.resource:
+        return None
     data = handle_data_util.get_handle_data(handle)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None

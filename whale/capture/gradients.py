@@ -76,4 +76,4 @@ def _scope_of_call(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) 
 
 
 def _is_graph_tensor(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and hasattr(value, "graph") and not isinstance(value, tf.__internal__.EagerTensor)
+    return isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)

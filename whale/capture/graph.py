@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, decode_func, dtype_name
+from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
 from whale.errors import CaptureError
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import DType, Func, TensorType
@@ -25,7 +25,7 @@ PURE_READS = frozenset(
 )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
     """(is stateful, names of its attributes that hold functions) of an op type; None when it is not registered."""
     op_def = op_def_registry.get(op)
