@@ -66,11 +66,15 @@ P_MIN = Partial("min")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One legal way to run an op over a mesh axis: a placement per operand and per output, and why it is legal."""
+    """One legal way to run an op over a mesh axis: a placement per operand and per output, and why it is legal.
+
+    ``once``: the node exists on the first coordinate only (its outputs, if any, are ``O``).
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     why: str
+    once: bool = False
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"

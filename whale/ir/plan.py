@@ -61,6 +61,7 @@ class Plan:
       size: ranks of the one mesh axis; devices: a name for each.
       strategies: graph name -> node name -> strategy. The program itself is graph "".
       reshards: all changes of layout that the run makes.
+      returned: graph name -> placements in which the graph's outputs leave it.
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
     """
@@ -72,6 +73,7 @@ class Plan:
     task_graphs: tuple[TaskGraph, ...] = ()
     batch_inputs: tuple[BatchInput, ...] = ()
     strategies: Mapping[str, Mapping[str, Strategy]] = field(default_factory=dict)
+    returned: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     reshards: tuple[Reshard, ...] = ()
     unruled: Mapping[str, int] = field(default_factory=dict)
     split_flops: int = 0
@@ -119,8 +121,11 @@ class Plan:
                 devices=list(self.devices),
                 task_graphs=[[t.scope, t.kind, list(t.devices), t.nodes] for t in self.task_graphs],
                 batch_inputs=[[b.name, str(b.placement), b.origin] for b in self.batch_inputs],
-                strategy_table=[[[str(p) for p in s.inputs], [str(p) for p in s.outputs], s.why] for s in table],
+                strategy_table=[
+                    ([str(p) for p in s.inputs], [str(p) for p in s.outputs], s.why, s.once) for s in table
+                ],
                 graphs=graphs,
+                returned={g: [str(p) for p in placements] for g, placements in self.returned.items()},
                 reshards=[
                     [r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin]
                     for r in self.reshards
@@ -142,8 +147,9 @@ class _File(msgspec.Struct):
     devices: list[str]
     task_graphs: list[tuple[str, str, list[int], int]]
     batch_inputs: list[tuple[str, str, str]]
-    strategy_table: list[tuple[list[str], list[str], str]]
+    strategy_table: list[tuple[list[str], list[str], str, bool]]
     graphs: dict[str, dict[str, int]]
+    returned: dict[str, list[str]]
     reshards: list[tuple[str, str, int, str, str, str, int, int, str]]
     unruled: dict[str, int]
     split_flops: int
@@ -166,7 +172,8 @@ def plan_from_json(data: bytes) -> Plan:
         )
     f = msgspec.json.decode(data, type=_File)
     table = [
-        Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w) for i, o, w in f.strategy_table
+        Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w, once)
+        for i, o, w, once in f.strategy_table
     ]
     return Plan(
         program=f.program,
@@ -176,6 +183,7 @@ def plan_from_json(data: bytes) -> Plan:
         task_graphs=tuple(TaskGraph(s, k, tuple(d), n) for s, k, d, n in f.task_graphs),
         batch_inputs=tuple(BatchInput(n, parse_placement(p), o) for n, p, o in f.batch_inputs),
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
+        returned={g: tuple(map(parse_placement, placements)) for g, placements in f.returned.items()},
         reshards=tuple(
             Reshard(g, Ref(n, i), parse_placement(s), parse_placement(t), k, b, gr, o)
             for g, n, i, s, t, k, b, gr, o in f.reshards

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
-
-import networkx as nx
 
 from whale.ir.values import Func, Tensor, TensorType
 
@@ -112,29 +111,21 @@ def function_refs(node: Node) -> Iterator[tuple[str, Func]]:
                 yield key, item
 
 
-def topological(nodes: Mapping[str, Node], order: Mapping[str, int] | None = None) -> tuple[Node, ...]:
-    """``nodes`` sorted so that each comes after what it reads; ties keep ``order`` (default: the mapping's own).
+def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+    """``nodes`` sorted so that each comes after what it reads; the mapping's own order when that is one.
 
     Raises:
-      networkx.NetworkXUnfeasible: the nodes form a cycle.
+      graphlib.CycleError: the nodes form a cycle.
     """
-    names = list(nodes)
-    rank = order or {n: i for i, n in enumerate(names)}
-    # Fast path: most graphs arrive sorted, and a check is much cheaper than a sort.
     seen: set[str] = set()
-    for name in names:
-        node = nodes[name]
+    for name, node in nodes.items():  # most graphs arrive sorted, and a check is much cheaper than a sort
         if any(r.node not in seen for r in node.inputs) or any(c not in seen for c in node.controls):
             break
         seen.add(name)
     else:
         return tuple(nodes.values())
-    graph = nx.DiGraph()
-    graph.add_nodes_from(names)
-    for node in nodes.values():
-        graph.add_edges_from((r.node, node.name) for r in node.inputs)
-        graph.add_edges_from((c, node.name) for c in node.controls)
-    return tuple(nodes[n] for n in nx.lexicographical_topological_sort(graph, key=rank.__getitem__))
+    graph = {n.name: {r.node for r in n.inputs}.union(n.controls) for n in nodes.values()}
+    return tuple(nodes[name] for name in TopologicalSorter(graph).static_order())
 
 
 def prune(program: Program) -> Program:

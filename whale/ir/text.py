@@ -322,7 +322,7 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
         if r.group >= 0:
             by_group.setdefault(r.group, []).append(r)
         else:
-            lines.append((r.bytes, f"{_verb(r):<14} {r.source} -> {r.target}  {r.graph + '/' if r.graph else ''}{r.ref}"))
+            lines.append((r.bytes, f"{_verb(r):<14} {r.source} -> {r.target}  {r.graph + '/' if r.graph else ''}{r.ref} {r.origin}"))
     for number, members in by_group.items():
         first = members[0]
         lines.append((sum(m.bytes for m in members), f"{_verb(first):<14} {first.source} -> {first.target}  group {number}: {len(members)} tensors, first {first.ref}"))

@@ -12,8 +12,8 @@ from whale.ir.layout import B, O, Partial, Placement, Split, Strategy
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.propagate import BRANCHES, LOOPS, recreatable, view
 from whale.rules import rule_of
+from whale.rules.graph import BRANCHES, LOOPS, handles_lists, recreatable, view
 
 
 def check(program: Program, plan: Plan) -> None:
@@ -49,6 +49,12 @@ def _check_graph(program: Program, graph: str, strategies, plan: Plan) -> None:
                 if shape is None or placement.dim >= len(shape) or shape[placement.dim] != sum(placement.sizes):
                     raise _fail(node, f"{ref} {program.type_of(ref)} laid out {placement}", "sizes that add up")
             produced[ref] = placement
+    returned = plan.returned.get(graph, ())
+    if len(returned) != len(program.outputs):
+        raise PlanError("the plan is not legal", op=graph or program.name, given=f"{len(returned)} output placements",
+                        expected=f"{len(program.outputs)}", action="make the plan again with `whale plan`")  # fmt: skip
+    for ref, placement in zip(program.outputs, returned):
+        _check_available(program, graph, program.by_name[ref.node], ref, placement, produced, plan)
 
 
 def _check_available(program, graph, node, ref, wanted, produced, plan) -> None:
@@ -69,15 +75,20 @@ def _check_available(program, graph, node, ref, wanted, produced, plan) -> None:
 
 def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -> None:
     if node.op in LOOPS:
-        if strategy.inputs != strategy.outputs and not all(p == O for p in strategy.outputs):
+        if strategy.inputs != strategy.outputs and not strategy.once:
             raise _fail(node, strategy, "loop variables that keep their placement")
         return
     if node.op in BRANCHES or node.op == "Placeholder":
         return
     whole = all(p == B for p in strategy.inputs + strategy.outputs)
-    if all(p == O for p in strategy.outputs) and all(p in (B, O) for p in strategy.inputs):
-        if node.outputs or node.stateful or any(p == O for p in strategy.inputs):
-            return  # on the first rank only: right for any op
+    if strategy.once:
+        if not all(p == O for p in strategy.outputs) or not all(p in (B, O) for p in strategy.inputs):
+            raise _fail(node, strategy, "B or O operands and O results on the first rank")
+        return
+    if handles_lists(node):
+        if len(set(strategy.inputs + strategy.outputs)) > 1:
+            raise _fail(node, strategy, "lists whose elements lie alike")
+        return
     rule = rule_of(node.op)
     if whole and (not node.stateful or rule is None):
         if node.stateful:

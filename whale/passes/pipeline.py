@@ -88,6 +88,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             task_graphs=task_graphs(expanded, tuple(range(context.size))),
             batch_inputs=batch,
             strategies={g: layout.strategies for g, layout in layouts.items()},
+            returned={g: layout.outputs for g, layout in layouts.items()},
             reshards=reshards,
             unruled=_unruled(expanded, layouts, reshards),
             split_flops=divided,
@@ -127,7 +128,8 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 
 def _layouts(program: Program, batch: Sequence, context: PlanContext) -> dict[str, GraphLayout]:
-    return propagate(program, context.size, {b.name: b.placement for b in batch})
+    divided = {b.name: b.placement for b in batch} if context.size > 1 else {}
+    return propagate(program, context.size, divided)
 
 
 def _flops(program: Program, layouts: dict[str, GraphLayout]) -> tuple[int, int]:

@@ -18,10 +18,9 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.rules import rule_of
-from whale.rules.base import OpView, replicated
+from whale.rules.base import replicated
+from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, view
 
-LOOPS = frozenset({"While", "StatelessWhile"})
-BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _INFINITE = float("inf")
 
 
@@ -46,19 +45,6 @@ class GraphLayout:
 
     def place(self, ref: Ref) -> Placement:
         return self.preferred.get(ref) or self.produced[ref]
-
-
-def view(program: Program, node: Node, parts: int) -> OpView:
-    """``node`` as its rule sees it."""
-    by_name = program.by_name
-    types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
-    return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
-
-
-def recreatable(program: Program, ref: Ref) -> bool:
-    """Whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
-    node = program.by_name[ref.node]
-    return bool(getattr(rule_of(node.op), "produces_any", False))
 
 
 def propagate(program: Program, parts: int, batch: Mapping[str, Placement]) -> dict[str, GraphLayout]:
@@ -133,6 +119,8 @@ class _Propagation:
     def _choose(self, node: Node, current: Sequence[Placement]) -> Strategy:
         rule = rule_of(node.op)
         op = view(self.program, node, self.parts)
+        if handles_lists(node) and O not in current:
+            return self._of_lists(node, current)
         if any(p == O and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
             return self._owner(node, current, "reads what only the first rank has")
         if rule is None:
@@ -147,6 +135,10 @@ class _Propagation:
             return self._owner(node, current, why)
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
         flops = matmul_flops(node, op.inputs)
+        if flops:
+            # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
+            # because its gradient would be cheaper to make twice than to move.
+            options = [o for o in options if _divides(o)] or options
         best, best_cost = None, _INFINITE
         for option in options:
             cost = self._cost(node, option, touched, flops)
@@ -156,6 +148,21 @@ class _Propagation:
             return self._owner(node, current, "no placement that its operands can be brought to")
         self._track_batch(node, best, current)
         return best
+
+    def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        """Lists passed on, zeroed or added element by element: one placement for operands and result."""
+        if all(r in self.remakable for r in node.inputs):
+            self.remakable.update(node.refs())
+        spread = [p for p in current if p != B]
+        wanted = spread[0] if spread else B
+        for ref, placement in zip(node.inputs, current):
+            if placement != wanted and ref not in self.remakable:
+                raise PlanError(
+                    "lists whose elements lie differently meet, and lists cannot be sent", op=f"{node.name} ({node.op})",
+                    given=f"{ref} is {placement}, another operand {wanted}", expected="one placement",
+                    action="stack the lists into tensors before combining them",
+                )  # fmt: skip
+        return Strategy((wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place")
 
     def _cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
         cost = compute_cost(option, touched, flops)
@@ -193,6 +200,8 @@ class _Propagation:
             return _INFINITE  # sizes that only the run knows can be gathered or reduced whole, nothing finer
         if type(source) is Partial and type(wanted) is Partial:
             return _INFINITE
+        if type(source) is Split and type(wanted) is Partial:
+            wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
         return move_cost(source, wanted, max(1, tensor.bytes), self.parts)
 
     def _owner(self, node: Node, current: Sequence[Placement], why: str) -> Strategy:
@@ -210,7 +219,7 @@ class _Propagation:
                 )  # fmt: skip
             else:
                 inputs.append(B)
-        return Strategy(tuple(inputs), (O,) * len(node.outputs), why)
+        return Strategy(tuple(inputs), (O,) * len(node.outputs), why, once=True)
 
     def _track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
         """Slice again after an op that had to see everything: correct whatever the dimension means, and free."""
@@ -278,7 +287,7 @@ class _Propagation:
         return Strategy(tuple(state), tuple(state), "loop")
 
     def _branch(self, node: Node, current: Sequence[Placement]) -> Strategy:
-        functions = [f.name for f in branch_functions(node)]
+        functions = [f.name for f in called_functions(node)]
         arguments = [B if type(p) is Owner else p for p in current[1:]]
         if any(p == O and self.program.type_of(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
             return self._owner(node, current, "a branch over what only the first rank has")
@@ -294,11 +303,8 @@ class _Propagation:
         return Strategy((B, *arguments), tuple(outputs), "branch")
 
 
-def branch_functions(node: Node) -> tuple[Func, ...]:
-    """The functions that an If or Case chooses from."""
-    if "branches" in node.attrs:
-        return tuple(node.attrs["branches"])
-    return (node.attrs["then_branch"], node.attrs["else_branch"])
+def _divides(option: Strategy) -> bool:
+    return any(type(p) is Split for p in option.inputs + option.outputs)
 
 
 def _fits(wanted: Split, shape: tuple[int | None, ...] | None) -> bool:

@@ -18,7 +18,8 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from whale.ir.layout import B, Broadcast, Partial, Split, Strategy
 from whale.ir.program import Program, Ref
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
-from whale.passes.propagate import BRANCHES, LOOPS, GraphLayout
+from whale.passes.propagate import GraphLayout
+from whale.rules.graph import BRANCHES, LOOPS
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -94,10 +95,11 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
             return None
     if gathered:
         types = [program.type_of(r) for r in node.inputs]
+        if matmul_flops(node, types):
+            return None  # products stay divided
         touched = sum(t.bytes for t in types) + sum(t.bytes for t in node.outputs)
-        flops = matmul_flops(node, types)
         whole = Strategy((B,) * len(types), (B,) * len(node.outputs), "")
-        price += compute_cost(whole, touched, flops) - compute_cost(strategy, touched, flops)
+        price += compute_cost(whole, touched, 0) - compute_cost(strategy, touched, 0)
     return max(price, 1e-9) if gathered else 0.0
 
 

@@ -10,6 +10,13 @@ from whale.rules.registry import rule_of
 LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
+_LIST_OPS = frozenset({"Identity", "ZerosLike", "StopGradient", "Snapshot", "AddN"})
+
+
+def handles_lists(node: Node) -> bool:
+    """Whether the node passes lists on, zeroes them or adds them element by element (elements stay where they are)."""
+    return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
+
 
 def view(program: Program, node: Node, parts: int) -> OpView:
     """``node`` as its rule sees it."""

@@ -1,0 +1,179 @@
+"""The nodes that a change of layout becomes on one rank: local cuts and fills, or ops of whale_ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from whale.errors import LayoutError
+from whale.ir.layout import Broadcast, Owner, Partial, Placement, Split, identity_value, local_shape
+from whale.ir.plan import Reshard
+from whale.ir.program import Node, Ref
+from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
+
+COMMUNICATOR = "whale/communicator"
+
+
+@dataclass
+class Emitter:
+    """Collects one rank's nodes of one graph.
+
+    Attributes:
+      rank, size: coordinate on the mesh axis and its extent.
+      comm: name of the communicator that the ops look up.
+    """
+
+    rank: int
+    size: int
+    comm: str
+    nodes: dict[str, Node] = field(default_factory=dict)
+    communicates: bool = False
+
+    def add(self, name: str, op: str, inputs: Sequence[Ref], attrs: dict, outputs: Sequence[TensorType], stateful=False) -> Ref:
+        """Adds a node; returns its first output."""
+        self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful)
+        return Ref(name)
+
+    def const(self, name: str, value: np.ndarray) -> Ref:
+        tensor = Tensor.of(value)
+        return self.add(name, "Const", (), {"dtype": DType(tensor.dtype), "value": tensor}, (TensorType(tensor.dtype, value.shape),))
+
+    def communicator(self) -> Ref:
+        """The handle that every communication op of this graph takes first."""
+        self.communicates = True
+        if COMMUNICATOR not in self.nodes:
+            attrs = {"name": self.comm, "rank": self.rank}
+            self.add(COMMUNICATOR, "WhaleCommunicator", (), attrs, (TensorType("resource", ()),), stateful=True)
+        return Ref(COMMUNICATOR)
+
+    def comm_op(self, name: str, op: str, inputs: Sequence[Ref], t: TensorType, attrs: dict, outputs: Sequence[TensorType]) -> Ref:
+        attrs = {"T": DType(t.dtype), "ranks": (), **attrs}
+        return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, stateful=True)
+
+    # -- local forms
+
+    def fill(self, name: str, like: Ref, t: TensorType, op: str) -> Ref:
+        """A tensor of the type of ``like`` that holds the identity of reduction ``op``."""
+        scalar = self.const(name + "/value", np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
+        if t.is_static:
+            dims = self.const(name + "/dims", np.array(t.shape, np.int32))
+        else:
+            dims = self.add(name + "/dims", "Shape", (like,), {"T": DType(t.dtype), "out_type": DType("int32")}, (TensorType("int32", (None,)),))
+        return self.add(name, "Fill", (dims, scalar), {"T": DType(t.dtype), "index_type": DType("int32")}, (t,))
+
+    def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
+        """This rank's slice of a tensor that every rank has."""
+        if target.sizes[self.rank] == sum(target.sizes):
+            return source
+        rank_of_tensor = len(t.shape or ())
+        begin, size = np.zeros(rank_of_tensor, np.int32), np.full(rank_of_tensor, -1, np.int32)
+        begin[target.dim], size[target.dim] = target.offset(self.rank), target.sizes[self.rank]
+        operands = (source, self.const(name + "/begin", begin), self.const(name + "/size", size))
+        out = TensorType(t.dtype, local_shape(t.shape, target, self.rank))
+        return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
+
+    def pad(self, name: str, source: Ref, t: TensorType, layout: Split, op: str) -> Ref:
+        """This rank's slice put at its place in a whole tensor of identities of ``op``."""
+        paddings = np.zeros((len(t.shape or ()), 2), np.int32)
+        before = layout.offset(self.rank)
+        paddings[layout.dim] = before, sum(layout.sizes) - before - layout.sizes[self.rank]
+        value = self.const(name + "/value", np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
+        operands = (source, self.const(name + "/paddings", paddings), value)
+        return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
+
+    def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
+        operands = (source, self.const(name + "/shape", np.array(shape, np.int32)))
+        return self.add(name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),))
+
+    # -- communication
+
+    def all_gather(self, name: str, source: Ref, t: TensorType, layout: Split, key: str) -> Ref:
+        attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
+        return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
+
+    def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], op: str, key: str) -> Ref:
+        attrs = {"key": key, "reduction": op, "N": len(sources)}
+        return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
+
+    def scatter(self, name: str, source: Ref | None, t: TensorType, target: Split, key: str) -> Ref:
+        """The first rank's tensor, cut: an all-to-all in which only the first rank has anything to send.
+
+        ``source`` is None on the other ranks, which contribute a share of size zero of another dimension.
+        """
+        shape = tuple(t.shape or ())
+        work = shape + (1,) if len(shape) == 1 else shape
+        other = 0 if target.dim != 0 else 1
+        if source is None:
+            empty = tuple(0 if d == other else n for d, n in enumerate(work))
+            source = self.const(name + "/nothing", np.zeros(empty, numpy_dtype(t.dtype)))
+        elif len(shape) == 1:
+            source = self.reshape(name + "/as_matrix", source, t.dtype, work)
+        sizes = (work[other],) + (0,) * (self.size - 1)
+        attrs = {"key": key, "split_axis": target.dim, "split_sizes": target.sizes, "concat_axis": other, "concat_sizes": sizes}
+        mine = tuple(target.sizes[self.rank] if d == target.dim else n for d, n in enumerate(work))
+        got = self.comm_op(name, "WhaleAllToAll", (source,), t, attrs, (TensorType(t.dtype, mine),))
+        return self.reshape(name + "/as_vector", got, t.dtype, mine[:1]) if len(shape) == 1 else got
+
+
+def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+    """Nodes of one reshard on one rank; the tensor in its new form, None where this rank does not have it.
+
+    Args:
+      t: global type of the tensor.
+      source: gives the tensor in its old form (None on ranks that lack an ``O`` tensor).
+
+    Raises:
+      LayoutError: no form of this change exists.
+    """
+    name = "whale/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}")
+    have, want = r.source, r.target
+    local = source()
+    if isinstance(have, Owner):
+        return _from_first(e, name, local, r, t)
+    assert local is not None, r
+    if isinstance(want, Owner):
+        return local if e.rank == 0 else None
+    if isinstance(have, Broadcast):
+        if isinstance(want, Split):
+            return e.cut(name, local, t, want)
+        assert isinstance(want, Partial)
+        return local if e.rank == 0 else e.fill(name, local, t, want.op)
+    if isinstance(have, Split):
+        if isinstance(want, Partial):
+            return e.pad(name, local, t, have, want.op)
+        if isinstance(want, Broadcast):
+            return e.all_gather(name, local, t, have, r.key)
+        assert isinstance(want, Split)
+        if want.dim == have.dim:
+            return e.cut(name, e.all_gather(name + "/whole", local, t, have, r.key), t, want)
+        attrs = {"key": r.key, "split_axis": want.dim, "split_sizes": want.sizes, "concat_axis": have.dim, "concat_sizes": have.sizes}
+        return e.comm_op(name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),))
+    assert isinstance(have, Partial)
+    if isinstance(want, Broadcast):
+        return e.all_reduce(name, (local,), (t,), have.op, r.key)
+    if isinstance(want, Split):
+        attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
+        return e.comm_op(name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),))
+    raise LayoutError("no single reshard does this change", op=str(r.ref), given=f"{have} -> {want}",
+                      expected="a change by way of B", action="make the plan again")  # fmt: skip
+
+
+def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
+    want: Placement = r.target
+    if isinstance(want, Owner):
+        return local
+    if isinstance(want, Split) and t.is_static:
+        return e.scatter(name, local, t, want, r.key)
+    if local is None:
+        local = e.const(name + "/nothing", np.zeros((0,), numpy_dtype(t.dtype)))
+    attrs = {"key": r.key, "root": 0, "N": 1, "shapes": (Shape(t.shape),)}
+    if isinstance(want, Partial) and t.is_static:
+        return local if e.rank == 0 else e.fill(name, local, t, want.op)
+    whole = e.comm_op(name, "WhaleBroadcast", (local,), t, attrs, (t,))
+    if isinstance(want, Split):
+        return e.cut(name + "/cut", whole, t, want)
+    if isinstance(want, Partial):
+        return whole if e.rank == 0 else e.fill(name + "/fill", whole, t, want.op)
+    return whole

@@ -1,0 +1,127 @@
+"""Ranks' programs as TensorFlow functions and graphs that the runtime can register and call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tensorflow.core.framework import function_pb2
+
+from whale.capture.encode import attr_types, to_function_def, to_graph_def
+from whale.ir.program import Node, Program
+from whale.ir.values import Func
+
+
+@dataclass(frozen=True)
+class LoweredFunction:
+    """One callable step.
+
+    Attributes:
+      name: of the function to call.
+      definitions: FunctionDefs to register, callees first.
+      inputs: node names of the tensors to pass, in order.
+      handles: per rank that runs in this process, the variable nodes whose handles follow, in order.
+      outputs: number of results (those of the first of these ranks).
+    """
+
+    name: str
+    definitions: tuple[Any, ...]
+    inputs: tuple[str, ...]
+    handles: tuple[tuple[str, ...], ...]
+    outputs: int
+
+
+def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
+    """Functions for the ranks of this process; several ranks (in-process transport) run side by side in one call.
+
+    Args:
+      ranks: their programs (see whale.lowering.local); same inputs and outputs.
+      tag: unique in the process; prefix of all function names.
+    """
+    definitions: list[Any] = []
+    mains: list[Any] = []
+    handles: list[tuple[str, ...]] = []
+    for i, program in enumerate(ranks):
+        prefix = f"{tag}_rank{i}" if len(ranks) > 1 else tag
+        renamed = _rename_functions(program, prefix)
+        definitions += [to_function_def(body, name) for name, body in renamed.functions.items()]
+        variables = tuple(v.node for v in renamed.variables)
+        handles.append(variables)
+        main = to_function_def(replace(renamed, inputs=renamed.inputs + variables), prefix)
+        definitions.append(main)
+        mains.append(main)
+    if len(ranks) > 1:
+        mains.append(_side_by_side(tag, mains, len(ranks[0].inputs)))
+        definitions.append(mains[-1])
+    name = mains[-1].signature.name
+    return LoweredFunction(name, tuple(definitions), ranks[0].inputs, tuple(handles), len(ranks[0].outputs))
+
+
+def lower_to_graph(program: Program, tag: str) -> Any:
+    """A rank's program as a GraphDef (for a v1 session); its functions are named after ``tag``."""
+    return to_graph_def(_rename_functions(program, tag))
+
+
+@lru_cache(maxsize=None)
+def _carries_functions(op: str) -> bool:
+    return any(kind in ("func", "list(func)") for kind in attr_types(op).values())
+
+
+def _rename_functions(program: Program, tag: str) -> Program:
+    """Function names are global in a process: bodies get names that no other program has."""
+    names = {old: f"{tag}_body{i}" for i, old in enumerate(program.functions)}
+    if not names:
+        return program
+
+    def of_value(value: Any) -> Any:
+        if isinstance(value, Func):
+            return replace(value, name=names.get(value.name, value.name))
+        if isinstance(value, tuple):
+            return tuple(map(of_value, value))
+        return value
+
+    def of_node(node: Node) -> Node:
+        if not _carries_functions(node.op):
+            return node
+        return replace(node, attrs={k: of_value(v) for k, v in node.attrs.items()})
+
+    def of_graph(graph: Program, functions: Mapping[str, Program]) -> Program:
+        return replace(graph, nodes=tuple(map(of_node, graph.nodes)), functions=functions)
+
+    return of_graph(program, {names[old]: of_graph(body, {}) for old, body in program.functions.items()})
+
+
+def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
+    """A function that calls one function per rank at the same time; its results are the first rank's.
+
+    Its arguments are the ``shared`` inputs, then each rank's own (variable handles).
+    """
+    function = function_pb2.FunctionDef()
+    function.signature.name = name
+    function.signature.is_stateful = True
+    first = mains[0].signature
+    inputs = []
+    for argument in first.input_arg[:shared]:
+        function.signature.input_arg.add(name=f"shared_{len(inputs)}", type=argument.type)
+        inputs.append(f"shared_{len(inputs)}")
+    for i, main in enumerate(mains):
+        own = []
+        for j, argument in enumerate(main.signature.input_arg[shared:]):
+            function.signature.input_arg.add(name=f"rank{i}_{j}", type=argument.type)
+            own.append(f"rank{i}_{j}")
+        node = function.node_def.add(name=f"call_{i}", op="StatefulPartitionedCall")
+        node.input.extend(inputs + own)
+        node.attr["f"].func.name = main.signature.name
+        node.attr["Tin"].list.type.extend(a.type for a in main.signature.input_arg)
+        node.attr["Tout"].list.type.extend(a.type for a in main.signature.output_arg)
+        node.attr["Tin"].list.SetInParent()
+        node.attr["Tout"].list.SetInParent()
+        function.signature.control_output.append(f"done_{i}")
+        function.control_ret[f"done_{i}"] = f"call_{i}"
+    for j, result in enumerate(first.output_arg):
+        function.signature.output_arg.add(name=f"result_{j}", type=result.type)
+        function.ret[f"result_{j}"] = f"call_0:output:{j}"
+    return function
+

@@ -1,0 +1,236 @@
+"""One rank's program: local shapes, local constants, and communication ops where a layout changes. No TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from whale.errors import PlanError
+from whale.ir.layout import B, O, Placement, Strategy, local_shape
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.values import UNMOVABLE, Shape, TensorType, numpy_dtype
+from whale.lowering.emit import Emitter, emit_reshard
+from whale.rules import rule_of
+from whale.rules.base import UNCHANGED, Local
+from whale.rules.empty import known_outputs
+from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
+
+
+def localise(program: Program, plan: Plan, rank: int, comm: str, what: str) -> Program:
+    """What ``rank`` runs.
+
+    Args:
+      program: the expanded program that ``plan`` was made for.
+      comm: name of the communicator (see whale_ops).
+      what: how a person would call this run; used when ranks turn out to run different things.
+
+    Raises:
+      PlanError: the plan lacks a strategy or a reshard.
+    """
+    functions: dict[str, Program] = {}
+    talks: set[str] = set()
+    for name, body in _callees_first(program):
+        lowered, communicates = _Localiser(body, name, plan, rank, comm, talks).run(None)
+        functions[name] = lowered
+        if communicates:
+            talks.add(name)
+    for name, body in program.functions.items():  # called by ops that run on the first rank, or not at all: unchanged
+        functions.setdefault(name, body)
+    lowered, _ = _Localiser(program, "", plan, rank, comm, talks).run(what)
+    return replace(lowered, functions=functions)
+
+
+def _callees_first(program: Program) -> list[tuple[str, Program]]:
+    order: list[str] = []
+
+    def visit(body: Program) -> None:
+        for node in body.nodes:
+            if node.op in LOOPS or node.op in BRANCHES:
+                for func in called_functions(node):
+                    if func.name in program.functions and func.name not in order:
+                        visit(program.functions[func.name])
+                        order.append(func.name)
+
+    visit(program)
+    return [(name, program.functions[name]) for name in order]
+
+
+class _Localiser:
+    """Lowers one graph for one rank."""
+
+    def __init__(self, program: Program, graph: str, plan: Plan, rank: int, comm: str, talks: set[str]):
+        if graph not in plan.strategies:
+            # Only called by something that runs on the first rank: it stays as it is.
+            strategies: Mapping[str, Strategy] = {
+                n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "called from the first rank")
+                for n in program.nodes
+            }
+        else:
+            strategies = plan.strategies[graph]
+        self.program, self.graph, self.plan, self.rank, self.talks = program, graph, plan, rank, talks
+        self.strategies = strategies
+        self.emitter = Emitter(rank, plan.size, comm)
+        self.local: dict[tuple[Ref, Placement], Ref | None] = {}
+        self.grouped: dict[int, list[Ref | None]] = {}
+
+    def run(self, what: str | None) -> tuple[Program, bool]:
+        for node in self.program.nodes:
+            self._node(node)
+        outputs = tuple(self._output(r, i) for i, r in enumerate(self.program.outputs))
+        self._emit_groups()
+        effects = [n for n in self.program.effects if n in self.emitter.nodes]
+        if what is not None and self.plan.size > 1:
+            effects.append(self._check(what))
+        nodes = topological(self.emitter.nodes)
+        communicates = self.emitter.communicates
+        variables = tuple(v for v in self.program.variables if v.node in self.emitter.nodes)
+        result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
+        return result, communicates
+
+    def _check(self, what: str) -> str:
+        e = self.emitter
+        attrs = {"key": "whale/check", "fingerprint": self.plan.fingerprint, "what": what, "ranks": ()}
+        return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
+
+    # -- tensors
+
+    def get(self, ref: Ref, wanted: Placement) -> Ref | None:
+        """``ref`` as ``wanted`` on this rank; None when this rank does not have it."""
+        key = (ref, wanted)
+        if key in self.local:
+            return self.local[key]
+        r = self.plan.reshard_of.get((self.graph, ref, wanted))
+        if r is None:
+            raise PlanError("the plan lacks a reshard", op=str(ref), given=f"wanted as {wanted}",
+                            expected="a reshard or a producer that yields it", action="make the plan again")  # fmt: skip
+        producer = self.program.by_name[ref.node]
+        t = producer.outputs[ref.index]
+        found: Ref | None
+        if t.dtype in UNMOVABLE and wanted != O:
+            found = self._recreate(producer, ref, wanted)
+        elif r.group >= 0:
+            members = self.plan.groups[r.group]
+            found = Ref(f"whale/group_{r.group}", next(i for i, m in enumerate(members) if m.key == r.key))
+        else:
+            found = emit_reshard(self.emitter, r, t, lambda: self.get(ref, r.source))
+        self.local[key] = found
+        return found
+
+    def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
+        """An empty TensorList, made anew for elements of another placement."""
+        if not recreatable(self.program, ref):
+            raise PlanError("a tensor that cannot be sent would have to be", op=str(ref), given=f"{producer.op}, wanted as {wanted}",
+                            expected="a placement that it has", action="report the program; `WHALE_DUMP=dir` writes it")  # fmt: skip
+        strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
+        name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"
+        self._emit(producer, strategy, name)
+        return Ref(name, ref.index)
+
+    def _emit_groups(self) -> None:
+        done: set[int] = set()
+        for r in self.plan.reshards:
+            if r.graph != self.graph or r.group < 0 or r.group in done:
+                continue
+            done.add(r.group)
+            members = self.plan.groups[r.group]
+            sources = [self.get(m.ref, m.source) for m in members]
+            types = [self.program.type_of(m.ref) for m in members]
+            name = f"whale/group_{r.group}"
+            self.emitter.all_reduce(name, [s for s in sources if s is not None], types, r.source.op, name)  # type: ignore[union-attr]
+
+    def _output(self, ref: Ref, i: int) -> Ref:
+        returned = self.plan.returned.get(self.graph)
+        wanted = returned[i] if returned is not None else B
+        found = self.get(ref, wanted)
+        if found is None:
+            t = self.program.type_of(ref)
+            if t.dtype != "string":
+                raise PlanError("a value that only the first rank has, and that cannot be sent, is fetched", op=str(ref),
+                                given=str(t), expected="a tensor or a string", action="fetch it on a run of one process")  # fmt: skip
+            found = self.emitter.const(f"whale/absent_{i}", np.array(b"", object))
+        return found
+
+    # -- nodes
+
+    def _node(self, node: Node) -> None:
+        strategy = self.strategies[node.name]
+        for ref, placement in zip(node.refs(), strategy.outputs):
+            self.local[(ref, placement)] = Ref(node.name, ref.index)
+        if strategy.once and self.rank != 0:
+            for ref, placement in zip(node.refs(), strategy.outputs):
+                self.local[(ref, placement)] = None
+            return
+        self._emit(node, strategy, node.name)
+
+    def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
+        e = self.emitter
+        spread = any(p is not B and p != B and p != O for p in strategy.inputs + strategy.outputs)
+        control_flow = node.op in LOOPS or node.op in BRANCHES
+        edit: Local = UNCHANGED
+        if spread and not control_flow and node.op != "Placeholder" and not handles_lists(node):
+            op = view(self.program, node, self.plan.size)
+            if not node.stateful:
+                known = known_outputs(op, strategy, self.rank)
+                if known and all(value is not None for value in known):
+                    self._constants(node, strategy, known)
+                    return
+            rule = rule_of(node.op)
+            assert rule is not None, node.op
+            edit = rule.localize(op, strategy, self.rank)
+        inputs = []
+        for i, (ref, placement) in enumerate(zip(node.inputs, strategy.inputs)):
+            if i in edit.consts:
+                inputs.append(e.const(f"{name}/whale_operand_{i}", edit.consts[i]))
+                continue
+            found = self.get(ref, placement)
+            assert found is not None, (node.name, ref, placement)
+            inputs.append(found)
+        outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
+        attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
+        if node.op == "Placeholder" and spread:
+            attrs = {**attrs, "shape": Shape(outputs[0].shape)}
+        op_type = edit.op or node.op
+        if control_flow and not strategy.once:
+            attrs, op_type = self._control_flow(node, outputs, attrs)
+        controls = tuple(c for c in node.controls if c in e.nodes or not self._absent(c))
+        lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
+        if edit.divide_by is not None:
+            e.nodes[name + "/whale_sum"] = replace(lowered, name=name + "/whale_sum")
+            t = outputs[0]
+            count = e.const(name + "/whale_count", np.array(edit.divide_by, numpy_dtype(t.dtype)))
+            e.nodes[name] = Node(name, "RealDiv", (Ref(name + "/whale_sum"), count), (), {"T": node.attrs["T"]}, (t,), node.scope)
+        else:
+            e.nodes[name] = lowered
+
+    def _absent(self, name: str) -> bool:
+        return self.rank != 0 and self.strategies[name].once
+
+    def _constants(self, node: Node, strategy: Strategy, known) -> None:
+        """This rank's share is empty: its results are constants and no kernel sees zero rows."""
+        for i, (ref, value) in enumerate(zip(node.refs(), known)):
+            name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
+            const = self.emitter.const(name, value)
+            self.local[(ref, strategy.outputs[i])] = const
+        controls = tuple(c for c in node.controls if not self._absent(c))
+        if controls:
+            self.emitter.nodes[node.name] = replace(self.emitter.nodes[node.name], controls=controls)
+
+    def _local_type(self, t: TensorType, placement: Placement) -> TensorType:
+        if t.dtype in UNMOVABLE:
+            return t  # a list's placement is that of its elements
+        return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
+
+    def _control_flow(self, node: Node, outputs: tuple[TensorType, ...], attrs) -> tuple[dict, str]:
+        changed = dict(attrs)
+        changed["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
+        if any(func.name in self.talks for func in called_functions(node)):
+            # Communication makes it stateful, and iterations must reach it in one order on all ranks.
+            self.emitter.communicates = True
+            if node.op in LOOPS:
+                changed["parallel_iterations"] = 1
+            return changed, node.op.removeprefix("Stateless")
+        return changed, node.op
+

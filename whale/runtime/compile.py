@@ -1,0 +1,150 @@
+"""Captured program -> plan -> the programs of this process's ranks. Collective between processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from whale.errors import PlanError, ProgramError
+from whale.ir.fingerprint import fingerprint, node_digests
+from whale.ir.plan import Plan, plan_from_json
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
+from whale.runtime.context import Context
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program that is ready to be lowered to TensorFlow.
+
+    Attributes:
+      plan: what every rank agreed on.
+      program: normalised, expanded; what the plan speaks of.
+      ranks: one program for each rank of this process.
+      number: of the program in this run, equal on all ranks.
+      seconds: where the time of compiling went.
+    """
+
+    plan: Plan
+    program: Program
+    ranks: tuple[Program, ...]
+    number: int
+    seconds: Mapping[str, float]
+
+
+def plan_context(context: Context) -> PlanContext:
+    """The planner's view of the run."""
+    config = context.config
+    return PlanContext(
+        size=context.size,
+        shares=tuple(config["replica.shares"]),
+        marked_inputs=tuple(config["batch.inputs"]),
+        group_bytes=config["communication.group_bytes"],
+        dump=config["dump"] if context.rank == 0 else "",
+    )
+
+
+def compile_program(program: Program, context: Context) -> Compiled:
+    """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
+
+    Raises:
+      ProgramError: the ranks are about to run different programs; names the rank and the first difference.
+      PlanError: the program cannot be spread as asked.
+      CommError: a rank does not take part.
+    """
+    number, context.programs = context.programs, context.programs + 1
+    times: dict[str, float] = {}
+    start = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal start
+        now = time.perf_counter()
+        times[name], start = now - start, now
+
+    settings = plan_context(context)
+    program = normalise(program, settings)
+    lap("normalise")
+    if context.dry is not None:
+        context.dry.seen(make_plan(program, replace(settings, size=context.dry.size)))
+    mark = fingerprint(program)
+    if context.between_processes:
+        _compare(program, mark, number, context)
+    lap("fingerprint")
+    plan = _agreed_plan(program, number, context, settings)
+    lap("plan")
+    expanded = expand(program, plan.batch_inputs, settings)
+    lap("expand")
+    what = f"`{program.name}` (program {number} of the run)"
+    ranks = tuple(localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks)
+    ranks = tuple(_with_number(r, number) for r in ranks)
+    lap("localise")
+    return Compiled(plan, expanded, ranks, number, times)
+
+
+def _with_number(program: Program, number: int) -> Program:
+    """Keys are unique in a plan; the program's number makes them unique in the run."""
+
+    def of_graph(graph: Program) -> Program:
+        nodes = tuple(
+            replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
+            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck" else n
+            for n in graph.nodes
+        )  # fmt: skip
+        return graph.with_nodes(nodes)
+
+    main = of_graph(program)
+    return replace(main, functions={name: of_graph(body) for name, body in program.functions.items()})
+
+
+class _Mark(msgspec.Struct):
+    """What a rank says before it compiles: which program comes next, and that it compiled the ones before."""
+
+    name: str
+    fingerprint: str
+
+
+def _compare(program: Program, mark: str, number: int, context: Context) -> None:
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    said = comm.allgather_bytes(f"whale/program/{number}", msgspec.json.encode(_Mark(program.name, mark)), timeout_s)
+    marks = [msgspec.json.decode(m, type=_Mark) for m in said]
+    if all(m.fingerprint == marks[0].fingerprint for m in marks):
+        return
+    rows = node_digests(program)
+    mine = msgspec.json.encode([(what, digest.hex()) for what, digest in rows])
+    others = [msgspec.json.decode(o, type=list[tuple[str, str]]) for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)]
+    rank = next(r for r, m in enumerate(marks) if m.fingerprint != marks[0].fingerprint)
+    first, other = others[0], others[rank]
+    at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
+    described = [rows[at][0] if at < len(rows) else "(no more nodes)" for rows in (first, other)]
+    if described[0] == described[1]:
+        described = [f"{d} with other attributes, operands or types" for d in described]
+    raise ProgramError(
+        "the ranks are about to run different programs", given=f"rank 0 runs {marks[0].name}, rank {rank} runs {marks[rank].name}",
+        **{"first difference": f"node {at}: rank 0 has {described[0]}; rank {rank} has {described[1]}"},
+        expected="the same program, inputs' shapes and fetches on every rank",
+        action="remove what depends on the rank (wh.rank(), host names, unseeded Python randomness) from the model code and the fetches",
+    )  # fmt: skip
+
+
+def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:
+    """Rank 0's plan on every rank; when planning fails there, the same error on every rank."""
+    if not context.between_processes:
+        return make_plan(program, settings)
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    if context.rank == 0:
+        try:
+            plan = make_plan(program, settings)
+        except Exception as e:
+            comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s)
+            raise
+        comm.broadcast_bytes(f"whale/plan/{number}", b"P" + plan.to_json(), 0, timeout_s)
+        return plan
+    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, 600.0))
+    if data[:1] == b"E":
+        raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
+    return plan_from_json(data[1:])
+

@@ -1,0 +1,209 @@
+"""The one context that ``wh.init`` makes and ``wh.shutdown`` clears: configuration, ranks, communicators."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import whale_ops
+from whale.cluster import ProcessPlace, process_place
+from whale.config import Config
+from whale.errors import ClusterError, ConfigError, WhaleError
+from whale.ir.plan import Plan
+from whale.runtime.variables import VariableOwner
+
+
+@dataclass
+class Context:
+    """What one run of Whale knows.
+
+    Attributes:
+      ranks: the ranks that this process runs: its own, or all of them with the in-process transport.
+      comms: the communicators of these ranks, in the same order; empty when there is one rank only.
+      comm_name: the name under which the op library finds them.
+      programs: number of programs compiled so far, equal on all ranks.
+    """
+
+    config: Config
+    place: ProcessPlace
+    size: int
+    ranks: tuple[int, ...]
+    comms: Sequence[Any]
+    comm_name: str
+    variables: VariableOwner
+    programs: int = 0
+    scopes: list[str] = field(default_factory=list)
+    scope_count: int = 0
+    failed: bool = False
+    dry: "DryRun | None" = None
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def between_processes(self) -> bool:
+        """Whether other processes take part."""
+        return self.size > len(self.ranks)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that only plans: every program is planned for ``size`` ranks and handed to ``seen``, and runs on one."""
+
+    size: int
+    seen: Callable[[Plan], None]
+
+
+_current: Context | None = None
+_runs = 0
+_dry: DryRun | None = None
+
+
+def dry_run(size: int, seen: Callable[[Plan], None]) -> None:
+    """The next ``init`` of this process makes a dry run."""
+    global _dry
+    _dry = DryRun(size, seen)
+
+
+def init(config: Config | Mapping[str, Any] | None = None) -> None:
+    """Starts Whale in this process; every rank calls it once, before scopes and steps.
+
+    Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
+    process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
+    TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal.
+
+    Args:
+      config: a ``wh.Config`` or a mapping of dotted keys.
+
+    Raises:
+      ConfigError: an unknown key or a wrong value.
+      ClusterError: the ranks cannot be connected, or ``init`` was called before.
+    """
+    global _current, _runs
+    if _current is not None:
+        raise ClusterError("wh.init was called twice", given="a second call in one process",
+                           expected="one call, before scopes and steps", action="call wh.shutdown() in between, or remove one")  # fmt: skip
+    config = config if isinstance(config, Config) else Config(config or {})
+    place = process_place()
+    _runs += 1
+    name = f"whale{_runs}"
+    if _dry is not None:
+        size, ranks, comms = 1, (0,), ()
+    elif config["communication.transport"] == "in-process":
+        if place.size > 1:
+            raise ConfigError(
+                "the in-process transport runs all ranks in one process, but a launcher started several",
+                given=f"{place.size} processes ({place.launcher})", expected="one process",
+                action='start the script alone, or set communication.transport to "mpi"',
+            )  # fmt: skip
+        size = config["cluster.ranks"]
+        ranks = tuple(range(size))
+        comms = whale_ops.in_process(name, size) if size > 1 else ()
+    elif place.size > 1:
+        comms = (whale_ops.mpi(name),)
+        size, ranks = comms[0].size, (comms[0].rank,)
+        if size != place.size:
+            raise ClusterError(
+                "MPI and the launcher disagree about the number of ranks",
+                given=f"MPI says {size}, {place.launcher} says {place.size}", expected="the same number",
+                action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
+            )  # fmt: skip
+    else:
+        size, ranks, comms = 1, (0,), ()
+    link = config.link
+    if link is not None:
+        for comm in comms:
+            comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
+    context = Context(config, place, size, ranks, comms, name, VariableOwner(), dry=_dry)
+    if context.between_processes:
+        _share_random_state(context)
+    _current = context
+    if _runs == 1:
+        atexit.register(_at_exit)
+
+
+def current(what: str = "this call") -> Context:
+    """The context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
+    if _current is None:
+        raise ClusterError(f"{what} needs Whale to be started", given="no context",
+                           expected="wh.init() before it", action="call wh.init() at the start of the script")  # fmt: skip
+    return _current
+
+
+def rank() -> int:
+    """Number of this process's rank (the first one with the in-process transport)."""
+    return current("wh.rank()").rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return current("wh.size()").size
+
+
+def local_rank() -> int:
+    """Number of this process among those on its host."""
+    return current("wh.local_rank()").place.local_rank
+
+
+def shutdown() -> None:
+    """Ends Whale in this process: tells the other ranks that this one leaves, releases communicators. Safe to repeat."""
+    global _current
+    context, _current = _current, None
+    if context is None:
+        return
+    context.variables.clear()
+    for comm in context.comms:
+        comm.leave()
+
+
+def check_replicas() -> None:
+    """Compares the copies of all broadcast variables; collective.
+
+    Raises:
+      CommError: a copy differs from the first rank's, with variable, rank and largest difference.
+    """
+    context = current("wh.check_replicas()")
+    context.variables.check(context)
+
+
+def _at_exit() -> None:
+    """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
+    context = _current
+    if context is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None and not context.failed:
+        try:
+            shutdown()
+        except WhaleError as e:
+            sys.stderr.write(f"whale: {e}\n")
+            sys.stderr.flush()
+            os._exit(1)
+        return
+    for comm in context.comms:
+        comm.abort(f"rank {context.rank} failed: {type(error).__name__}: {error}" if error else f"rank {context.rank} failed")
+
+
+def _share_random_state(context: Context) -> None:
+    """Rank 0's random states on every rank."""
+    import tensorflow as tf
+    from tensorflow.python.eager import context as tf_context
+
+    comm = context.comms[0]
+    timeout_s = context.config["check.timeout_s"]
+    mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed()))
+    python_state, numpy_state, seed = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
+    if context.rank != 0:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if seed is not None and tf_context.global_seed() != seed:
+            tf.random.set_seed(seed)

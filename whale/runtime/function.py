@@ -1,0 +1,204 @@
+"""``wh.function``: a drop-in for tf.function around a train step, spread over the ranks of the run."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import record
+from tensorflow.python.ops import gradients_util
+
+from whale.capture.captured import Captured
+from whale.capture.function import capture_function
+from whale.capture.signature import Arguments, take_apart
+from whale.errors import ProgramError
+from whale.ir.plan import Plan
+from whale.lowering.functions import lower_to_function
+from whale.runtime.compile import Compiled, compile_program
+from whale.runtime.context import Context, current
+
+_tags = itertools.count()
+_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One compiled specialisation: what to call and with what."""
+
+    call: Callable[[list[Any]], Any]
+    captured: Captured
+    compiled: Compiled
+
+
+class Function:
+    """A step that runs on all ranks; see ``function``."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
+        self._fn = fn
+        self._python_function = getattr(fn, "python_function", fn)
+        self._steps: dict[Hashable, _Step] = {}
+        self._quick: dict[Hashable, _Step] = {}
+        self._context: weakref.ref[Context] | None = None
+        self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if instance not in self._bound:
+            self._bound[instance] = Function(functools.partial(self._python_function, weakref.proxy(instance)))
+        return self._bound[instance]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly():
+            return self._inside_graph(args, kwargs)
+        context = self._attached()
+        if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
+            try:
+                quick = tuple([(a._shape_tuple(), a.dtype) for a in args])
+                step = self._quick.get(quick)
+            except AttributeError:
+                quick = step = None
+            if step is not None:
+                return step.call(list(args))
+        arguments = take_apart(self._python_function, args, kwargs)
+        step = self._steps.get(arguments.key)
+        if step is None:
+            step = self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
+        result = step.call(_tensors(arguments, step))
+        if not kwargs and quick is not None and len(args) == len(arguments.tensors) and len(step.captured.inputs) == len(args):
+            self._quick[quick] = step
+        return result
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (compiled now if they are new; collective between processes)."""
+        return self._step(args, kwargs).compiled.plan
+
+    def compile_seconds(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Seconds of each phase of compiling for these arguments."""
+        return dict(self._step(args, kwargs).compiled.seconds)
+
+    def _step(self, args: Any, kwargs: Any) -> _Step:
+        context = self._attached()
+        arguments = take_apart(self._python_function, args, kwargs)
+        if arguments.key not in self._steps:
+            self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
+        return self._steps[arguments.key]
+
+    def _attached(self) -> Context:
+        """The context; steps compiled for an earlier one are forgotten."""
+        context = current(f"the step `{getattr(self, '__name__', 'function')}`")
+        if self._context is None or self._context() is not context:
+            self._steps.clear()
+            self._quick.clear()
+            self._context = weakref.ref(context)
+        return context
+
+    def _inside_graph(self, args: Any, kwargs: Any) -> Any:
+        """Called while a graph is built: part of that program, if it is one that Whale captures."""
+        if not _capturing.get():
+            raise ProgramError(
+                "a step of wh.function is called while TensorFlow builds a graph that Whale does not see",
+                op=getattr(self, "__name__", "function"), given="a call inside tf.function",
+                expected="a call from Python, or inside another wh.function", action="decorate the outer function with wh.function too",
+            )  # fmt: skip
+        return self._python_function(*args, **kwargs)
+
+
+def function(fn: Callable[..., Any] | None = None) -> Any:
+    """Spreads a train or evaluation step over the ranks; use it where tf.function would stand.
+
+    The step sees global values: its batch inputs are the global batch, of which each rank computes its share, and what
+    it returns is what one device would return, on every rank. It is traced once for each set of argument shapes, dtypes
+    and Python values.
+
+    Args:
+      fn: the step; a Python function, a method or a tf.function.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      ProgramError: the ranks call different steps, or the step cannot be captured.
+      PlanError: the batch cannot be split as asked.
+    """
+    return functools.partial(function) if fn is None else Function(fn)
+
+
+def _tensors(arguments: Arguments, step: _Step) -> list[Any]:
+    specs = step.captured.function.structured_input_signature[0]
+    return [
+        t if isinstance(t, tf.Tensor) else tf.convert_to_tensor(t, dtype=spec.dtype)
+        for t, spec in zip(arguments.tensors, specs)
+    ]
+
+
+def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> _Step:
+    token = _capturing.set(True)
+    try:
+        captured = capture_function(fn, args, kwargs)
+    finally:
+        _capturing.reset(token)
+    captured = _with_scopes(captured)
+    compiled = compile_program(captured.program, context)
+    context.variables.adopt(captured.variables, context)
+    return _Step(_callable(captured, compiled, context), captured, compiled)
+
+
+def _with_scopes(captured: Captured) -> Captured:
+    """Variables created under a scope carry it (the node that reads one joins the scope)."""
+    scopes = {c.node: getattr(c.variable, "_whale_scope", "") for c in captured.variables}
+    if not any(scopes.values()):
+        return captured
+    variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in captured.program.variables)
+    return replace(captured, program=replace(captured.program, variables=variables))
+
+
+def _callable(captured: Captured, compiled: Compiled, context: Context) -> Callable[[list[Any]], Any]:
+    """A closure that calls the lowered function: tensors in, the user's return structure out."""
+    if context.size > 1:
+        import whale_ops
+
+        whale_ops.ops()
+    lowered = lower_to_function(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}_{_identifier(compiled.program.name)}")
+    tf_ctx = tf_context.context()
+    tf_ctx.ensure_initialized()
+    for definition in lowered.definitions:
+        tf_ctx.add_function_def(definition)
+    passed = dict(captured.captures)
+    extra = [passed[n] for n in lowered.inputs[len(captured.inputs) :]]
+    handles = [
+        h for i, nodes in enumerate(lowered.handles) for h in context.variables.handles(captured.variables, nodes, i)
+    ]
+    fixed = extra + handles
+    name, outputs = lowered.name.encode(), lowered.outputs
+    pack = _packer(captured)
+    what = compiled.program.name
+
+    def call(tensors: list[Any]) -> Any:
+        if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
+            raise ProgramError(
+                "a gradient tape outside a step cannot see into it", op=what, given="a call under a GradientTape that watches an argument",
+                expected="the tape inside the step", action="compute the gradient inside the function that wh.function decorates",
+            )  # fmt: skip
+        return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
+
+    return call
+
+
+def _packer(captured: Captured) -> Callable[[Any], Any]:
+    structure = captured.structured_outputs
+    if isinstance(structure, tf.Tensor):
+        return lambda results: results[0]
+    if isinstance(structure, tuple) and type(structure) is tuple and all(isinstance(s, tf.Tensor) for s in structure):
+        return lambda results: tuple(results or ())
+    return lambda results: captured.pack_outputs(results or ())
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

@@ -1,0 +1,54 @@
+"""What entering a scope does: nodes built under it carry its path, and so do variables created under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from whale.errors import PlanError
+from whale.runtime.context import current
+
+SCOPE_ATTRIBUTE = "_whale_scope"
+
+
+@contextmanager
+def entered(kind: str, devices: tuple[int, ...] | None) -> Iterator[None]:
+    """Annotates what is built inside with a new scope of ``kind``.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: the devices are not all ranks of the run.
+    """
+    context = current(f"the scope wh.{kind}")
+    if devices is not None and sorted(devices) != list(range(context.size)):
+        raise PlanError(
+            f"wh.{kind} divides the batch over all ranks of the run", given=f"devices={list(devices)}",
+            expected=f"all of {list(range(context.size))}, or devices=None",
+            action="leave devices out, and give ranks without a share size 0 in replica.shares",
+        )  # fmt: skip
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    # Numbered within a graph, so that tracing it again gives the same names.
+    number = getattr(graph, "_whale_scopes", 0) if graph is not None else context.scope_count
+    path = "/".join([*context.scopes[-1:], f"{kind}_{number}"])
+    if graph is not None:
+        graph._whale_scopes = number + 1
+    else:
+        context.scope_count = number + 1
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        variable._whale_scope = path
+        return variable
+
+    context.scopes.append(path)
+    with ExitStack() as stack:
+        stack.callback(context.scopes.pop)
+        stack.enter_context(tf.variable_creator_scope(creator))
+        if graph is not None:
+            attribute = attr_value_pb2.AttrValue(s=path.encode())
+            stack.enter_context(graph._attr_scope({SCOPE_ATTRIBUTE: attribute}))
+        yield

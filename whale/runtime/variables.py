@@ -1,0 +1,105 @@
+"""Who owns variables' layouts and copies: first values, copies of in-process ranks, the check of replicas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+import whale_ops
+from whale.errors import CommError
+from whale.ir.layout import B, Placement
+
+if TYPE_CHECKING:
+    from whale.capture.captured import CapturedVariable
+    from whale.runtime.context import Context
+
+
+class _Entry:
+    """A variable that programs of this run use: its layout (the first plan fixes it) and the copies of other ranks."""
+
+    __slots__ = ("copies", "handle", "layout", "name", "variable")
+
+    def __init__(self, captured: "CapturedVariable", copies: Sequence[Any]):
+        self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
+        self.layout: Placement = B
+        self.copies = tuple(copies)
+
+
+class VariableOwner:
+    """The variables of a run. A variable is known by its handle, which is kept alive with it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def adopt(self, captured: Sequence["CapturedVariable"], context: "Context") -> None:
+        """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
+
+        Raises:
+          CommError: the ranks cannot exchange the values.
+        """
+        new = [c for c in captured if id(c.handle) not in self._entries]
+        if context.between_processes and new:
+            _broadcast_values(new, context)
+        for c in new:
+            copies = [
+                tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
+                for rank in context.ranks[1:]
+            ]
+            self._entries[id(c.handle)] = _Entry(c, copies)
+
+    def handles(self, captured: Sequence["CapturedVariable"], nodes: Sequence[str], position: int) -> list[Any]:
+        """Handles of the variables behind ``nodes`` for the process's rank number ``position``."""
+        by_node = {c.node: c for c in captured}
+        if position == 0:
+            return [by_node[n].handle for n in nodes]
+        return [self._entries[id(by_node[n].handle)].copies[position - 1].handle for n in nodes]
+
+    def check(self, context: "Context") -> None:
+        """Raises CommError when a rank's copy of a variable differs from the first rank's."""
+        for entry in self._entries.values():
+            mine = entry.variable.numpy()
+            for rank, copy in zip(context.ranks[1:], entry.copies):
+                _compare(entry.name, rank, mine, copy.numpy())
+        if context.between_processes:
+            self._check_between_processes(context)
+
+    def _check_between_processes(self, context: "Context") -> None:
+        comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+        digests = [hashlib.blake2b(e.variable.numpy().tobytes(), digest_size=16).digest() for e in self._entries.values()]
+        for rank, other in enumerate(comm.allgather_bytes("whale/replicas", b"".join(digests), timeout_s)):
+            for i, entry in enumerate(self._entries.values()):
+                if other[16 * i : 16 * i + 16] != digests[i]:
+                    raise CommError("a variable differs between ranks", variable=entry.name,
+                                    given=f"rank {rank} and rank {context.rank} hold different values", expected="equal copies",
+                                    action="assign to variables on every rank, or inside a step")  # fmt: skip
+
+
+def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None:
+    if np.array_equal(first, other, equal_nan=first.dtype.kind == "f"):
+        return
+    gap = np.max(np.abs(first.astype(np.float64) - other.astype(np.float64)))
+    raise CommError("a variable differs between ranks", variable=name, given=f"rank {rank} is {gap:.3g} away from rank 0",
+                    expected="equal copies", action="report the program; its plan is wrong")  # fmt: skip
+
+
+def _broadcast_values(captured: Sequence["CapturedVariable"], context: "Context") -> None:
+    """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
+    ops = whale_ops.ops()
+    comm = ops.whale_communicator(name=context.comm_name, rank=context.rank)
+    by_dtype: dict[str, list[Any]] = {}
+    for c in captured:
+        by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
+    for dtype, variables in by_dtype.items():
+        values = ops.whale_broadcast(
+            comm=comm, inputs=[v.read_value() for v in variables], key=f"whale/first_values/{dtype}", root=0,
+            shapes=[v.shape for v in variables], ranks=[],
+        )  # fmt: skip
+        for variable, value in zip(variables, values):
+            variable.assign(value)
