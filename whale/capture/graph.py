@@ -13,7 +13,7 @@ from tensorflow.python.framework import op_def_registry
 
 from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
 from whale.errors import CaptureError
-from whale.ir.program import Node, Program, Ref, Variable, topological
+from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, TensorType
 
 # Stateful ops that only look: as control outputs of a traced function they keep nothing alive.
@@ -112,34 +112,39 @@ class _Builder:
     ) -> Program:
         """One graph as a program; the functions that it calls are added to ``self.functions``."""
         defs = {n.name: n for n in graph_def.node}
-        operands = _operands(defs, [r.node for r in outputs] + list(effects) + list(inputs))
+        effects = [e for e in effects if defs[e].op not in PURE_READS]
+        operands = _operands(defs, [*(r.node for r in outputs), *effects, *inputs])
+        known = {*inputs, *variables}
         nodes: dict[str, Node] = {}
-        known = set(inputs) | variables.keys()
-        effect_set = set(effects)
         idle: set[str] = set()
+        functions_of: dict[str, tuple[bool, tuple[str, ...]]] = {}
         for node_def, op in _with_operations(graph, graph_def):
-            node_name = node_def.name
-            if node_name not in operands:
+            name_ = node_def.name
+            found = operands.get(name_)
+            if found is None:
                 continue
-            if node_def.op == "Placeholder" and node_name not in known:
-                raise CaptureError(
-                    "a placeholder is needed but has no value",
-                    op=node_name,
-                    given=f"inputs {', '.join(inputs) or '(none)'}",
-                    action="feed this placeholder, or remove it from what is fetched",
-                )
-            refs, controls = operands[node_name]
-            node, acts = self._node(graph, node_def, op, refs, controls)
+            refs, controls = found
+            op_type = node_def.op
+            facts = functions_of.get(op_type)
+            if facts is None:
+                facts = functions_of[op_type] = op_facts(op_type) or (False, _LEGACY)
+            attrs: Mapping[str, Any] = NodeAttrs(node_def)
+            if facts[1]:
+                op_type, attrs, stateful, acts = self._call(graph, node_def, op, attrs)
+                if not acts:
+                    idle.add(name_)
+            else:
+                stateful = facts[0]
+                if op_type == "Placeholder" and name_ not in known:
+                    raise _no_value(name_, inputs)
+            kinds = tuple([self._type(t) for t in op.outputs])
             if types:
-                better = tuple(types.get(Ref(node_name, i), t) for i, t in enumerate(node.outputs))
-                if better != node.outputs:
-                    node = Node(node.name, node.op, refs, controls, node.attrs, better, node.scope, node.stateful)
-            nodes[node_name] = node
-            if node_name in effect_set and not acts:
-                idle.add(node_name)
+                kinds = tuple([types.get(Ref(name_, i), t) for i, t in enumerate(kinds)])
+            scope = node_def.attr[SCOPE_ATTR].s.decode() if SCOPE_ATTR in node_def.attr else ""
+            nodes[name_] = Node(name_, op_type, refs, controls, attrs, kinds, scope, stateful)
         program = Program(
             name=name,
-            nodes=topological(nodes),
+            nodes=_sorted(nodes),
             inputs=tuple(inputs),
             variables=tuple(
                 Variable(node, n, t, nodes[node].scope) for node, (n, t) in variables.items() if node in nodes
@@ -147,42 +152,34 @@ class _Builder:
             outputs=tuple(outputs),
             effects=tuple(e for e in effects if e not in idle),
         )
-        return _without_dead(program) if idle else program
+        return program if idle.isdisjoint(effects) else _without_dead(program)
 
-    def _node(
-        self, graph: tf.Graph, node_def: Any, op: tf.Operation, refs: tuple[Ref, ...], controls: tuple[str, ...]
-    ) -> tuple[Node, bool]:
-        """The node, and whether it does anything besides computing its outputs."""
+    def _call(
+        self, graph: tf.Graph, node_def: Any, op: tf.Operation, attrs: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, Any], bool, bool]:
+        """(op type, attributes, stateful, does more than compute) of a node that refers to functions."""
         op_type = node_def.op
-        attrs: Mapping[str, Any] = NodeAttrs(node_def)
         facts = op_facts(op_type)
-        acts = op_type not in PURE_READS
         if facts is None:
             op_type, attrs, facts = self._legacy_call(node_def)
-        if facts[1] and self.library:
-            renamed: dict[str, Any] = {}
-            acts = not facts[0]
-            for key in facts[1]:
-                value = attrs[key] if key in attrs else None
-                many = value if isinstance(value, tuple) else (value,)
-                funcs = []
-                for func in many:
-                    if isinstance(func, Func) and func.name in self.library:
-                        body = self._body(graph, func.name, _arguments(op, op_type))
-                        acts = acts or bool(self.functions[body].effects)
-                        func = Func(body, func.attrs)
-                    else:
-                        acts = True
-                    funcs.append(func)
-                if tuple(funcs) != many:
-                    renamed[key] = tuple(funcs) if isinstance(value, tuple) else funcs[0]
-            if renamed:
-                attrs = {**attrs, **renamed}
-            # Datasets, iterators and the like carry functions but are not calls: what they do is not their body's.
-            acts = acts or op_type not in _CALLS
-        scope = node_def.attr[SCOPE_ATTR].s.decode() if SCOPE_ATTR in node_def.attr else ""
-        outputs = tuple(self._type(t) for t in op.outputs)
-        return Node(node_def.name, op_type, refs, controls, attrs, outputs, scope, facts[0]), acts
+        acts = op_type not in _CALLS
+        renamed: dict[str, Any] = {}
+        for key in facts[1]:
+            value = attrs.get(key)
+            many = value if isinstance(value, tuple) else (value,)
+            funcs = []
+            for func in many:
+                if isinstance(func, Func) and func.name in self.library:
+                    body = self._body(graph, func.name, _arguments(op, op_type))
+                    acts = acts or bool(self.functions[body].effects)
+                    func = func if body == func.name else Func(body, func.attrs)
+                else:
+                    # Datasets and iterators may leave functions out; a call without its function does who knows what.
+                    acts = True
+                funcs.append(func)
+            if tuple(funcs) != many:
+                renamed[key] = tuple(funcs) if isinstance(value, tuple) else funcs[0]
+        return op_type, {**attrs, **renamed} if renamed else attrs, facts[0], acts
 
     def _legacy_call(self, node_def: Any) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
         """A node whose op type is a function's name, as the call op that means the same."""
@@ -253,6 +250,9 @@ class _Builder:
         return found
 
 
+# Stands for the function attributes of an op type that is not registered: a function called by its own name.
+_LEGACY = ("",)
+
 _CALLS = frozenset(
     {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf", "Case",
      "StatelessCase"}
@@ -271,20 +271,33 @@ def _arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
     return None
 
 
+def _no_value(placeholder: str, inputs: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        "a placeholder is needed but has no value",
+        op=placeholder,
+        given=f"values for {', '.join(inputs) or 'nothing'}",
+        action="feed this placeholder, or remove what needs it from what is fetched",
+    )
+
+
 def _with_operations(graph: tf.Graph, graph_def: Any) -> Iterator[tuple[Any, tf.Operation]]:
-    """NodeDefs with their operations; both lists are in order of creation unless nodes were left out."""
+    """NodeDefs with their operations."""
     operations = graph.get_operations()
-    if len(operations) == len(graph_def.node):
-        for node_def, op in zip(graph_def.node, operations):
-            yield node_def, (op if op.name == node_def.name else graph.get_operation_by_name(node_def.name))
-    else:
-        for node_def in graph_def.node:
-            yield node_def, graph.get_operation_by_name(node_def.name)
+    defs = graph_def.node
+    # Both list the nodes in order of creation. A node that only one of them has would shift all that follow.
+    if len(operations) == len(defs) and all(operations[i].name == defs[i].name for i in _samples(len(defs))):
+        return zip(defs, operations, strict=True)
+    return ((d, graph.get_operation_by_name(d.name)) for d in defs)
+
+
+def _samples(count: int) -> list[int]:
+    return [*range(0, count, 64), count - 1] if count else []
 
 
 def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
     """(data operands, control operands) of every node that ``roots`` need."""
     found: dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]] = {}
+    refs_of: dict[str, Ref] = {}
     stack = list(roots)
     while stack:
         name = stack.pop()
@@ -293,16 +306,54 @@ def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[
         refs: list[Ref] = []
         controls: list[str] = []
         for text in defs[name].input:
-            if text[0] == "^":
-                text = text[1:]
-                controls.append(text)
-            else:
-                text, _, index = text.partition(":")
-                refs.append(Ref(text, int(index) if index else 0))
-            if text not in found:
-                stack.append(text)
+            ref = refs_of.get(text)
+            if ref is None:
+                if text[0] == "^":
+                    controls.append(text[1:])
+                    continue
+                node, _, index = text.partition(":")
+                ref = refs_of[text] = Ref(node, int(index) if index else 0)
+            refs.append(ref)
+        stack += [r.node for r in refs if r.node not in found]
+        stack += controls
         found[name] = (tuple(refs), tuple(controls))
     return found
+
+
+def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+    """``nodes`` in order of creation, but each after what it needs (control edges may have been added later).
+
+    Raises:
+      CaptureError: the nodes form a cycle.
+    """
+    done: dict[str, Node] = {}
+    waiting: dict[str, None] = {}
+    for first in nodes:
+        stack = [first]
+        while stack:
+            name = stack[-1]
+            if name in done:
+                stack.pop()
+                continue
+            node = nodes[name]
+            missing = [r.node for r in node.inputs if r.node not in done]
+            if node.controls:
+                missing += [c for c in node.controls if c not in done]
+            if not missing:
+                done[name] = node
+                waiting.pop(name, None)
+                stack.pop()
+            elif name in waiting:
+                raise CaptureError(
+                    "the graph has a cycle",
+                    op=name,
+                    given=f"it needs {missing[0]}, which needs {name}",
+                    action="build loops with tf.while_loop and control flow v2",
+                )
+            else:
+                waiting[name] = None
+                stack += reversed(missing)
+    return tuple(done.values())
 
 
 def _without_dead(program: Program) -> Program:
