@@ -82,12 +82,16 @@ def test_an_interrupt_while_starting(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("script", [SLEEP, STUBBORN], ids=["sleeping", "stubborn"])
 def test_a_killed_launcher_leaves_nothing(launcher: Launcher, script: str) -> None:
+    temporary = launcher.folder / "temporary"
+    temporary.mkdir()
+    launcher.environment["TMPDIR"] = str(temporary)
     with launcher.start("-np", "2", launcher.script(script)) as process:
         wait_for_line(process, "up")
         assert len(launcher.left_behind()) >= 5  # mpirun, two workers, two scripts
         process.kill()
         process.wait()
         assert launcher.left_behind(within_s=5.0) == []
+        assert list(temporary.iterdir()) == []
 
 
 def _processes(launcher: Launcher, word: str) -> list[int]:
@@ -104,6 +108,9 @@ def _processes(launcher: Launcher, word: str) -> list[int]:
 
 
 def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
+    temporary = launcher.folder / "temporary"
+    temporary.mkdir()
+    launcher.environment["TMPDIR"] = str(temporary)
     with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
         wait_for_line(process, "up")
         for pid in _processes(launcher, "mpirun") + _processes(launcher, "prterun"):
@@ -111,6 +118,7 @@ def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "mpirun has ended by signal 9" in errors.splitlines()[-1]
+        assert list(temporary.iterdir()) == []
 
 
 def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:

@@ -49,13 +49,14 @@ class Unpacker:
         self._buffer += data
         frames, offset = [], 0
         while len(self._buffer) - offset >= _HEADER.size:
-            kind, length = _HEADER.unpack_from(self._buffer, offset)
+            number, length = _HEADER.unpack_from(self._buffer, offset)
+            kind = Kind(number)
             if self.limit_bytes is not None and length > self.limit_bytes:
                 raise ValueError(f"a frame of {length} bytes, limit {self.limit_bytes}")
             end = offset + _HEADER.size + length
             if len(self._buffer) < end:
                 break
-            frames.append((Kind(kind), bytes(self._buffer[offset + _HEADER.size : end])))
+            frames.append((kind, bytes(self._buffer[offset + _HEADER.size : end])))
             offset = end
         del self._buffer[:offset]
         return frames

@@ -19,6 +19,7 @@ import math
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,11 +61,8 @@ def run(options: mpirun.Options) -> int:
     with socket.create_server((address, 0), backlog=max(64, options.ranks)) as listener:
         token = secrets.token_hex(16)
         environment = mpirun.environment(options, f"{address}:{listener.getsockname()[1]}", token)
-        # mpirun's files are in a folder of this run, and go with it.
-        with tempfile.TemporaryDirectory(prefix="whale-") as folder:
-            environment["PRTE_MCA_prte_tmpdir_base"] = folder
-            line = mpirun.command(options, program, environment)
-            return _Job(options, listener, token).run(line, environment)
+        line = mpirun.command(options, program, environment)
+        return _Job(options, listener, token).run(line, environment)
 
 
 class _Job:
@@ -306,11 +304,13 @@ class _Job:
                 os.killpg(self._process.pid, number)
                 # Reads on while it waits, or an mpirun with much to say would never end.
                 self._process.communicate(timeout=GRACE_S)
-                return
+                break
             except ProcessLookupError:
-                return
+                break
             except subprocess.TimeoutExpired:
                 continue
+        # Open MPI 5 keeps its files here, and leaves them when it is killed.
+        shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
     def _conclude(self) -> int:
         self._printer.close()

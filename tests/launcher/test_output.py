@@ -1,0 +1,109 @@
+"""How the ranks' bytes become lines."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.helpers import MEET, Launcher
+from whale.launcher import output
+from whale.launcher.output import Printer
+from whale.launcher.protocol import Kind, Unpacker, pack
+
+pytestmark = pytest.mark.core
+Write = tuple[int, bytes]
+
+
+@pytest.fixture
+def printed(tmp_path: Path) -> Callable[..., bytes]:
+    """Writes (rank, bytes) pairs to a printer and returns what came out. A pair (rank, b"") stands for a pause."""
+
+    def play(*writes: Write, size: int = 2, colour: bool = False) -> bytes:
+        path = tmp_path / "out"
+        with path.open("wb") as file:
+            printer = Printer(size, (file.fileno(), file.fileno()), colour=colour)
+            for rank, data in writes:
+                if data:
+                    printer.write(rank, 0, data)
+                else:
+                    time.sleep(output.IDLE_S * 1.2)
+                    printer.flush_idle()
+            printer.close()
+        return path.read_bytes()
+
+    return play
+
+
+PAUSE = (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ([(0, b"one\ntwo\n")], b"[0] one\n[0] two\n"),
+        ([(0, b"o"), (1, b"x\n"), (0, b"ne\n")], b"[1] x\n[0] one\n"),
+        ([(0, b"dots .."), PAUSE, (0, b"..\n")], b"[0] dots ....\n"),
+        ([(0, b"dots .."), PAUSE, (1, b"x\n"), (0, b"..\n")], b"[0] dots ..\n[1] x\n[0] ..\n"),
+        ([(0, b"\r10 %"), (0, b"\r20 %"), (0, b"\n")], b"[0] \r[0] 10 %\r[0] 20 %\n"),
+        ([(0, b"10 %\r"), PAUSE, (1, b"x\n"), (0, b"20 %\n")], b"[0] 10 %\r\n[1] x\n[0] 20 %\n"),
+        ([(0, b"dos\r"), (0, b"\nend\r\n")], b"[0] dos\r\n[0] end\r\n"),
+        ([(0, b"\n\n")], b"[0] \n[0] \n"),
+        ([(1, b"no end")], b"[1] no end\n"),
+        ([(0, b"\xff\xfe\n")], b"[0] \xff\xfe\n"),
+        ([], b""),
+    ],
+)
+def test_lines(printed: Callable[..., bytes], writes: list[Write], expected: bytes) -> None:
+    assert printed(*writes) == expected
+
+
+def test_prefixes_are_aligned_and_coloured(printed: Callable[..., bytes]) -> None:
+    assert printed((3, b"x\n"), (11, b"y\n"), size=12) == b"[ 3] x\n[11] y\n"
+    coloured = printed((0, b"x\n"), (1, b"y\n"), colour=True)
+    assert re.fullmatch(rb"\x1b\[(\d+)m\[0\]\x1b\[0m x\n\x1b\[(?!\1)\d+m\[1\]\x1b\[0m y\n", coloured)
+
+
+def test_a_line_without_end_is_written_in_parts(printed: Callable[..., bytes]) -> None:
+    part = b"x" * 65536
+    out = printed(*[(0, part)] * 64, (0, b"\n"))
+    assert out == b"[0] " + part * 64 + b"\n"
+
+
+def test_frames_survive_any_cut() -> None:
+    frames = [(Kind.STDOUT, b"abc"), (Kind.STDERR, b""), (Kind.SIGNAL, b'{"signal": 9}')]
+    stream = b"".join(pack(kind, payload) for kind, payload in frames)
+    for step in range(1, len(stream) + 1):
+        unpacker = Unpacker()
+        found = [frame for at in range(0, len(stream), step) for frame in unpacker.feed(stream[at : at + step])]
+        assert found == frames
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    with pytest.raises(ValueError, match="limit 8"):
+        Unpacker(limit_bytes=8).feed(pack(Kind.STDOUT, b"x" * 9))
+    with pytest.raises(ValueError, match="71"):
+        Unpacker().feed(b"GET /\0\0\0\0\0")
+
+
+def test_on_a_terminal_prefixes_are_coloured_and_ctrl_c_ends_the_run(launcher: Launcher) -> None:
+    pid, terminal = pty.fork()
+    line = launcher.command("-np", "2", launcher.script(MEET + "meet('a')\nprint('up')\nmeet('b')\ntime.sleep(600)"))
+    if pid == 0:
+        os.chdir(launcher.folder)
+        launcher.environment.pop("NO_COLOR", None)
+        os.execve(line[0], line, launcher.environment)
+    seen = b""
+    while seen.count(b"up\r\n") < 2:
+        seen += os.read(terminal, 4096)
+    assert {b"\x1b[36m[0]\x1b[0m up\r\n", b"\x1b[33m[1]\x1b[0m up\r\n"} <= set(seen.splitlines(keepends=True))
+    os.write(terminal, b"\x03")
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    assert status == 128 + signal.SIGINT
