@@ -40,6 +40,7 @@ class Captured:
       variables: in the order of ``program.variables``.
       function: the traced ConcreteFunction; None for a v1 graph.
       structured_outputs: what the user's function returned, with the trace's tensors as leaves.
+      fed: of a v1 graph: names of the fed tensors that ``inputs`` take.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class Captured:
     variables: tuple[CapturedVariable, ...]
     function: Any = None
     structured_outputs: Any = None
+    fed: tuple[str, ...] = ()
 
     def pack_outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The user's return structure with ``tensors`` (in the order of ``program.outputs``) as its tensors."""

@@ -1,0 +1,266 @@
+"""What a session's fetches need of a v1 graph, as a Program, typed for the shapes that are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+from whale.capture.attrs import decode
+from whale.capture.captured import Captured, CapturedVariable
+from whale.capture.graph import no_garbage_collection, program_from_graph
+from whale.capture.loops import import_with_loops
+from whale.errors import CaptureError
+from whale.ir.program import Ref
+from whale.ir.values import Dims, TensorType
+
+_FRAMES = frozenset(
+    {"Enter", "Exit", "Switch", "Merge", "NextIteration", "LoopCond", "RefEnter", "RefExit", "RefSwitch", "RefMerge",
+     "RefNextIteration"}
+)  # fmt: skip
+_REF_VARIABLES = frozenset({"Variable", "VariableV2", "TemporaryVariable"})
+
+
+def capture_graph(
+    graph: tf.Graph, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
+) -> Captured:
+    """One capture of ``graph``; for several fetches of one graph keep a ``GraphCapture``."""
+    return GraphCapture(graph).capture(fetches, feeds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """A part of the graph with placeholders of the fed shapes.
+
+    ``fed`` maps a fed tensor to (its placeholder, its shape); ``names`` are the nodes that the part covers; ``better``
+    holds static types that the user's set_shape calls told the original graph.
+    """
+
+    graph: tf.Graph
+    fed: Mapping[str, tuple[str, Dims]]
+    names: frozenset[str]
+    better: Mapping[Ref, TensorType]
+
+
+class GraphCapture:
+    """Captures of one graph. The graph is read once (and again after it grew), shapes are inferred once per feed."""
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self.graph = graph
+        self._version = -1
+        self._graph_def: Any = None
+        self._defs: dict[str, Any] = {}
+        self._typed: list[_Typed] = []
+
+    def capture(
+        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
+    ) -> Captured:
+        """The part of the graph that ``fetches`` need.
+
+        Args:
+          fetches: tensors become the program's outputs, operations its effects.
+          feeds: static shape of each fed tensor; any tensor may be fed. Feeds that no fetch needs are left out.
+
+        Returns:
+          A Captured whose ``fed`` names the fed tensors in the order of ``inputs``.
+
+        Raises:
+          CaptureError: an unfed placeholder, a shape that does not fit, control flow of version 1, or a reference
+            variable is needed.
+        """
+        with no_garbage_collection():
+            return self._capture(fetches, feeds)
+
+    def _capture(
+        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
+    ) -> Captured:
+        self._read()
+        shapes = {t.name: _checked(t, shape) for t, shape in feeds.items()}
+        wanted = [f for f in fetches if isinstance(f, tf.Tensor)]
+        effects = [f for f in fetches if isinstance(f, tf.Operation)]
+        needed, reached = _needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes)
+        self._refuse(needed)
+        fed = {name: shapes[name] for name in shapes if name in reached}
+        typed = self._find(needed, fed)
+        graph = typed.graph
+
+        def tensor(name: str) -> tf.Tensor:
+            return graph.get_tensor_by_name(f"{typed.fed[name][0]}:0" if name in fed else name)
+
+        handles = [name for name in needed if self._defs[name].op == "VarHandleOp"]
+        order = {name: i for i, name in enumerate(self._defs)}
+        variables = [self._variable(name) for name in sorted(handles, key=order.__getitem__)]
+        program = program_from_graph(
+            graph,
+            name="session",
+            inputs=[tensor(name) for name in fed],
+            variables=[
+                (graph.get_tensor_by_name(f"{v.node}:0"), v.name, *self._held(v.node)) for v in variables
+            ],
+            outputs=[tensor(t.name) for t in wanted],
+            effects=[graph.get_operation_by_name(o.name) for o in effects],
+            types=typed.better,
+        )
+        present = {v.node for v in program.variables}
+        return Captured(
+            program=program,
+            inputs=program.inputs,
+            captures=(),
+            variables=tuple(v for v in variables if v.node in present),
+            fed=tuple(fed),
+        )
+
+    def _read(self) -> None:
+        if self._version != self.graph.version:
+            self._version = self.graph.version
+            self._graph_def = self.graph.as_graph_def()
+            self._defs = {n.name: n for n in self._graph_def.node}
+            self._typed.clear()
+
+    def _refuse(self, needed: Sequence[str]) -> None:
+        for name in needed:
+            op = self._defs[name].op
+            if op in _FRAMES:
+                raise CaptureError(
+                    "control flow of version 1 cannot be distributed",
+                    op=name,
+                    given=op,
+                    expected="While or If ops",
+                    action="call tf.compat.v1.enable_control_flow_v2() before the graph is built",
+                )
+            if op in _REF_VARIABLES:
+                raise CaptureError(
+                    "a reference variable cannot be distributed",
+                    op=name,
+                    given=op,
+                    expected="VarHandleOp, a resource variable",
+                    action="call tf.compat.v1.enable_resource_variables() before the graph is built",
+                )
+
+    def _variable(self, node: str) -> CapturedVariable:
+        known = {}
+        for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
+            known.update({v.handle.op.name: v for v in self.graph.get_collection(key) if hasattr(v, "handle")})
+        name = decode(self._defs[node].attr["shared_name"]) or node
+        return CapturedVariable(node, name, known.get(node), self.graph.get_tensor_by_name(f"{node}:0"))
+
+    def _held(self, node: str) -> tuple[str, Dims | None]:
+        attrs = self._defs[node].attr
+        return str(decode(attrs["dtype"])), decode(attrs["shape"]).dims
+
+    def _find(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _Typed:
+        """A typed graph that covers ``needed``, made when there is none."""
+        names = frozenset(needed)
+        for typed in self._typed:
+            # A feed of the cached part that is missing here would be read as a placeholder there.
+            same = all(name in typed.fed and typed.fed[name][1] == shape for name, shape in fed.items())
+            extra = [name for name in typed.fed if name not in fed]
+            if same and names <= typed.names and not any(name.partition(":")[0] in names for name in extra):
+                return typed
+        made = self._as_it_is(fed) or self._specialised(needed, fed)
+        self._typed.append(made)
+        return made
+
+    def _as_it_is(self, fed: Mapping[str, Dims]) -> _Typed | None:
+        """The graph itself when it was built for exactly these feeds."""
+        found = {}
+        for name, shape in fed.items():
+            tensor = self.graph.get_tensor_by_name(name)
+            if tensor.op.type != "Placeholder" or not tensor.shape.is_fully_defined():
+                return None
+            found[name] = (tensor.op.name, shape)
+        return _Typed(self.graph, found, frozenset(self._defs), {})
+
+    def _specialised(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _Typed:
+        """The needed part imported with static placeholders, so that shapes are inferred from them."""
+        graph_def = graph_pb2.GraphDef()
+        graph_def.versions.CopyFrom(self._graph_def.versions)
+        graph_def.library.CopyFrom(self._graph_def.library)
+        placeholders: dict[str, tuple[str, Dims]] = {}
+        included = set(needed)
+        for name, shape in fed.items():
+            tensor = self.graph.get_tensor_by_name(name)
+            own = tensor.op.name
+            # A node whose other outputs are still computed keeps its name; the fed one gets a placeholder beside it.
+            placeholder = own if own not in included else _fresh(f"{own}/fed_{tensor.value_index}", self._defs)
+            placeholders[name] = (placeholder, shape)
+            node = graph_def.node.add(name=placeholder, op="Placeholder")
+            node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+        renamed = {(_plain(name)): placeholder for name, (placeholder, _) in placeholders.items()}
+        for name in self._defs:
+            if name in included:
+                node = graph_def.node.add()
+                node.CopyFrom(self._defs[name])
+                node.attr.pop("_class", None)
+                for i, text in enumerate(node.input):
+                    if text in renamed:
+                        node.input[i] = renamed[text]
+        graph = import_with_loops(graph_def)
+        return _Typed(graph, placeholders, frozenset(needed), self._told(graph, included))
+
+    def _told(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:
+        """Shapes that only the original graph knows, because the user set them."""
+        better: dict[Ref, TensorType] = {}
+        for name in names:
+            op = graph.get_operation_by_name(name)
+            if all(t.shape.is_fully_defined() for t in op.outputs):
+                continue
+            original = self.graph.get_operation_by_name(name)
+            for i, (new, old) in enumerate(zip(op.outputs, original.outputs, strict=True)):
+                if new.shape.is_compatible_with(old.shape):
+                    shape = new.shape.merge_with(old.shape)
+                    dims = None if shape.rank is None else tuple(shape.as_list())
+                    better[Ref(name, i)] = TensorType(new.dtype.name, dims)
+        return better
+
+
+def _plain(tensor: str) -> str:
+    """A tensor's name as a NodeDef's input spells it: ``a:0`` is ``a``."""
+    return tensor[:-2] if tensor.endswith(":0") else tensor
+
+
+def _fresh(name: str, taken: Mapping[str, Any]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _checked(tensor: tf.Tensor, shape: Sequence[int]) -> Dims:
+    given = tf.TensorShape(shape)
+    if not given.is_fully_defined() or not tensor.shape.is_compatible_with(given):
+        raise CaptureError(
+            "a fed value does not fit its tensor",
+            op=tensor.name,
+            given=given,
+            expected=tensor.shape,
+            action="feed a value of that shape",
+        )
+    return tuple(given.as_list())
+
+
+def _needed(
+    defs: Mapping[str, Any], tensors: Sequence[str], operations: Sequence[str], fed: Mapping[str, Any]
+) -> tuple[list[str], set[str]]:
+    """(nodes that run, fed tensors that are read) for these fetches."""
+    plain = {_plain(name): name for name in fed}
+    reached: set[str] = set()
+    found: dict[str, None] = {}
+    stack = [_plain(t) for t in tensors] + [f"^{name}" for name in operations]
+    while stack:
+        text = stack.pop()
+        if text in plain:
+            reached.add(plain[text])
+            continue
+        name = text[1:] if text[0] == "^" else text.partition(":")[0]
+        if name not in found:
+            # Waiting for a fed placeholder is waiting for nothing.
+            if text[0] == "^" and defs[name].op == "Placeholder" and name in plain:
+                reached.add(plain[name])
+                continue
+            found[name] = None
+            stack.extend(defs[name].input)
+    return list(found), reached
