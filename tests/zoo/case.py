@@ -105,6 +105,7 @@ class Case:
         products: the program has matrix products or convolutions over the batch, so a plan must split them.
         rows_commute: permuting the rows of a batch does not change the mathematical result (false for dropout).
         row_inputs: inputs whose dimension 0 is the batch.
+        steps: how many steps a run takes.
         heavy: takes several seconds to trace; a sample of the matrix takes few of its runs.
     """
 
@@ -116,6 +117,7 @@ class Case:
     products: bool = True
     rows_commute: bool = True
     row_inputs: tuple[str, ...] = ("x", "y")
+    steps: int = 4
     heavy: bool = False
 
 

@@ -21,15 +21,18 @@ def keras_program(
     inputs: Sequence[str],
     make_batch: Callable[[np.random.Generator], dict[str, np.ndarray]],
     build_optimizer: bool = True,
+    rate_scale: float = 1.0,
 ) -> Program:
     """A step around a Keras model.
 
     Args:
         loss: called with the model and the inputs; returns the scalar loss, or a mapping that has `loss` and more
             values to fetch.
+        rate_scale: factor on the optimizer's usual learning rate.
         build_optimizer: create the optimizer's variables now; otherwise the first call of the step does.
     """
-    optimizer = keras_optimizer(setting.optimizer)
+    rate = rate_scale * learning_rate(setting.optimizer)
+    optimizer = keras_optimizer(setting.optimizer, rate)
     if build_optimizer:
         optimizer.build(model.trainable_variables)
 
@@ -47,7 +50,7 @@ def keras_program(
         # A method until Keras 2.10's legacy optimizers, a property since.
         return [*model.variables, *(kept() if callable(kept) else kept)]
 
-    return function_program(setting, step, inputs, make_batch, variables, learning_rate(setting.optimizer))
+    return function_program(setting, step, inputs, make_batch, variables, rate)
 
 
 def dense_gradients(setting: Setting, gradients: Sequence[Any]) -> dict[str, tf.Tensor]:

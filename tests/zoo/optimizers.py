@@ -21,14 +21,14 @@ def learning_rate(name: str) -> float:
     return _LEARNING_RATES.get(name, 0.01)
 
 
-def keras_optimizer(name: str) -> Any:
-    """An optimizer of the Keras that this process has.
+def keras_optimizer(name: str, rate: float) -> Any:
+    """An optimizer of the Keras that this process has, with the given learning rate.
 
     Raises:
         KeyError: the name is unknown.
         AttributeError: this Keras has no such optimizer.
     """
-    rate, made = learning_rate(name), tf.keras.optimizers
+    made = tf.keras.optimizers
     table: dict[str, Callable[[], Any]] = {
         "sgd": lambda: made.SGD(rate),
         "momentum": lambda: made.SGD(rate, momentum=0.9, nesterov=True),

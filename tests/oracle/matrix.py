@@ -1,0 +1,131 @@
+"""The runs of the oracle: case x dtype x optimizer x spread, and a sample in which every pair of values meets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tests.zoo.case import Case
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Spread:
+    """How the batch of 8 rows is divided: `shares` rows per rank, or as evenly as possible when empty."""
+
+    ranks: int
+    shares: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        if not self.shares:
+            return "even"
+        return "empty" if 0 in self.shares else "uneven"
+
+    def __str__(self) -> str:
+        return f"{self.ranks}" + (f":{'-'.join(map(str, self.shares))}" if self.shares else "")
+
+
+SPREADS = (
+    Spread(1),
+    Spread(2),
+    Spread(2, (5, 3)),
+    Spread(2, (0, 8)),
+    Spread(3),
+    Spread(3, (1, 3, 4)),
+    Spread(3, (5, 3, 0)),
+    Spread(4),
+    Spread(4, (3, 1, 2, 2)),
+    Spread(4, (4, 0, 3, 1)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the matrix.
+
+    Attributes:
+        flavour: which Keras the worker processes have.
+        gradients: the step returns its gradients as well.
+        scoped: the model is inside `with wh.replica():` (without any scope the result must be the same).
+    """
+
+    case: Case = field(compare=False)
+    name: str
+    flavour: str
+    dtype: str
+    optimizer: str
+    spread: Spread
+    gradients: bool = True
+    scoped: bool = False
+
+    def __str__(self) -> str:
+        extra = ("" if self.gradients else "-no_gradients") + ("-scoped" if self.scoped else "")
+        return f"{self.flavour}-{self.name}-{self.dtype}-{self.optimizer}-{self.spread}{extra}"
+
+    def factors(self) -> dict[str, object]:
+        """The values whose pairs a sample covers."""
+        return {
+            "case": self.name,
+            "dtype": self.dtype,
+            "optimizer": self.optimizer,
+            "ranks": self.spread.ranks,
+            "kind": self.spread.kind,
+            "gradients": self.gradients,
+            "scoped": self.scoped,
+        }
+
+
+def all_runs(
+    cases: Iterable[Case],
+    flavour: str,
+    spreads: Sequence[Spread] = SPREADS,
+    gradients: Sequence[bool] = (True,),
+    scoped: Sequence[bool] = (False,),
+) -> list[Run]:
+    """Every run of the cases that this Keras can have."""
+    return [
+        Run(case, case.name, flavour, *values)
+        for case in cases
+        if flavour in case.flavours
+        for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scoped)
+    ]
+
+
+# With which factors a case is paired; a heavy case's traces cost seconds each.
+_PAIRED = {False: ("dtype", "optimizer", "ranks", "kind"), True: ("dtype", "optimizer")}
+
+
+def _pairs(run: Run) -> set[tuple[object, ...]]:
+    factors = run.factors()
+    others = [name for name in factors if name != "case"]
+    found: set[tuple[object, ...]] = {(a, factors[a], b, factors[b]) for a, b in itertools.combinations(others, 2)}
+    # One rank has nothing to spread: it is paired with everything but each single case.
+    if run.spread.ranks > 1:
+        found |= {("case", run.name, other, factors[other]) for other in _PAIRED[run.case.heavy]}
+    return found
+
+
+def pairwise(runs: Sequence[Run], seed: int) -> list[Run]:
+    """A small sample in which each pair of factor values that occurs in `runs` occurs (greedy, in random order)."""
+    generator = random.Random(seed)
+    left = set().union(*(_pairs(run) for run in runs))
+    chosen: list[Run] = []
+    by_case: dict[str, list[Run]] = {}
+    for run in runs:
+        by_case.setdefault(run.name, []).append(run)
+    while left:
+        # Candidates of the cases that still lack something: a random run of a finished case seldom adds a pair.
+        lacking = sorted({str(pair[1]) for pair in left if pair[0] == "case"}) or sorted(by_case)
+        pool = by_case[lacking[0]] if len(lacking) < len(by_case) or len(by_case) == 1 else runs
+        candidates = generator.sample(pool, min(len(pool), 80))
+        best = max(candidates, key=lambda run: len(_pairs(run) & left))
+        gained = _pairs(best) & left
+        if not gained:
+            best = next(run for run in runs if _pairs(run) & left)
+            gained = _pairs(best) & left
+        left -= gained
+        chosen.append(best)
+    order = {name: index for index, name in enumerate(by_case)}
+    return sorted(chosen, key=lambda run: (order[run.name], run.dtype, run.optimizer, run.spread))

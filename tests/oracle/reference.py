@@ -1,0 +1,45 @@
+"""Worker that runs cases on one device, in a process that never imports whale."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from tests.oracle.execute import execute, save
+from tests.oracle.metric import difference
+from tests.oracle.serve import serve
+from tests.zoo.case import Setting, build
+from tests.zoo.catalogue import case_named
+
+
+def reference(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs one case; in float32 twice, the second time with the rows in another order, which gives the noise.
+
+    Returns:
+        `floor` (learning rate x steps), `noise`, `moved` (the largest change of a floating-point variable).
+    """
+    case, setting = case_named(job["case"]), Setting(job["dtype"], job["optimizer"])
+    program = build(case, setting)
+    before = program.variables()
+    values = execute(case, program)
+    floor = program.learning_rate * case.steps
+    program.close()
+    save(job["path"], values)
+    noise = 0.0
+    if job["dtype"] == "float32" and case.rows_commute:
+        program = build(case, setting)
+        noise = difference(values, execute(case, program, shuffle_rows=True), floor).error
+        program.close()
+    moved = [
+        float(np.max(np.abs(values[f"variable/{name}"] - value)))
+        for name, value in before.items()
+        if value.dtype.kind == "f" and value.size
+    ]
+    assert "whale" not in sys.modules, "the reference process imported whale"
+    return {"floor": floor, "noise": noise, "moved": max(moved)}
+
+
+if __name__ == "__main__":
+    serve(reference)

@@ -1,0 +1,49 @@
+"""Worker that runs cases over the ranks of the in-process transport."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import whale as wh
+from tests.oracle.execute import execute, save
+from tests.oracle.serve import serve
+from tests.zoo.case import Setting, build
+from tests.zoo.catalogue import case_named
+
+
+def spread(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs one case over `ranks` ranks.
+
+    Returns:
+        `split_flops_fraction` and `logical_bytes` of the plan that ran.
+    """
+    case = case_named(job["case"])
+    config = {"communication.transport": "in-process", "cluster.ranks": job["ranks"], "replica.shares": job["shares"]}
+    wh.init(wh.Config(config))
+    try:
+        setting = Setting(
+            job["dtype"],
+            job["optimizer"],
+            function=wh.function,
+            session=lambda graph: wh.Session(graph=graph),
+            scope=wh.replica if job["scoped"] else contextlib.nullcontext,
+            gradients=job["gradients"],
+        )
+        program = build(case, setting)
+        values = execute(case, program)
+        wh.check_replicas()
+        plan = program.plan(program.batches(1)[0])
+        program.close()
+    finally:
+        wh.shutdown()
+    save(job["path"], values)
+    return {
+        "split_flops_fraction": plan.split_flops_fraction,
+        "total_flops": plan.total_flops,
+        "logical_bytes": plan.logical_bytes,
+    }
+
+
+if __name__ == "__main__":
+    serve(spread)

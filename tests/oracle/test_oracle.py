@@ -1,0 +1,39 @@
+"""A seeded sample of the oracle's matrix: each pair of case, dtype, optimizer, ranks and kind of share meets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.oracle.compare import compare
+from tests.oracle.matrix import Run, Spread, all_runs, pairwise
+from tests.oracle.pool import Pool, flavours
+from tests.zoo.catalogue import CASES, case_named
+
+SEED = 20240517
+
+# With the Keras that is not TensorFlow's default, and with the oldest TensorFlow, what differs from the default: other
+# optimizers, fused batch norm, recurrent layers as functions, v1 layers.
+DIFFERENT = ("mlp", "mlp_metrics", "convnet", "gpt", "lstm", "embedding", "seeded_dropout", "tf1_layers")
+CORE_SPREADS = (Spread(2, (5, 3)), Spread(3))
+
+
+def sample() -> list[object]:
+    native, *others = flavours()
+    runs = pairwise(all_runs(CASES, native, gradients=(True, False), scoped=(False, True)), SEED)
+    cases = [case_named(name) for name in DIFFERENT]
+    core = [
+        run
+        for index, case in enumerate(cases)
+        for run in all_runs([case], native, (CORE_SPREADS[index % 2],))
+        if run.dtype == "float64" or run.optimizer == "adam"
+    ]
+    for flavour in others:
+        runs += [run for run in all_runs(cases, flavour, (Spread(2, (5, 3)),)) if run.dtype == "float64"]
+    marked = [pytest.param(run, id=str(run), marks=pytest.mark.core) for run in core]
+    return marked + [pytest.param(run, id=str(run)) for run in runs if run not in core]
+
+
+@pytest.mark.parametrize("run", sample())
+def test_runs_as_one_device(pool: Pool, run: Run) -> None:
+    outcome = compare(pool, run)
+    assert not outcome.problems(run), (run, outcome)
