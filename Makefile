@@ -14,7 +14,10 @@ PYTEST_ARGS ?=
 # The newest Python for which that TensorFlow has wheels.
 NEWEST_PYTHON := $(if $(filter 2.15.%,$(TF)),11,$(if $(filter 2.16.% 2.17.% 2.18.% 2.19.%,$(TF)),12,13))
 FITS = $(shell $(1) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v <= (3, $(NEWEST_PYTHON)))' 2>/dev/null && echo $(1))
-PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10,$(call FITS,$(p))))
+# Looked for only while there is no environment: each try starts a Python.
+ifeq ($(wildcard $(VENV)/.tensorflow)$(PYTHON),)
+PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10,$(call FITS,$(p))))
+endif
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
@@ -47,14 +50,15 @@ build: $(VENV)/.installed
 
 $(VENV)/.installed: $(VENV)/.tensorflow pyproject.toml setup.py
 	@echo "Installing Whale into $(VENV): compiles the op library, about a minute"
-	@$(PIP) install --no-build-isolation -e '.[demo,test]'
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[demo,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.installed
-	@$(PIP) install --no-build-isolation -e '.[lint]'
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[lint]'
 	@touch $@
 
-$(VENV)/.tensorflow: | check-python check-compiler
+$(VENV)/.tensorflow:
+	@$(MAKE) --no-print-directory check-python check-compiler
 	@echo "Installing TensorFlow $(TF) into $(VENV): a download of some 250 MB, one to two minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=64' wheel
@@ -66,7 +70,7 @@ check-python:
 	  echo "No Python for TensorFlow $(TF) was found." >&2; \
 	  echo "  given: $$(python3 --version 2>/dev/null || echo no python3 on PATH)" >&2; \
 	  echo "  expected: Python 3.10 to 3.$(NEWEST_PYTHON) (TensorFlow $(TF) has no wheels for others)" >&2; \
-	  echo "  next: install one, then: make $(MAKECMDGOALS) TF=$(TF) PYTHON=/path/to/python3.$(NEWEST_PYTHON)" >&2; \
+	  echo "  next: install one, then: make ... TF=$(TF) PYTHON=/path/to/python3.$(NEWEST_PYTHON)" >&2; \
 	  exit 1; \
 	fi
 

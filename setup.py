@@ -27,7 +27,10 @@ class BuildOps(build_ext):
         sys.path.insert(0, str(ROOT))
         from whale_ops.build import build
 
-        build(str(self._folder()))
+        build(self._folder())
+        # Everything in the folder of the build would become part of the wheel, the builder's lock as well.
+        for lock in Path(self.build_lib, "whale_ops").glob(".*.lock"):
+            lock.unlink()
 
     def _folder(self) -> Path:
         in_place = self.inplace or getattr(self, "editable_mode", False)
