@@ -10,6 +10,7 @@ from tests.oracle.execute import execute, save
 from tests.oracle.serve import serve
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
+from whale.runtime.context import check_replicas
 
 
 def spread(job: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         )
         program = build(case, setting)
         values = execute(case, program)
-        wh.check_replicas()
+        check_replicas()
         plan = program.plan(program.batches(1)[0])
         program.close()
     finally:
