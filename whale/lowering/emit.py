@@ -44,7 +44,7 @@ class Emitter:
         """The handle that every communication op of this graph takes first."""
         self.communicates = True
         if COMMUNICATOR not in self.nodes:
-            attrs = {"name": self.comm, "rank": self.rank}
+            attrs = {"communicator": self.comm, "rank": self.rank}
             self.add(COMMUNICATOR, "WhaleCommunicator", (), attrs, (TensorType("resource", ()),), stateful=True)
         return Ref(COMMUNICATOR)
 

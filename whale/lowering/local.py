@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from whale.errors import PlanError
-from whale.ir.layout import B, O, Placement, Strategy, local_shape
+from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_shape
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import UNMOVABLE, Shape, TensorType, numpy_dtype
@@ -167,7 +167,10 @@ class _Localiser:
 
     def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
         e = self.emitter
-        spread = any(p is not B and p != B and p != O for p in strategy.inputs + strategy.outputs)
+        spread = any(type(p) is Split or type(p) is Partial for p in strategy.inputs + strategy.outputs)
+        if not spread and name == node.name and self._unchanged(node, strategy):
+            e.nodes[name] = node
+            return
         control_flow = node.op in LOOPS or node.op in BRANCHES
         edit: Local = UNCHANGED
         if spread and not control_flow and node.op != "Placeholder" and not handles_lists(node):
@@ -195,7 +198,7 @@ class _Localiser:
         op_type = edit.op or node.op
         if control_flow and not strategy.once:
             attrs, op_type = self._control_flow(node, outputs, attrs)
-        controls = tuple(c for c in node.controls if c in e.nodes or not self._absent(c))
+        controls = tuple(c for c in node.controls if not self._absent(c))
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
         if edit.divide_by is not None:
             e.nodes[name + "/whale_sum"] = replace(lowered, name=name + "/whale_sum")
@@ -204,6 +207,12 @@ class _Localiser:
             e.nodes[name] = Node(name, "RealDiv", (Ref(name + "/whale_sum"), count), (), {"T": node.attrs["T"]}, (t,), node.scope)
         else:
             e.nodes[name] = lowered
+
+    def _unchanged(self, node: Node, strategy: Strategy) -> bool:
+        """Whether this rank runs the node as it stands in the program (most of a program: optimizers, whole tensors)."""
+        if node.op in LOOPS or node.op in BRANCHES or (self.rank != 0 and any(map(self._absent, node.controls))):
+            return False
+        return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
 
     def _absent(self, name: str) -> bool:
         return self.rank != 0 and self.strategies[name].once
@@ -219,7 +228,7 @@ class _Localiser:
             self.emitter.nodes[node.name] = replace(self.emitter.nodes[node.name], controls=controls)
 
     def _local_type(self, t: TensorType, placement: Placement) -> TensorType:
-        if t.dtype in UNMOVABLE:
+        if t.dtype in UNMOVABLE or type(placement) is not Split:
             return t  # a list's placement is that of its elements
         return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from whale.errors import ProgramError
@@ -101,6 +100,7 @@ class _Splice:
         self.moved: dict[Ref, Ref] = {}
         self.effects_of: dict[str, tuple[str, ...]] = {}
         self.awaited = {c for n in program.nodes for c in n.controls}
+        self.placeholders = {n.name for n in program.nodes if n.op == "Placeholder"}
 
     def keep(self, node: Node) -> None:
         """A node that is no call, with its operands where they are now."""
@@ -130,14 +130,18 @@ class _Splice:
         def control(inner: str) -> str:
             return arguments[inner].node if inner in arguments else names[inner]
 
+        def waits(*controls: str) -> tuple[str, ...]:
+            # Waiting for an argument of the program is waiting for nothing.
+            return tuple(dict.fromkeys(c for c in controls if c not in self.placeholders))
+
         before = self._gate(f"{call.name}/before", call.controls) if len(call.controls) > 1 else call.controls
         stateful = [names[n.name] for n in body.nodes if n.stateful and n.name in names]
         for node in body.nodes:
             if node.name in arguments:
                 continue
-            controls = tuple([control(c) for c in node.controls])
-            if node.stateful:
-                controls = _distinct((*controls, *before))
+            controls: tuple[str, ...] = ()
+            if node.controls or (node.stateful and before):
+                controls = waits(*map(control, node.controls), *(before if node.stateful else ()))
             self.nodes[names[node.name]] = replace(
                 node,
                 name=names[node.name],
@@ -151,8 +155,8 @@ class _Splice:
             self._keep_type(result, call.outputs[i])
         self.effects_of[call.name] = tuple(control(e) for e in body.effects)
         if call.name in self.awaited:
-            waits = (*before, *stateful, *(control(e) for e in body.effects), *(r.node for r in results))
-            self.nodes[call.name] = Node(call.name, "NoOp", (), _distinct(waits), scope=call.scope)
+            done = waits(*before, *stateful, *map(control, body.effects), *(r.node for r in results))
+            self.nodes[call.name] = Node(call.name, "NoOp", (), done, scope=call.scope)
 
     def _gate(self, name: str, controls: tuple[str, ...]) -> tuple[str, ...]:
         name = self._name(name)
@@ -177,13 +181,12 @@ class _Splice:
 
     def result(self) -> Program:
         program = self.program
-        effects = _distinct(e for name in program.effects for e in self.effects_of.get(name, (name,)))
-        nodes = dict(self.nodes)
+        effects = dict.fromkeys(e for name in program.effects for e in self.effects_of.get(name, (name,)))
         return replace(
             program,
-            nodes=topological(nodes),
+            nodes=topological(self.nodes),
             outputs=tuple(self.moved.get(r, r) for r in program.outputs),
-            effects=effects,
+            effects=tuple(effects),
         )
 
 
@@ -194,6 +197,3 @@ def _merged(own: TensorType, other: TensorType) -> TensorType:
         return own
     return TensorType(own.dtype, tuple(b if a is None else a for a, b in zip(own.shape, other.shape)))
 
-
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
 from whale.ir.plan import Plan
@@ -41,21 +40,9 @@ class PlanContext:
 NORMALISE: tuple[Callable[[Program], Program], ...] = (inline, fold, specialise, annotate)
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Passes make many small objects and no cycles; the collector would only walk them again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def normalise(program: Program, context: PlanContext) -> Program:
     """Functions inlined, shape chains folded, dead nodes dropped, task graphs completed."""
-    with _no_garbage_collection():
+    with no_garbage_collection():
         _dump(context, "captured", program)
         for step in NORMALISE:
             program = step(program)
@@ -69,7 +56,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
-    with _no_garbage_collection():
+    with no_garbage_collection():
         batch = batch_inputs(program, context.size, context.shares, context.marked_inputs)
         expanded = expand(program, batch, context)
         layouts = _layouts(expanded, batch, context)

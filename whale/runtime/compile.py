@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from whale.errors import PlanError, ProgramError
+from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
@@ -79,8 +80,9 @@ def compile_program(program: Program, context: Context) -> Compiled:
     expanded = expand(program, plan.batch_inputs, settings)
     lap("expand")
     what = f"`{program.name}` (program {number} of the run)"
-    ranks = tuple(localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks)
-    ranks = tuple(_with_number(r, number) for r in ranks)
+    with no_garbage_collection():
+        ranks = tuple(localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks)
+        ranks = tuple(_with_number(r, number) for r in ranks)
     lap("localise")
     return Compiled(plan, expanded, ranks, number, times)
 

@@ -92,7 +92,7 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
 def _broadcast_values(captured: Sequence["CapturedVariable"], context: "Context") -> None:
     """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
     ops = whale_ops.ops()
-    comm = ops.whale_communicator(name=context.comm_name, rank=context.rank)
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     by_dtype: dict[str, list[Any]] = {}
     for c in captured:
         by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
