@@ -1,0 +1,259 @@
+"""Communication between ranks: collectives and point-to-point operations, as TensorFlow ops and for the host program.
+
+    comm = whale_ops.mpi("run")              # this process is one rank
+    comms = whale_ops.in_process("test", 4)  # this process holds four ranks
+
+    comm.allgather_bytes("plan", data)       # host side, without TensorFlow
+    ops = whale_ops.ops()                    # TensorFlow ops, see ops/registration.cc
+    handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
+    total = ops.whale_all_reduce(handle, [gradient], key="gradient")
+
+Keys name operations: ranks meet under equal keys, the n-th use of a key on one rank meets the n-th on the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from whale.errors import CommError
+
+__all__ = ["Communicator", "OpCounter", "in_process", "mpi", "ops"]
+
+DEFAULT_TIMEOUT_S = 300.0
+COMMUNICATING_OPS = (
+    "WhaleAllReduce", "WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll", "WhaleBroadcast", "WhaleSend", "WhaleRecv",
+    "WhaleBarrier", "WhaleCheck",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpCounter:
+    """What one operation key has done on this rank.
+
+    Attributes:
+        calls: finished invocations.
+        logical_bytes: this rank's part of the bytes that the operation has to move; the sum over ranks is 2(p-1)T for an
+            all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
+        wire_bytes: payload bytes that this rank really sent.
+        seconds: from start to end, summed over the calls.
+    """
+
+    key: str
+    kind: str
+    calls: int
+    logical_bytes: int
+    wire_bytes: int
+    seconds: float
+
+
+class Communicator:
+    """One rank of a group of ranks.
+
+    Host exchanges (`allgather_bytes`, `broadcast_bytes`, `barrier`) are collective: all ranks call them with the same
+    key, each rank from a thread of its own. They raise CommError when the communicator was aborted, when a rank has
+    left, and after `timeout_s` seconds, in which case the communicator is aborted for all ranks.
+    """
+
+    def __init__(self, name: str, handle: int) -> None:
+        """For `in_process` and `mpi`; applies WHALE_EMULATE_LINK and WHALE_STALL_S."""
+        from whale_ops import _native
+
+        self._native = _native
+        self._handle = handle
+        self.name = name
+        self.rank: int = _native.core().whale_rank(handle)
+        self.size: int = _native.core().whale_size(handle)
+        self.set_link(*_link_from_environment())
+        _native.core().whale_set_stall(handle, _seconds_from_environment("WHALE_STALL_S", 60.0))
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
+
+    @property
+    def handle(self) -> int:
+        """The core's handle, for `whale_ops._native`."""
+        return self._handle
+
+    def allgather_bytes(self, key: str, data: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytes]:
+        """The data of all ranks, in rank order; lengths may differ."""
+        result = ctypes.c_void_p()
+        self._check(
+            self._core.whale_all_gather_bytes(
+                self._handle, key.encode(), data, len(data), timeout_s, ctypes.byref(result)
+            )
+        )
+        return self._native.take_bytes(result.value or 0)
+
+    def broadcast_bytes(
+        self, key: str, data: bytes | None, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bytes:
+        """The root's data on every rank; the other ranks pass None."""
+        if (self.rank == root) != (data is not None):
+            raise CommError("only the root of a broadcast gives data", op=key, given=f"rank {self.rank} with {type(data).__name__}",
+                            expected=f"bytes on rank {root}, None on all others", action="pass None on ranks other than the root")  # fmt: skip
+        content = data if data is not None else b""
+        result = ctypes.c_void_p()
+        self._check(
+            self._core.whale_broadcast_bytes(
+                self._handle, key.encode(), content, len(content), root, timeout_s, ctypes.byref(result)
+            )
+        )
+        return self._native.take_bytes(result.value or 0)[0]
+
+    def barrier(self, key: str = "barrier", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Returns when all ranks have called it."""
+        self.allgather_bytes(key, b"", timeout_s)
+
+    def abort(self, message: str) -> None:
+        """Fails all pending and future operations of all ranks with this message."""
+        self._check(self._core.whale_abort(self._handle, message.encode()))
+
+    def leave(self, timeout_s: float = 30.0) -> bool:
+        """Says good-bye: operations of other ranks that need this one fail from now on, by name.
+
+        In one process this returns at once. With MPI it waits up to `timeout_s` seconds for the other ranks' good-byes;
+        when the last communicator of the process has them all, MPI is finalised (if it was started here).
+
+        Returns:
+            Whether all ranks have left.
+        """
+        all_left = ctypes.c_int()
+        self._check(self._core.whale_leave(self._handle, timeout_s, ctypes.byref(all_left)))
+        return bool(all_left.value)
+
+    def counters(self) -> list[OpCounter]:
+        """One entry per key and kind, sorted by key."""
+        return [OpCounter(**entry) for entry in self._json(self._core.whale_counters(self._handle))]
+
+    def trace_start(self) -> None:
+        """From now on every finished operation is kept as a trace event; earlier events are dropped."""
+        self._core.whale_trace_start(self._handle)
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """Chrome trace events ("ph": "X") since `trace_start`, in microseconds of the monotonic clock."""
+        return self._json(self._core.whale_trace(self._handle))
+
+    def set_link(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
+        """Emulates a slower network for this rank's outgoing messages.
+
+        A message of n bytes occupies the link for n / bandwidth after the one before, and arrives `latency_s` later.
+        Zero for both: as fast as the transport.
+
+        Raises:
+            CommError: a negative value.
+        """
+        if latency_s < 0 or bandwidth_bytes_per_s < 0:
+            raise CommError("a link has no negative latency or bandwidth", given=f"{latency_s} s, {bandwidth_bytes_per_s} bytes/s",
+                            expected="values >= 0; 0 is unlimited", action="correct the values")  # fmt: skip
+        self._core.whale_set_link(self._handle, latency_s, bandwidth_bytes_per_s)
+
+    @property
+    def _core(self) -> ctypes.CDLL:
+        return self._native.core()
+
+    def _check(self, code: int) -> None:
+        self._native.check(code)
+
+    def _json(self, result: int) -> Any:
+        return json.loads(self._native.take_bytes(result)[0])
+
+
+def in_process(name: str, size: int) -> list[Communicator]:
+    """Communicators of `size` ranks that all live in this process.
+
+    Raises:
+        CommError: the name is in use, `size` is not positive, or the op library is not built.
+    """
+    from whale_ops import _native
+
+    if size < 1:
+        raise CommError("a communicator has at least one rank", given=size, expected="a size >= 1", action="correct the size")
+    handles = (ctypes.c_void_p * size)()
+    _native.check(_native.core().whale_in_process_create(name.encode(), size, handles))
+    return [Communicator(name, handle) for handle in handles]
+
+
+def mpi(name: str) -> Communicator:
+    """The communicator of this process among all processes that mpirun or srun has started.
+
+    Collective: all processes make their communicators in the same order. Starts MPI if nobody else has.
+
+    Raises:
+        CommError: the MPI transport is not built or cannot start, or the ranks give different names.
+    """
+    from whale_ops import _native
+
+    plugin = _native.load_mpi()
+    handle = ctypes.c_void_p()
+    _native.check(_native.core().whale_mpi_create(name.encode(), str(plugin).encode(), ctypes.byref(handle)))
+    communicator = Communicator(name, handle.value or 0)
+    names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]
+    if len(set(names)) > 1:
+        raise CommError("the ranks make different communicators", given=dict(enumerate(names)), expected="the same name on all ranks",
+                        action="make communicators in the same order on every rank")  # fmt: skip
+    return communicator
+
+
+@functools.cache
+def ops() -> ModuleType:
+    """The TensorFlow ops (whale_all_reduce, ...), loaded on first use.
+
+    Automatic control dependencies treat them as reads of the communicator, so that they run side by side.
+
+    Raises:
+        CommError: the library was built for another TensorFlow, or is not built.
+    """
+    import tensorflow as tf
+    from tensorflow.python.framework import auto_control_deps_utils
+
+    from whale_ops import _native, build
+
+    name = build.ops_name(tf.__version__)
+    info = _native.build_info()
+    if name not in info:
+        built = [entry["tensorflow"] for entry in info.values() if "tensorflow" in entry]
+        raise CommError("the op library was built for another TensorFlow", given=f"TensorFlow {tf.__version__}",
+                        expected=f"built for {', '.join(sorted(built)) or 'none'}",
+                        action="run python -m whale_ops.build in this environment, or install the package again")  # fmt: skip
+    _native.core()
+    try:
+        module = tf.load_op_library(str(_native.library_path(name)))
+    except tf.errors.NotFoundError as error:
+        raise CommError("the op library does not fit this TensorFlow", given=error.message, expected=f"TensorFlow {tf.__version__}",
+                        action="run python -m whale_ops.build in this environment") from error  # fmt: skip
+    for op in COMMUNICATING_OPS:
+        auto_control_deps_utils.register_read_only_resource_op(op)
+    return module
+
+
+def _link_from_environment() -> tuple[float, float]:
+    """WHALE_EMULATE_LINK="latency_us=50,bandwidth_MBps=200" as seconds and bytes per second."""
+    values = {"latency_us": 0.0, "bandwidth_MBps": 0.0}
+    text = os.environ.get("WHALE_EMULATE_LINK", "")
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value) if name.strip() in values else float("nan")
+        except ValueError:
+            values[name.strip()] = float("nan")
+        if not values[name.strip()] >= 0:
+            raise CommError("WHALE_EMULATE_LINK is not understood", given=part, expected="latency_us=50,bandwidth_MBps=200",
+                            action="correct or unset the variable")  # fmt: skip
+    return values["latency_us"] * 1e-6, values["bandwidth_MBps"] * 1e6
+
+
+def _seconds_from_environment(name: str, default_s: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default_s
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise CommError(f"{name} is not a time", given=text, expected="seconds > 0", action="correct or unset the variable")
+    return value

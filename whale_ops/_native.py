@@ -1,0 +1,186 @@
+"""The C ABI of libwhale_core.so (core/c_api.cc) through ctypes. Works without TensorFlow."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from whale.errors import CommError
+from whale_ops import build
+
+# Numbers of core/types.h.
+KINDS = {"AllReduce": 0, "AllGather": 1, "ReduceScatter": 2, "AllToAll": 3, "Broadcast": 4, "Send": 5, "Recv": 6, "Barrier": 7}
+REDUCTIONS = {"sum": 0, "min": 1, "max": 2, "prod": 3}
+DTYPES = {
+    "raw": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "int8": 5, "int16": 6, "int32": 7, "int64": 8,
+    "uint8": 9, "uint16": 10, "uint32": 11, "uint64": 12, "bool": 13, "complex64": 14, "complex128": 15,
+}  # fmt: skip
+_CODES = {1: "invalid argument", 2: "aborted", 3: "cancelled", 4: "unavailable", 5: "timed out", 6: "internal"}
+
+
+class OperationStruct(ctypes.Structure):
+    """WhaleOperation of core/c_api.cc."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("reduction", ctypes.c_int32),
+        ("root", ctypes.c_int32),
+        ("element_bytes", ctypes.c_int64),
+        ("key", ctypes.c_char_p),
+        ("text", ctypes.c_char_p),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("counts", ctypes.POINTER(ctypes.c_int64)),
+        ("counts_size", ctypes.c_int64),
+        ("recv_counts", ctypes.POINTER(ctypes.c_int64)),
+        ("recv_counts_size", ctypes.c_int64),
+        ("group", ctypes.POINTER(ctypes.c_int32)),
+        ("group_size", ctypes.c_int64),
+    ]
+
+
+def build_info() -> dict[str, Any]:
+    """What was built, from what.
+
+    Raises:
+        CommError: nothing was built.
+    """
+    path = build.IN_PLACE / build.INFO_NAME
+    if not path.exists():
+        raise CommError("the op library is not built", given=f"no {build.INFO_NAME} in the folder of whale_ops",
+                        expected="the three shared libraries of whale_ops", action="run python -m whale_ops.build")  # fmt: skip
+    return json.loads(path.read_text())
+
+
+def library_path(name: str) -> Path:
+    """Path of a built library that fits the core beside it.
+
+    Raises:
+        CommError: it was not built, or from another state of the sources than the core.
+    """
+    info = build_info()
+    path = build.IN_PLACE / name
+    if name not in info or not path.exists():
+        raise CommError(f"{name} is not built", given=", ".join(sorted(info)) or "nothing built", expected=name,
+                        action="run python -m whale_ops.build")  # fmt: skip
+    if info[name]["core"] != info[build.CORE_NAME]["core"]:
+        raise CommError(f"{name} and {build.CORE_NAME} were built from different sources", given=info[name]["core"],
+                        expected=info[build.CORE_NAME]["core"], action="run python -m whale_ops.build")  # fmt: skip
+    return path
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """The core, with its functions' types declared. Starts no thread."""
+    library = ctypes.CDLL(str(library_path(build.CORE_NAME)))
+    pointer, text, handles = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)
+    integer, long, double = ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    signatures: dict[str, tuple[Any, Sequence[Any]]] = {
+        "whale_last_error": (text, []),
+        "whale_in_process_create": (integer, [text, integer, handles]),
+        "whale_mpi_create": (integer, [text, text, handles]),
+        "whale_release": (None, [pointer]),
+        "whale_rank": (integer, [pointer]),
+        "whale_size": (integer, [pointer]),
+        "whale_all_gather_bytes": (integer, [pointer, text, text, long, double, handles]),
+        "whale_broadcast_bytes": (integer, [pointer, text, text, long, integer, double, handles]),
+        "whale_submit": (integer, [pointer, ctypes.POINTER(OperationStruct), handles]),
+        "whale_wait": (integer, [pointer, double]),
+        "whale_abort": (integer, [pointer, text]),
+        "whale_leave": (integer, [pointer, double, ctypes.POINTER(integer)]),
+        "whale_set_link": (None, [pointer, double, double]),
+        "whale_set_stall": (None, [pointer, double]),
+        "whale_counters": (pointer, [pointer]),
+        "whale_trace_start": (None, [pointer]),
+        "whale_trace": (pointer, [pointer]),
+        "whale_bytes_count": (long, [pointer]),
+        "whale_bytes_data": (pointer, [pointer, long, ctypes.POINTER(long)]),
+        "whale_bytes_free": (None, [pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def check(code: int) -> None:
+    """Raises the core's last error of this thread as a CommError unless `code` is 0."""
+    if code == 0:
+        return
+    message = core().whale_last_error().decode(errors="replace")
+    # The core writes "what happened; what to do next".
+    what, _, action = message.rpartition("; ")
+    raise CommError(what or message, kind=_CODES.get(code, str(code)), action=action if what else None)
+
+
+def take_bytes(result: int) -> list[bytes]:
+    """Copies a result out of the core and frees it."""
+    parts = []
+    size = ctypes.c_int64()
+    for index in range(core().whale_bytes_count(result)):
+        address = core().whale_bytes_data(result, index, ctypes.byref(size))
+        parts.append(ctypes.string_at(address, size.value) if size.value else b"")
+    core().whale_bytes_free(result)
+    return parts
+
+
+def load_mpi() -> Path:
+    """Makes libmpi available to the MPI transport and returns the transport's path.
+
+    The transport carries no absolute path to MPI's library. It is the one of this environment's wheel, or lies where the
+    MPI was at build time, or the system's linker finds it.
+
+    Raises:
+        CommError: the transport was not built.
+    """
+    path = library_path(build.MPI_NAME)
+    folders = [Path(sys.prefix) / "lib", *map(Path, build_info()[build.MPI_NAME]["mpi_folders"])]
+    for folder in folders:
+        for library in sorted(folder.glob("libmpi.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            return path
+    return path
+
+
+class HostOperation:
+    """One operation of the core on host memory, under way. Keeps its buffers alive; `wait` ends it."""
+
+    def __init__(self, handle: int, kind: str, key: str, *, dtype: str = "raw", element_bytes: int = 1, reduction: str = "sum",
+                 root: int = 0, text: str = "", input_address: int = 0, output_address: int = 0, counts: Sequence[int] = (),
+                 recv_counts: Sequence[int] = (), ranks: Sequence[int] = (), buffers: Any = None) -> None:  # fmt: skip
+        """Starts the operation.
+
+        Args:
+            handle: of the communicator.
+            kind, dtype, reduction: names of `KINDS`, `DTYPES`, `REDUCTIONS`; dtype "raw" for data movement.
+            text: must be equal on all ranks; named in the error when ranks disagree.
+            counts, recv_counts: elements, as core/algorithms.h says.
+            buffers: what owns the memory at the addresses.
+
+        Raises:
+            CommError: this process was forked after communication started. Other errors come from `wait`.
+        """
+        self._buffers = buffers
+        struct = OperationStruct(
+            KINDS[kind], DTYPES[dtype], REDUCTIONS[reduction], root, element_bytes, key.encode(), text.encode(),
+            input_address or None, output_address or None,
+            (ctypes.c_int64 * len(counts))(*counts), len(counts),
+            (ctypes.c_int64 * len(recv_counts))(*recv_counts), len(recv_counts),
+            (ctypes.c_int32 * len(ranks))(*ranks), len(ranks),
+        )  # fmt: skip
+        self._pending = ctypes.c_void_p()
+        check(core().whale_submit(handle, ctypes.byref(struct), ctypes.byref(self._pending)))
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the end.
+
+        Raises:
+            CommError: the operation failed on some rank, or is still under way after `timeout_s` seconds.
+        """
+        check(core().whale_wait(self._pending, timeout_s))

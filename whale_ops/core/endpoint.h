@@ -1,0 +1,146 @@
+// One rank's end of a communicator: matches messages to operations by key, carries aborts and departures.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "operation.h"
+#include "recorder.h"
+#include "transport.h"
+
+namespace whale {
+
+// Emulated network of this rank's outgoing messages; zero means "as fast as the transport".
+struct LinkModel {
+  double latency_s = 0;
+  double bandwidth_bytes_per_s = 0;
+  bool active() const { return latency_s > 0 || bandwidth_bytes_per_s > 0; }
+};
+
+class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
+ public:
+  // `wake`: called after something was submitted, so that the engine looks.
+  Endpoint(std::string name, std::unique_ptr<Transport> transport, std::function<void()> wake);
+  ~Endpoint();
+
+  // Any thread.
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // An identifier for submit() that cancel() understands from now on.
+  uint64_t reserve();
+  void release(uint64_t id);  // of a reservation that will not be used
+  // Starts the operation; every outcome, bad arguments included, is told through request.done.
+  void submit(uint64_t id, Request request);
+  void submit(Request request) { submit(reserve(), std::move(request)); }
+  // Completes the operation with `status` and aborts the communicator; nothing when it has finished already.
+  void cancel(uint64_t id, Status status);
+  // Fails all pending and future operations of all ranks with this message.
+  void abort(Status status);
+  // Says good-bye to the other ranks; operations of this rank fail from now on.
+  void leave();
+  // Whether all ranks have left and nothing of this rank is under way any more.
+  bool closed() const { return closed_.load(); }
+  void set_link(LinkModel link);
+  void set_stall_s(double stall_s);
+  Recorder& recorder() { return recorder_; }
+
+  // Engine thread.
+  bool poll(int64_t now);
+  int64_t next_deadline_ns() const;
+  bool needs_polling() const { return transport_ && transport_->needs_polling(); }
+  bool has_active() const { return !active_.empty(); }
+
+ private:
+  struct InTransit {
+    std::shared_ptr<Operation> operation;
+    int lane;
+    int peer;
+    bool is_send;
+  };
+  struct Delayed {
+    int64_t deliver_ns;
+    int peer;
+    MessageHeader header;
+    std::string note;
+    const void* payload;
+    uint64_t cookie;
+  };
+  struct Entry {  // work for the engine thread
+    enum class What { kSubmit, kCancel, kAbort, kLeave } what;
+    uint64_t id = 0;
+    uint64_t call = 0;
+    int64_t ready_ns = 0;
+    Request request;
+    Status status;
+  };
+  enum class Reservation { kFree, kCancelled, kSubmitted };
+
+  // TransportSink
+  void arrived(Arrival&& arrival) override;
+  void transferred(uint64_t cookie) override;
+  void failed(const std::string& what) override;
+  // MessageLink
+  bool has_left(int peer) const override { return left_[peer]; }
+  void post_send(Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
+                 const void* payload) override;
+  void post_receive(Operation* operation, int lane, const Arrival& arrival, void* dst) override;
+
+  Status check(const Request& request) const;
+  void push(Entry entry);
+  void handle(Entry entry);
+  void begin(Entry entry);
+  void emit(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie);
+  bool flush_delayed(int64_t now);
+  void settle(const std::shared_ptr<Operation>& operation);
+  void finish(const std::shared_ptr<Operation>& operation, const Status& status);
+  void fail_everything(const Status& status, bool tell_others);
+  void discard(const Arrival& arrival);
+  void depart();
+  void peer_left(int peer);
+  void check_waits(int64_t now);
+  void report_stall(const Operation& operation, int64_t now) const;
+  std::vector<int> pending_send_peers(const Operation* operation) const;
+  void remember_finished(const Operation& operation);
+
+  const std::string name_;
+  std::unique_ptr<Transport> transport_;
+  const int rank_;
+  const int size_;
+  const std::function<void()> wake_;
+  Recorder recorder_;
+
+  std::mutex mutex_;  // guards the members up to the next comment
+  std::vector<Entry> inbox_;
+  std::unordered_map<std::string, uint64_t> calls_;
+  std::unordered_map<uint64_t, Reservation> reservations_;
+  uint64_t next_id_ = 1;
+  LinkModel link_;
+  double stall_s_ = 60;
+  std::atomic<bool> closed_{false};
+
+  // Engine thread only.
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> active_;  // by tag
+  std::unordered_map<uint64_t, std::vector<Arrival>> unexpected_;    // by tag
+  std::unordered_map<uint64_t, std::string> finished_;               // descriptor by tag, of the latest operations
+  std::deque<uint64_t> finished_order_;
+  std::unordered_map<uint64_t, InTransit> in_transit_;  // by cookie
+  uint64_t next_cookie_ = 1;
+  std::deque<Delayed> delayed_;
+  LinkModel engine_link_;
+  int64_t link_free_ns_ = 0;
+  std::vector<bool> left_;
+  std::unordered_map<int, int64_t> send_grace_ns_;  // peers that have left: when sends to them are given up
+  bool self_left_ = false;
+  Status aborted_;
+  int64_t next_check_ns_ = 0;
+  ScratchPool scratch_;
+};
+
+}  // namespace whale

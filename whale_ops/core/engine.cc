@@ -1,0 +1,177 @@
+#include "engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <future>
+
+namespace whale {
+namespace {
+
+// How the thread waits for messages from other processes, by the time since something last happened: first it asks again
+// at once (a small message takes a few microseconds), then it lets others run in between, then it sleeps.
+constexpr int64_t kSpinNs = 20'000;
+constexpr int64_t kYieldNs = 200'000;
+constexpr int64_t kShortSleepNs = 30'000;
+constexpr int64_t kPatientNs = 5'000'000;
+constexpr int64_t kLongSleepNs = 100'000;
+constexpr int64_t kIdleSleepNs = 500'000;  // no operation of this rank is waiting
+constexpr int64_t kMaxSleepNs = 1'000'000'000;
+
+std::atomic<bool> forked{false};
+
+}  // namespace
+
+Engine& Engine::instance() {
+  static Engine* const engine = new Engine();
+  return *engine;
+}
+
+Status Engine::check_not_forked() {
+  if (!forked) return Status::Ok();
+  return Status::Error(Code::kUnavailable,
+                       "this process was forked from one that had a communicator, and threads and MPI do not survive a fork; "
+                       "start the process with the 'spawn' method, or fork before wh.init");
+}
+
+Status Engine::add(const std::string& name, std::vector<std::unique_ptr<Transport>> transports,
+                   std::vector<std::shared_ptr<Endpoint>>* endpoints) {
+  const Status status = check_not_forked();
+  if (!status.ok()) return status;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto taken = registry_.lower_bound({name, INT32_MIN});
+  if (taken != registry_.end() && taken->first.first == name) {
+    return Status::Error(Code::kInvalidArgument,
+                         "a communicator named '" + name + "' exists in this process; choose another name or leave it first");
+  }
+  for (auto& transport : transports) {
+    auto endpoint = std::make_shared<Endpoint>(name, std::move(transport), [this] { wake(); });
+    registry_[{name, endpoint->rank()}] = endpoint;
+    endpoints_.push_back(endpoint);
+    endpoints->push_back(std::move(endpoint));
+  }
+  start_locked();
+  woken_ = true;
+  condition_.notify_one();
+  return Status::Ok();
+}
+
+void Engine::start_locked() {
+  if (running_) return;
+  running_ = true;
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  // Registered after MPI's libraries were loaded, hence run before their destructors.
+  std::atexit([] { Engine::instance().stop(); });
+  thread_ = std::thread([this] { run(); });
+}
+
+void Engine::call(const std::function<void()>& task) {
+  std::promise<void> finished;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start_locked();
+    tasks_.push_back([&] {
+      task();
+      finished.set_value();
+    });
+    woken_ = true;
+    condition_.notify_one();
+  }
+  finished.get_future().wait();
+}
+
+std::shared_ptr<Endpoint> Engine::find(const std::string& name, int rank, Status* status) {
+  *status = check_not_forked();
+  if (!status->ok()) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Endpoint>> found;
+  for (const auto& [key, endpoint] : registry_) {
+    if (key.first == name && (rank < 0 || key.second == rank)) found.push_back(endpoint);
+  }
+  if (found.size() == 1) return found[0];
+  if (found.empty()) {
+    *status = Status::Error(Code::kUnavailable, "no communicator '" + name + "'" +
+                                                    (rank < 0 ? std::string() : " with rank " + std::to_string(rank)) +
+                                                    " in this process; call wh.init before running the graph, and wh.shutdown after");
+  } else {
+    *status = Status::Error(Code::kInvalidArgument, "communicator '" + name + "' has " + std::to_string(found.size()) +
+                                                        " ranks in this process; give the rank");
+  }
+  return nullptr;
+}
+
+void Engine::forget(const Endpoint& endpoint) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  registry_.erase({endpoint.name(), endpoint.rank()});
+}
+
+void Engine::wake() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (woken_) return;
+  woken_ = true;
+  condition_.notify_one();
+}
+
+void Engine::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!running_ || stopping_ || forked) return;
+    stopping_ = true;
+    woken_ = true;
+    condition_.notify_one();
+  }
+  thread_.join();
+}
+
+void Engine::run() {
+  pthread_setname_np(pthread_self(), "whale_engine");
+  prctl(PR_SET_TIMERSLACK, 1000);  // sleeps of tens of microseconds, not of fifty more
+  int64_t last_work_ns = now_ns();
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  for (;;) {
+    std::vector<std::function<void()>> tasks;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (stopping_) return;
+      woken_ = false;
+      endpoints_.erase(std::remove_if(endpoints_.begin(), endpoints_.end(), [](const auto& e) { return e->closed(); }),
+                       endpoints_.end());
+      endpoints = endpoints_;
+      tasks.swap(tasks_);
+    }
+    for (const auto& task : tasks) task();
+    const int64_t now = now_ns();
+    int64_t deadline_ns = now + kMaxSleepNs;
+    bool worked = false, polling = false, active = false;
+    for (const auto& endpoint : endpoints) worked |= endpoint->poll(now);
+    for (const auto& endpoint : endpoints) {
+      deadline_ns = std::min(deadline_ns, endpoint->next_deadline_ns());
+      polling |= endpoint->needs_polling();
+      active |= endpoint->has_active();
+    }
+    if (worked) {
+      last_work_ns = now;
+      continue;
+    }
+    idle(now, deadline_ns, polling, active, now - last_work_ns);
+  }
+}
+
+void Engine::idle(int64_t now, int64_t deadline_ns, bool polling, bool active, int64_t quiet_ns) {
+  if (polling && active && quiet_ns < kSpinNs) return;
+  if (polling && active && quiet_ns < kYieldNs) {
+    sched_yield();
+    return;
+  }
+  int64_t sleep_ns = std::max<int64_t>(0, deadline_ns - now);
+  if (polling) sleep_ns = std::min(sleep_ns, !active ? kIdleSleepNs : quiet_ns < kPatientNs ? kShortSleepNs : kLongSleepNs);
+  if (sleep_ns == 0) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  condition_.wait_for(lock, std::chrono::nanoseconds(sleep_ns), [this] { return woken_; });
+}
+
+}  // namespace whale

@@ -1,0 +1,337 @@
+#include "operation.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce.h"
+
+namespace whale {
+namespace {
+
+constexpr size_t kRetainedScratchBytes = 64 << 20;
+constexpr size_t kMaxKeyInNote = 1000;
+constexpr size_t kMaxTextInNote = 900;
+
+bool is_point_to_point(OpKind kind) { return kind == OpKind::kSend || kind == OpKind::kRecv; }
+
+bool has_reduction(OpKind kind) { return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter; }
+
+void append_text(const std::string& text, size_t limit, std::string* out) {
+  const uint16_t length = static_cast<uint16_t>(std::min(text.size(), limit));
+  out->append(reinterpret_cast<const char*>(&length), sizeof(length));
+  out->append(text, 0, length);
+}
+
+std::string take_text(const std::string& note, size_t* position) {
+  uint16_t length = 0;
+  if (*position + sizeof(length) > note.size()) return "";
+  std::memcpy(&length, note.data() + *position, sizeof(length));
+  *position += sizeof(length);
+  const std::string text = note.substr(std::min(*position, note.size()), length);
+  *position += length;
+  return text;
+}
+
+struct Note {
+  std::string key;
+  std::string descriptor;
+  std::vector<int64_t> dims;
+};
+
+Note parse_note(const std::string& bytes) {
+  Note note;
+  size_t position = 0;
+  note.key = take_text(bytes, &position);
+  note.descriptor = take_text(bytes, &position);
+  while (position + sizeof(int64_t) <= bytes.size()) {
+    int64_t dim;
+    std::memcpy(&dim, bytes.data() + position, sizeof(dim));
+    note.dims.push_back(dim);
+    position += sizeof(dim);
+  }
+  return note;
+}
+
+std::string describe(const Request& request) {
+  const std::string dtype = request.dtype_name.empty() ? name_of(request.dtype) : request.dtype_name;
+  if (request.kind == OpKind::kBarrier) return request.group.empty() ? "Barrier" : "Barrier among ranks " + join_ranks(request.group);
+  if (is_point_to_point(request.kind)) return "Send/Recv of " + dtype;
+  std::string out = name_of(request.kind);
+  if (has_reduction(request.kind)) out += std::string("(") + name_of(request.reduction) + ")";
+  out += " of " + dtype + " " + request.text;
+  if (request.kind == OpKind::kBroadcast) out += " from group index " + std::to_string(request.root);
+  if (!request.group.empty()) out += " among ranks " + join_ranks(request.group);
+  return out;
+}
+
+}  // namespace
+
+std::string join_ranks(const std::vector<int>& ranks) {
+  std::string out;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) out += i + 1 == ranks.size() ? " and " : ", ";
+    out += std::to_string(ranks[i]);
+  }
+  return out;
+}
+
+std::string counter_name(const Request& request) {
+  switch (request.kind) {
+    case OpKind::kSend: return "send " + std::to_string(request.root) + " " + request.key;
+    case OpKind::kRecv: return "recv " + std::to_string(request.root) + " " + request.key;
+    default: return "group " + request.key;
+  }
+}
+
+uint64_t operation_tag(const Request& request, int rank, uint64_t call) {
+  const bool p2p = is_point_to_point(request.kind);
+  const int64_t source = !p2p ? -1 : request.kind == OpKind::kSend ? rank : request.root;
+  const int64_t target = !p2p ? -1 : request.kind == OpKind::kSend ? request.root : rank;
+  const int64_t parts[3] = {static_cast<int64_t>(call), source, target};
+  return hash64(parts, sizeof(parts), hash64(request.key));
+}
+
+ScratchPool::Block ScratchPool::take(size_t bytes) {
+  size_t best = free_.size();
+  for (size_t i = 0; i < free_.size(); ++i) {
+    if (free_[i].bytes >= bytes && (best == free_.size() || free_[i].bytes < free_[best].bytes)) best = i;
+  }
+  if (best == free_.size()) return {std::unique_ptr<char[]>(new char[bytes]), bytes};
+  Block block = std::move(free_[best]);
+  free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(best));
+  retained_bytes_ -= block.bytes;
+  return block;
+}
+
+void ScratchPool::give(Block block) {
+  if (block.bytes == 0 || retained_bytes_ + block.bytes > kRetainedScratchBytes) return;
+  retained_bytes_ += block.bytes;
+  free_.push_back(std::move(block));
+}
+
+Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t call, ScratchPool* pool)
+    : id(op_id), request(std::move(asked)), rank_(rank), call_(call) {
+  tag_ = operation_tag(request, rank, call);
+  descriptor_ = describe(request);
+  descriptor_hash_ = hash64(descriptor_, hash64(request.key));
+  append_text(request.key, kMaxKeyInNote, &note_);
+  append_text(descriptor_, kMaxTextInNote, &note_);
+  note_.append(reinterpret_cast<const char*>(request.dims.data()), request.dims.size() * sizeof(int64_t));
+  greeted_.assign(size, false);
+
+  problem_.kind = request.kind;
+  problem_.element_bytes = static_cast<int64_t>(request.element_bytes);
+  problem_.narrow_float = request.dtype == DType::kFloat16 || request.dtype == DType::kBFloat16;
+  problem_.counts = request.counts;
+  problem_.recv_counts = request.recv_counts;
+  problem_.root = request.root;
+  problem_.rank = rank;
+  problem_.size = size;
+  if (!request.group.empty() && !is_point_to_point(request.kind)) {
+    problem_.size = static_cast<int>(request.group.size());
+    problem_.rank =
+        static_cast<int>(std::find(request.group.begin(), request.group.end(), rank) - request.group.begin());
+  }
+  if (is_point_to_point(request.kind)) request.group.clear();
+  schedule_ = make_schedule(problem_);
+  if (schedule_.scratch_count > 0) scratch_ = pool->take(static_cast<size_t>(schedule_.scratch_count) * request.element_bytes);
+}
+
+std::string Operation::title() const { return std::string(name_of(request.kind)) + " '" + request.key + "'"; }
+
+char* Operation::address(const Slice& slice) const {
+  char* base = nullptr;
+  switch (slice.buffer) {
+    case Buffer::kInput: base = static_cast<char*>(const_cast<void*>(request.input)); break;
+    case Buffer::kOutput: base = static_cast<char*>(request.output); break;
+    case Buffer::kScratch: base = scratch_.data.get(); break;
+  }
+  return base + slice.offset * problem_.element_bytes;
+}
+
+void Operation::start(MessageLink* link, std::vector<Arrival> early) {
+  early_ = std::move(early);
+  for (const Arrival& arrival : early_) {
+    if (!agrees(arrival)) {
+      failure_ = mismatch(arrival);
+      return;
+    }
+  }
+  lanes_.resize(schedule_.lanes.size());
+  open_lanes_ = lanes_.size();
+  ++busy_;
+  for (size_t lane = 0; lane < lanes_.size() && failure_.ok(); ++lane) {
+    if (schedule_.lanes[lane].empty()) {
+      --open_lanes_;
+      continue;
+    }
+    post(link, static_cast<int>(lane));
+    if (lanes_[lane].pending == 0) run_lane(link, static_cast<int>(lane));
+  }
+  --busy_;
+}
+
+// Posts the messages of the lane's current step. The extra `pending` keeps completions that are reported from within
+// from finishing the step before all its messages are posted.
+void Operation::post(MessageLink* link, int lane) {
+  const Step& step = schedule_.lanes[lane][lanes_[lane].step];
+  lanes_[lane].pending = 1 + static_cast<int>(step.sends.size() + step.recvs.size());
+  ++busy_;
+  for (const Transfer& recv : step.recvs) {
+    if (!failure_.ok()) break;
+    const Expected expected{lane, to_rank(recv.peer), recv.id, recv.slice};
+    const auto it = std::find_if(early_.begin(), early_.end(), [&](const Arrival& arrival) {
+      return arrival.source == expected.peer && arrival.header.id == expected.id;
+    });
+    if (it != early_.end()) {
+      const Arrival arrival = std::move(*it);
+      early_.erase(it);
+      match(link, expected, arrival);
+    } else if (link->has_left(expected.peer)) {
+      failure_ = Status::Error(Code::kUnavailable, left_message(expected.peer));
+    } else {
+      expected_.push_back(expected);
+    }
+  }
+  for (const Transfer& send : step.sends) {
+    if (!failure_.ok()) break;
+    const int peer = to_rank(send.peer);
+    if (link->has_left(peer)) {
+      failure_ = Status::Error(Code::kUnavailable, left_message(peer));
+      break;
+    }
+    MessageHeader header;
+    header.tag = tag_;
+    header.descriptor = descriptor_hash_;
+    header.bytes = static_cast<uint64_t>(send.slice.count * problem_.element_bytes);
+    header.id = send.id;
+    const bool first = !greeted_[peer];
+    greeted_[peer] = true;
+    wire_bytes_ += static_cast<int64_t>(header.bytes);
+    link->post_send(this, lane, peer, header, first ? note_ : std::string(), address(send.slice));
+  }
+  --busy_;
+  --lanes_[lane].pending;
+}
+
+void Operation::run_lane(MessageLink* link, int lane) {
+  LaneState& state = lanes_[lane];
+  const Lane& steps = schedule_.lanes[lane];
+  ++busy_;
+  while (failure_.ok() && state.pending == 0) {
+    run_locals(steps[state.step]);
+    if (++state.step == steps.size()) {
+      state.pending = -1;
+      --open_lanes_;
+      break;
+    }
+    post(link, lane);
+  }
+  --busy_;
+}
+
+void Operation::run_locals(const Step& step) {
+  for (const Local& local : step.locals) {
+    char* dst = address(local.dst);
+    if (local.dst.count == 0 || (local.dst.buffer == Buffer::kOutput && request.output == nullptr)) continue;
+    if (local.sources.size() == 1) {
+      const char* src = address(local.sources[0]);
+      if (src != dst) std::memmove(dst, src, static_cast<size_t>(local.dst.count * problem_.element_bytes));
+      continue;
+    }
+    std::vector<const void*> sources;
+    sources.reserve(local.sources.size());
+    for (const Slice& source : local.sources) sources.push_back(address(source));
+    reduce(request.dtype, request.reduction, dst, sources, static_cast<size_t>(local.dst.count));
+  }
+}
+
+void Operation::match(MessageLink* link, const Expected& expected, const Arrival& arrival) {
+  void* dst = nullptr;
+  if (request.place) {
+    failure_ = request.place(parse_note(arrival.note).dims, arrival.header.bytes, &dst);
+    if (!failure_.ok()) return;
+    problem_.counts = {static_cast<int64_t>(arrival.header.bytes / request.element_bytes)};
+  } else {
+    const auto bytes = static_cast<uint64_t>(expected.slice.count * problem_.element_bytes);
+    if (arrival.header.bytes != bytes) {
+      failure_ = Status::Error(Code::kInvalidArgument,
+                               title() + ": rank " + std::to_string(arrival.source) + " sends " +
+                                   std::to_string(arrival.header.bytes) + " bytes, rank " + std::to_string(rank_) + " expects " +
+                                   std::to_string(bytes) + " bytes (" + descriptor_ +
+                                   "); give both ranks the same sizes");
+      return;
+    }
+    dst = address(expected.slice);
+  }
+  if (first_ns_ == 0) first_ns_ = now_ns();
+  if (arrival.inlined) {
+    if (arrival.header.bytes > 0) std::memcpy(dst, arrival.payload.data(), arrival.payload.size());
+    --lanes_[expected.lane].pending;
+  } else {
+    link->post_receive(this, expected.lane, arrival, dst);
+  }
+}
+
+void Operation::arrived(MessageLink* link, Arrival&& arrival) {
+  const auto it = std::find_if(expected_.begin(), expected_.end(), [&](const Expected& expected) {
+    return arrival.source == expected.peer && arrival.header.id == expected.id;
+  });
+  if (it == expected_.end()) {
+    early_.push_back(std::move(arrival));
+    return;
+  }
+  const Expected expected = *it;
+  expected_.erase(it);
+  ++busy_;
+  match(link, expected, arrival);
+  --busy_;
+  if (failure_.ok() && busy_ == 0 && lanes_[expected.lane].pending == 0) run_lane(link, expected.lane);
+}
+
+void Operation::transferred(MessageLink* link, int lane) {
+  if (first_ns_ == 0) first_ns_ = now_ns();
+  --lanes_[lane].pending;
+  if (failure_.ok() && busy_ == 0 && lanes_[lane].pending == 0) run_lane(link, lane);
+}
+
+bool Operation::waits_for(int peer) const {
+  return std::any_of(expected_.begin(), expected_.end(), [&](const Expected& e) { return e.peer == peer; });
+}
+
+std::vector<int> Operation::awaited_peers() const {
+  std::vector<int> peers;
+  for (const Expected& expected : expected_) peers.push_back(expected.peer);
+  std::sort(peers.begin(), peers.end());
+  peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  return peers;
+}
+
+std::string Operation::left_message(int peer) const {
+  return "rank " + std::to_string(peer) + " has left the run (its script ended) while rank " + std::to_string(rank_) +
+         " waits for it in " + title() + "; every rank must run the same steps";
+}
+
+Status Operation::mismatch(const Arrival& arrival) const {
+  const Note note = parse_note(arrival.note);
+  return Status::Error(Code::kInvalidArgument,
+                       "ranks disagree about operation '" + request.key + "' (call " + std::to_string(call_ + 1) + "): rank " +
+                           std::to_string(rank_) + " runs " + descriptor_ + ", rank " + std::to_string(arrival.source) + " runs " +
+                           note.descriptor + (note.key == request.key ? "" : " under key '" + note.key + "'") +
+                           "; run the same program with the same shapes on every rank");
+}
+
+Record Operation::record(int64_t end_ns) const {
+  Record record;
+  record.key = request.key;
+  record.kind = request.kind;
+  record.algorithm = schedule_.algorithm;
+  record.logical_bytes = logical_bytes(problem_);
+  record.wire_bytes = wire_bytes_;
+  record.ready_ns = ready_ns;
+  record.first_ns = first_ns_ == 0 ? end_ns : first_ns_;
+  record.end_ns = end_ns;
+  return record;
+}
+
+}  // namespace whale

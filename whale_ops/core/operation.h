@@ -1,0 +1,145 @@
+// One invocation of an operation on one rank: walks its schedule as messages complete.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "algorithms.h"
+#include "recorder.h"
+#include "transport.h"
+
+namespace whale {
+
+// What a caller asks for. Buffers stay valid until `done`; if the operation fails while messages are still in flight,
+// `owner` keeps them alive until the network has let go of them.
+struct Request {
+  OpKind kind = OpKind::kBarrier;
+  std::string key;
+  std::string text;  // shapes, axis, sizes: must be the same text on all ranks of the group
+  DType dtype = DType::kRaw;
+  std::string dtype_name;  // of kRaw elements; empty: the name of `dtype`
+  size_t element_bytes = 1;
+  Reduction reduction = Reduction::kSum;
+  std::vector<int> group;  // ranks of the communicator in group order; empty: all
+  int root = 0;            // Broadcast: index in the group; Send, Recv: the peer's rank in the communicator
+  std::vector<int64_t> counts;
+  std::vector<int64_t> recv_counts;
+  std::vector<int64_t> dims;  // Send: travels with the first message
+  const void* input = nullptr;
+  void* output = nullptr;
+  // Recv of a shape not known before: called once, on the engine's thread, with the sender's shape; gives the destination.
+  std::function<Status(const std::vector<int64_t>& dims, uint64_t bytes, void** destination)> place;
+  std::shared_ptr<void> owner;
+  std::function<void(const Status&)> done;  // called once, on the engine's thread; must not block
+};
+
+// Scratch memory that is handed from operation to operation instead of being mapped and faulted in anew.
+class ScratchPool {
+ public:
+  struct Block {
+    std::unique_ptr<char[]> data;
+    size_t bytes = 0;
+  };
+  Block take(size_t bytes);
+  void give(Block block);
+
+ private:
+  std::vector<Block> free_;
+  size_t retained_bytes_ = 0;
+};
+
+// What an operation asks of its endpoint.
+class MessageLink {
+ public:
+  virtual bool has_left(int peer) const = 0;
+  virtual void post_send(class Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
+                         const void* payload) = 0;
+  virtual void post_receive(class Operation* operation, int lane, const Arrival& arrival, void* dst) = 0;
+
+ protected:
+  ~MessageLink() = default;
+};
+
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  // `call`: how many operations this rank has started under the key before.
+  Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t call, ScratchPool* pool);
+
+  void start(MessageLink* link, std::vector<Arrival> early);
+  void arrived(MessageLink* link, Arrival&& arrival);
+  void transferred(MessageLink* link, int lane);
+  // Whether a message from the peer is still to come.
+  bool waits_for(int peer) const;
+  std::vector<int> awaited_peers() const;
+  // Announced messages that came before they were waited for.
+  std::vector<Arrival> take_early() { return std::move(early_); }
+
+  bool finished() const { return open_lanes_ == 0; }
+  bool busy() const { return busy_ > 0; }
+  const Status& failure() const { return failure_; }
+  // "AllReduce 'key'"
+  std::string title() const;
+  // Everything that all ranks must agree on, in words.
+  const std::string& descriptor() const { return descriptor_; }
+  uint64_t tag() const { return tag_; }
+  Record record(int64_t end_ns) const;
+  std::string left_message(int peer) const;
+  Status mismatch(const Arrival& arrival) const;
+  bool agrees(const Arrival& arrival) const { return arrival.header.descriptor == descriptor_hash_; }
+  void return_scratch(ScratchPool* pool) { pool->give(std::move(scratch_)); }
+
+  const uint64_t id;
+  Request request;
+  bool settled = false;       // `done` has been called
+  int64_t ready_ns = 0;
+  int64_t report_after_ns = 0;  // next stall report
+
+ private:
+  struct LaneState {
+    size_t step = 0;
+    int pending = 0;
+  };
+  struct Expected {
+    int lane;
+    int peer;
+    uint32_t id;
+    Slice slice;
+  };
+
+  int to_rank(int group_index) const { return request.group.empty() ? group_index : request.group[group_index]; }
+  char* address(const Slice& slice) const;
+  void post(MessageLink* link, int lane);
+  void run_lane(MessageLink* link, int lane);
+  void run_locals(const Step& step);
+  void match(MessageLink* link, const Expected& expected, const Arrival& arrival);
+
+  const int rank_;
+  const uint64_t call_;
+  uint64_t tag_ = 0;
+  uint64_t descriptor_hash_ = 0;
+  std::string descriptor_;
+  std::string note_;
+  Problem problem_;
+  Schedule schedule_;
+  ScratchPool::Block scratch_;
+  std::vector<LaneState> lanes_;
+  std::vector<Expected> expected_;
+  std::vector<Arrival> early_;
+  std::vector<bool> greeted_;  // ranks that have our note
+  size_t open_lanes_ = 1;
+  int busy_ = 0;
+  Status failure_;
+  int64_t first_ns_ = 0;
+  int64_t wire_bytes_ = 0;
+};
+
+// "0, 1 and 3"
+WHALE_EXPORT std::string join_ranks(const std::vector<int>& ranks);
+
+// Which invocation of which operation: equal on the ranks that take part, whatever they believe it to be.
+uint64_t operation_tag(const Request& request, int rank, uint64_t call);
+// Name under which invocations are counted on one rank.
+std::string counter_name(const Request& request);
+
+}  // namespace whale

@@ -1,0 +1,23 @@
+// Element-wise reductions by dtype.
+#pragma once
+
+#include <vector>
+
+#include "types.h"
+
+namespace whale {
+
+// Bytes of one element; 0 for kRaw.
+WHALE_EXPORT size_t element_bytes(DType dtype);
+WHALE_EXPORT const char* name_of(DType dtype);
+
+// Whether `reduction` is defined for `dtype`; the error says which reductions are.
+WHALE_EXPORT Status check_reduction(DType dtype, Reduction reduction);
+
+// dst[i] = sources[0][i] (op) sources[1][i] (op) ... in exactly this order, for `count` elements.
+// 16-bit floats are accumulated in float32 and rounded once (to nearest even); integers wrap; NaN wins min and max;
+// bool: sum and max are "or", prod and min are "and". dst may be one of the sources.
+WHALE_EXPORT void reduce(DType dtype, Reduction reduction, void* dst, const std::vector<const void*>& sources,
+                         size_t count);
+
+}  // namespace whale

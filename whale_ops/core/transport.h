@@ -1,0 +1,70 @@
+// What a communicator needs from a network: announced messages between ranks, in order per pair of ranks.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "types.h"
+
+namespace whale {
+
+enum class MessageKind : uint32_t { kData = 0, kAbort = 1, kLeave = 2 };
+
+// Fixed-size head of every message, sent as it is between machines of one byte order.
+struct MessageHeader {
+  uint64_t tag = 0;         // which invocation of which operation
+  uint64_t descriptor = 0;  // hash of what the sender believes the operation to be
+  uint64_t bytes = 0;       // payload
+  uint32_t id = 0;          // which message of the operation; of an abort: the status code
+  MessageKind kind = MessageKind::kData;
+};
+
+// A message whose head has arrived. Small payloads come with it; others wait at the sender until receive().
+struct Arrival {
+  int source = 0;
+  MessageHeader header;
+  std::string note;            // of an operation's first message: its descriptor in words; of an abort: the message
+  bool inlined = false;
+  std::string payload;         // when inlined
+  uint64_t token = 0;          // the transport's own, when not inlined
+};
+
+// Who is told about progress: the communicator's endpoint.
+class TransportSink {
+ public:
+  virtual void arrived(Arrival&& arrival) = 0;
+  virtual void transferred(uint64_t cookie) = 0;  // a send's buffer is free again, or a receive's data is there
+  virtual void failed(const std::string& what) = 0;
+
+ protected:
+  ~TransportSink() = default;
+};
+
+// One rank's end of a communicator. All calls are made by the engine's thread.
+// Messages of one pair of ranks arrive in the order in which they were sent. A transport that can do more (whole
+// collectives in shared memory, say) offers that through an interface of its own beside this one.
+class Transport {
+ public:
+  static constexpr size_t kInlineBytes = 4096;  // payloads up to this size travel with the header
+  static constexpr size_t kMaxNoteBytes = 4096;
+
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // `payload` stays valid until sink.transferred(cookie). Cookie 0: nobody waits (abort, leave), no payload.
+  virtual void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
+                    TransportSink* sink) = 0;
+  // Pulls the payload of an announced message into `dst`; sink.transferred(cookie) follows.
+  virtual void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) = 0;
+  // Drops an announced message that no operation will take, so that its sender is not held up.
+  virtual void discard(const Arrival& arrival) = 0;
+  // Reports what happened since the last call; true when anything did.
+  virtual bool progress(TransportSink* sink) = 0;
+  // Whether progress() must be called for messages from outside this process to be seen.
+  virtual bool needs_polling() const = 0;
+  // Whether every send that was given to the network has left this rank's memory.
+  virtual bool drained() const = 0;
+};
+
+}  // namespace whale

@@ -1,0 +1,163 @@
+// AllReduce and ReduceScatter.
+#include <cstring>
+#include <mutex>
+
+#include "common.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::DataType;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+class AllReduceOp : public CommunicationOp {
+ public:
+  explicit AllReduceOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
+    std::string reduction;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("reduction", &reduction));
+    OP_REQUIRES_OK(ctx, parse_reduction(reduction, &reduction_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+  }
+
+ protected:
+  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+    const int n = ctx->num_inputs() - 1;
+    std::string text;
+    int64_t elements = 0;
+    std::vector<Tensor> inputs(n), outputs(n);
+    for (int i = 0; i < n; ++i) {
+      inputs[i] = ctx->input(i + 1);
+      elements += inputs[i].NumElements();
+      text += (i > 0 ? " " : "") + inputs[i].shape().DebugString();
+    }
+    if (text.size() > 200) {
+      text = absl::StrCat(n, " tensors ", text.substr(0, 160), "..., ", elements, " elements, shapes ", whale::hash64(text));
+    }
+    inputs.clear();  // a second reference would keep the inputs' memory from being taken over below
+    std::vector<const char*> sources(n);
+    for (int i = 0; i < n; ++i) sources[i] = data_of(ctx->input(i + 1));
+    for (int i = 0; i < n; ++i) {
+      Tensor* output = nullptr;
+      const TensorShape shape = ctx->input(i + 1).shape();
+      OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output), done);
+      outputs[i] = *output;
+    }
+    whale::Request request = make_request(whale::OpKind::kAllReduce, dtype_, std::move(text));
+    request.reduction = reduction_;
+    request.counts = {elements};
+    if (n == 1) {
+      request.input = sources[0];
+      request.output = data_of(outputs[0]);
+      std::vector<Tensor> held{outputs[0]};
+      if (sources[0] != data_of(outputs[0])) held.push_back(ctx->input(1));
+      launch_last(ctx, endpoint, std::move(request), std::move(held), 0, nullptr, std::move(done));
+      return;
+    }
+    // Several tensors: one message through a buffer that is reused from step to step.
+    const int64_t bytes = elements * static_cast<int64_t>(request.element_bytes);
+    Tensor staging;
+    OP_REQUIRES_OK_ASYNC(ctx, take_staging(ctx, bytes, &staging), done);
+    char* position = data_of(staging);
+    for (int i = 0; i < n; ++i) {
+      const size_t size = outputs[i].TotalBytes();
+      if (size > 0) std::memcpy(position, sources[i], size);
+      position += size;
+    }
+    request.input = request.output = data_of(staging);
+    launch_last(
+        ctx, endpoint, std::move(request), {staging}, bytes,
+        [this, staging, outputs] {
+          const char* from = data_of(staging);
+          for (const Tensor& output : outputs) {
+            const size_t size = output.TotalBytes();
+            if (size > 0) std::memcpy(data_of(output), from, size);
+            from += size;
+          }
+          give_staging(staging);
+        },
+        std::move(done));
+  }
+
+ private:
+  absl::Status take_staging(OpKernelContext* ctx, int64_t bytes, Tensor* staging) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      while (!free_.empty()) {
+        *staging = std::move(free_.back());
+        free_.pop_back();
+        if (staging->NumElements() == bytes) return absl::OkStatus();
+      }
+    }
+    return ctx->allocate_temp(tensorflow::DT_UINT8, TensorShape({bytes}), staging);
+  }
+  void give_staging(const Tensor& staging) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(staging);
+  }
+
+  DataType dtype_;
+  whale::Reduction reduction_ = whale::Reduction::kSum;
+  std::mutex mutex_;
+  std::vector<Tensor> free_;
+};
+
+class ReduceScatterOp : public CommunicationOp {
+ public:
+  explicit ReduceScatterOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
+    std::string reduction;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("reduction", &reduction));
+    OP_REQUIRES_OK(ctx, parse_reduction(reduction, &reduction_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("axis", &axis_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &sizes_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+  }
+
+ protected:
+  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+    const Tensor& input = ctx->input(1);
+    int64_t sum = 0;
+    for (const int64_t size : sizes_) sum += size;
+    OP_REQUIRES_ASYNC(ctx,
+                      axis_ >= 0 && axis_ < input.dims() && sizes_.size() == group_size(*endpoint) && input.dim_size(axis_) == sum,
+                      absl::InvalidArgumentError(absl::StrCat(
+                          "ReduceScatter '", key(), "' on rank ", endpoint->rank(), ": input of shape ", input.shape().DebugString(),
+                          ", axis ", axis_, ", sizes ", join_sizes(sizes_), " for ", group_size(*endpoint),
+                          " ranks; expected one size per rank that add up to the input's dimension")),
+                      done);
+    const int index = group_index(*endpoint);
+    TensorShape shape = input.shape();
+    shape.set_dim(axis_, sizes_[index]);
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, shape, &output), done);
+    const AxisView view = view_around(input.shape(), axis_);
+    whale::Request request = make_request(
+        whale::OpKind::kReduceScatter, dtype_,
+        absl::StrCat(input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_)));
+    request.reduction = reduction_;
+    for (const int64_t size : sizes_) request.counts.push_back(view.outer * size * view.inner);
+    Tensor parts = input;
+    if (view.outer > 1) {
+      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype_, TensorShape({input.NumElements()}), &parts), done);
+      pack_parts(data_of(input), data_of(parts), view.outer, sizes_, view.inner * static_cast<int64_t>(request.element_bytes));
+    }
+    request.input = data_of(parts);
+    request.output = data_of(*output);
+    launch_last(ctx, endpoint, std::move(request), {parts, *output}, 0, nullptr, std::move(done));
+  }
+
+ private:
+  int axis_ = 0;
+  std::vector<int64_t> sizes_;
+  DataType dtype_;
+  whale::Reduction reduction_ = whale::Reduction::kSum;
+};
+
+}  // namespace
+
+REGISTER_KERNEL_BUILDER(Name("WhaleAllReduce").Device(tensorflow::DEVICE_CPU), AllReduceOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleReduceScatter").Device(tensorflow::DEVICE_CPU), ReduceScatterOp);
+
+}  // namespace whale_ops

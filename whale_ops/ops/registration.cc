@@ -1,0 +1,284 @@
+// Names, attributes and shape functions of the ops. All are stateful and take the communicator's handle first.
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+constexpr char kReduction[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
+constexpr char kReducible[] =
+    "T: {half, bfloat16, float, double, int8, int16, int32, int64, uint8, uint16, uint32, uint64, bool, complex64, complex128}";
+
+int64_t total(const std::vector<int64_t>& sizes) {
+  int64_t sum = 0;
+  for (const int64_t size : sizes) sum += size;
+  return sum;
+}
+
+// A rank's own share along an axis: known when all shares are equal.
+DimensionHandle share(InferenceContext* c, const std::vector<int64_t>& sizes) {
+  for (const int64_t size : sizes) {
+    if (size != sizes[0]) return c->UnknownDim();
+  }
+  return sizes.empty() ? c->UnknownDim() : c->MakeDim(sizes[0]);
+}
+
+absl::Status check_axis(InferenceContext* c, const char* name, int64_t axis) {
+  const int32_t rank = c->Rank(c->input(1));
+  if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
+    return absl::InvalidArgumentError(absl::StrCat(name, " is ", axis, " for an input of shape ", c->DebugString(c->input(1)),
+                                                   "; expected a dimension of the input, counted from 0"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status check_sizes(const char* name, const std::vector<int64_t>& sizes) {
+  for (const int64_t size : sizes) {
+    if (size < 0) {
+      return absl::InvalidArgumentError(absl::StrCat(name, " contains ", size, "; expected one size >= 0 per rank"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status replace_dim(InferenceContext* c, ShapeHandle shape, int64_t axis, DimensionHandle dim, ShapeHandle* out) {
+  if (!c->RankKnown(shape)) {
+    *out = c->UnknownShape();
+    return absl::OkStatus();
+  }
+  return c->ReplaceDim(shape, axis, dim, out);
+}
+
+// The input's dimension along `axis` must be the sum of the sizes.
+absl::Status check_whole(InferenceContext* c, int64_t axis, const char* name, const std::vector<int64_t>& sizes) {
+  if (!c->RankKnown(c->input(1))) return absl::OkStatus();
+  const DimensionHandle dim = c->Dim(c->input(1), axis);
+  if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
+    return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(c->input(1)),
+                                                   " has ", c->Value(dim), " elements, ", name, " add up to ", total(sizes),
+                                                   "; give sizes that add up to the input's dimension"));
+  }
+  return absl::OkStatus();
+}
+
+// The input's dimension along `axis` must be one rank's size.
+absl::Status check_part(InferenceContext* c, int64_t axis, const char* name, const std::vector<int64_t>& sizes) {
+  if (!c->RankKnown(c->input(1)) || sizes.empty()) return absl::OkStatus();
+  const DimensionHandle dim = c->Dim(c->input(1), axis);
+  if (!c->ValueKnown(dim)) return absl::OkStatus();
+  for (const int64_t size : sizes) {
+    if (size == c->Value(dim)) return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(c->input(1)),
+                                                 " is none of ", name, "; give each rank's own size"));
+}
+
+absl::Status same_shapes(InferenceContext* c) {
+  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->input(i + 1));
+  return absl::OkStatus();
+}
+
+absl::Status all_gather_shape(InferenceContext* c) {
+  int64_t axis;
+  std::vector<int64_t> sizes;
+  TF_RETURN_IF_ERROR(c->GetAttr("axis", &axis));
+  TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
+  TF_RETURN_IF_ERROR(check_axis(c, "axis", axis));
+  TF_RETURN_IF_ERROR(check_sizes("sizes", sizes));
+  TF_RETURN_IF_ERROR(check_part(c, axis, "sizes", sizes));
+  ShapeHandle out;
+  const DimensionHandle dim = sizes.empty() ? c->UnknownDim() : c->MakeDim(total(sizes));
+  TF_RETURN_IF_ERROR(replace_dim(c, c->input(1), axis, dim, &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+absl::Status reduce_scatter_shape(InferenceContext* c) {
+  int64_t axis;
+  std::vector<int64_t> sizes;
+  TF_RETURN_IF_ERROR(c->GetAttr("axis", &axis));
+  TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
+  TF_RETURN_IF_ERROR(check_axis(c, "axis", axis));
+  TF_RETURN_IF_ERROR(check_sizes("sizes", sizes));
+  TF_RETURN_IF_ERROR(check_whole(c, axis, "sizes", sizes));
+  ShapeHandle out;
+  TF_RETURN_IF_ERROR(replace_dim(c, c->input(1), axis, share(c, sizes), &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+absl::Status all_to_all_shape(InferenceContext* c) {
+  int64_t split_axis, concat_axis;
+  std::vector<int64_t> split_sizes, concat_sizes;
+  TF_RETURN_IF_ERROR(c->GetAttr("split_axis", &split_axis));
+  TF_RETURN_IF_ERROR(c->GetAttr("concat_axis", &concat_axis));
+  TF_RETURN_IF_ERROR(c->GetAttr("split_sizes", &split_sizes));
+  TF_RETURN_IF_ERROR(c->GetAttr("concat_sizes", &concat_sizes));
+  TF_RETURN_IF_ERROR(check_axis(c, "split_axis", split_axis));
+  TF_RETURN_IF_ERROR(check_axis(c, "concat_axis", concat_axis));
+  TF_RETURN_IF_ERROR(check_sizes("split_sizes", split_sizes));
+  TF_RETURN_IF_ERROR(check_sizes("concat_sizes", concat_sizes));
+  if (split_axis == concat_axis || split_sizes.size() != concat_sizes.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("split_axis is ", split_axis, " with ", split_sizes.size(), " sizes, concat_axis is ",
+                                                   concat_axis, " with ", concat_sizes.size(),
+                                                   "; expected two different dimensions and one size per rank for both"));
+  }
+  TF_RETURN_IF_ERROR(check_whole(c, split_axis, "split_sizes", split_sizes));
+  TF_RETURN_IF_ERROR(check_part(c, concat_axis, "concat_sizes", concat_sizes));
+  ShapeHandle out;
+  TF_RETURN_IF_ERROR(replace_dim(c, c->input(1), split_axis, share(c, split_sizes), &out));
+  TF_RETURN_IF_ERROR(replace_dim(c, out, concat_axis, c->MakeDim(total(concat_sizes)), &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+absl::Status broadcast_shape(InferenceContext* c) {
+  std::vector<tensorflow::PartialTensorShape> shapes;
+  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+  if (!shapes.empty() && static_cast<int>(shapes.size()) != c->num_outputs()) {
+    return absl::InvalidArgumentError(absl::StrCat("shapes has ", shapes.size(), " entries for ", c->num_outputs(),
+                                                   " inputs; give one shape per input, or none"));
+  }
+  for (int i = 0; i < c->num_outputs(); ++i) {
+    ShapeHandle out = c->UnknownShape();
+    if (!shapes.empty()) TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &out));
+    c->set_output(i, out);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status recv_shape(InferenceContext* c) {
+  tensorflow::PartialTensorShape shape;
+  TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
+  ShapeHandle out;
+  TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shape, &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+REGISTER_OP("WhaleCommunicator")
+    .Output("handle: resource")
+    .Attr("communicator: string")
+    .Attr("rank: int = -1")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc("Handle of the communicator that the host program made under this name; rank -1: the only rank in this process.");
+
+REGISTER_OP("WhaleAllReduce")
+    .Input("comm: resource")
+    .Input("inputs: N * T")
+    .Output("outputs: N * T")
+    .Attr("key: string")
+    .Attr(kReduction)
+    .Attr("ranks: list(int) = []")
+    .Attr("N: int >= 1")
+    .Attr(kReducible)
+    .SetIsStateful()
+    .SetShapeFn(same_shapes)
+    .Doc("Element-wise reduction over the ranks; several inputs travel as one message, in order.");
+
+REGISTER_OP("WhaleAllGather")
+    .Input("comm: resource")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("key: string")
+    .Attr("axis: int = 0")
+    .Attr("sizes: list(int) = []")
+    .Attr("ranks: list(int) = []")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(all_gather_shape)
+    .Doc("Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it, exchanged first when not given.");
+
+REGISTER_OP("WhaleReduceScatter")
+    .Input("comm: resource")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("key: string")
+    .Attr(kReduction)
+    .Attr("axis: int = 0")
+    .Attr("sizes: list(int)")
+    .Attr("ranks: list(int) = []")
+    .Attr(kReducible)
+    .SetIsStateful()
+    .SetShapeFn(reduce_scatter_shape)
+    .Doc("Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
+
+REGISTER_OP("WhaleAllToAll")
+    .Input("comm: resource")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("key: string")
+    .Attr("split_axis: int")
+    .Attr("split_sizes: list(int)")
+    .Attr("concat_axis: int")
+    .Attr("concat_sizes: list(int)")
+    .Attr("ranks: list(int) = []")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(all_to_all_shape)
+    .Doc("From a share of concat_axis with all of split_axis to all of concat_axis with a share of split_axis.");
+
+REGISTER_OP("WhaleBroadcast")
+    .Input("comm: resource")
+    .Input("inputs: N * T")
+    .Output("outputs: N * T")
+    .Attr("key: string")
+    .Attr("root: int = 0")
+    .Attr("shapes: list(shape) = []")
+    .Attr("ranks: list(int) = []")
+    .Attr("N: int >= 1")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(broadcast_shape)
+    .Doc("The root's inputs on every rank; the inputs of the other ranks are ignored. Unknown shapes are sent first.");
+
+REGISTER_OP("WhaleSend")
+    .Input("comm: resource")
+    .Input("input: T")
+    .Attr("key: string")
+    .Attr("peer: int")
+    .Attr("ranks: list(int) = []")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Sends a tensor to the rank `peer` of the communicator.");
+
+REGISTER_OP("WhaleRecv")
+    .Input("comm: resource")
+    .Output("output: T")
+    .Attr("key: string")
+    .Attr("peer: int")
+    .Attr("shape: shape = {unknown_rank: true}")
+    .Attr("ranks: list(int) = []")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(recv_shape)
+    .Doc("Receives a tensor from the rank `peer` of the communicator.");
+
+REGISTER_OP("WhaleBarrier")
+    .Input("comm: resource")
+    .Attr("key: string")
+    .Attr("ranks: list(int) = []")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Ends when all ranks have started it.");
+
+REGISTER_OP("WhaleCheck")
+    .Input("comm: resource")
+    .Attr("key: string")
+    .Attr("fingerprint: string")
+    .Attr("what: string")
+    .Attr("ranks: list(int) = []")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Compares the fingerprint over the ranks; a difference aborts the communicator on all of them.");
+
+}  // namespace whale_ops
