@@ -1,0 +1,29 @@
+"""Script for `whale run`: one case of the zoo over MPI; every rank writes what it computed.
+
+    case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER        (SHARES: 5,3 or even)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import whale as wh
+from tests.oracle.execute import execute, save
+from tests.zoo.case import Setting, build
+from tests.zoo.catalogue import case_named
+from whale.runtime.context import check_replicas
+
+name, dtype, optimizer, shares, folder = sys.argv[1:]
+rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
+wh.init(wh.Config({"replica.shares": rows}))
+case = case_named(name)
+setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), wh.replica)
+program = build(case, setting)
+save(Path(folder, f"{wh.rank()}.npz"), execute(case, program))
+check_replicas()
+plan = program.plan(program.batches(1)[0])
+assert plan.split_flops_fraction >= 0.9, f"only {plan.split_flops_fraction:.1%} of the FLOPs are split"
+assert plan.logical_bytes > 0, "the plan moves no bytes"
+print(f"rank {wh.rank()} of {wh.size()} is done")
+wh.shutdown()

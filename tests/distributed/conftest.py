@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.helpers import Launcher
+from tests.oracle.pool import Pool
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """Runs scripts that use TensorFlow under `whale run`; afterwards no process may be left."""
+    found = Launcher(tmp_path)
+    found.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    yield found
+    assert not found.left_behind(within_s=5.0)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Reference results."""
+    with Pool() as workers:
+        yield workers
