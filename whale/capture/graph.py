@@ -309,7 +309,9 @@ def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[
             ref = refs_of.get(text)
             if ref is None:
                 if text[0] == "^":
-                    controls.append(text[1:])
+                    # Waiting for an argument is waiting for nothing.
+                    if defs[text[1:]].op != "Placeholder":
+                        controls.append(text[1:])
                     continue
                 node, _, index = text.partition(":")
                 ref = refs_of[text] = Ref(node, int(index) if index else 0)
