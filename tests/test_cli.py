@@ -20,7 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def _options_of_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
     seen: list[Options] = []
-    monkeypatch.setattr("whale.launcher.run.run", lambda options: seen.append(options) or 5)
+
+    def record(options: Options) -> int:
+        seen.append(options)
+        return 5
+
+    monkeypatch.setattr("whale.launcher.run.run", record)
     assert main(["run", *arguments]) == 5
     return seen[0]
 

@@ -206,6 +206,7 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
             action=f"correct it; the key means: {key.help}",
         )
 
+    element: type
     if key.type.startswith("list"):
         if not isinstance(value, (list, tuple)):
             raise wrong()

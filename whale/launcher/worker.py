@@ -158,12 +158,12 @@ class _Relay:
         os.write(wake_writer, b"\0")  # the script may have ended before the handler was there
         try:
             while self._running:
-                ready, _, _ = select.select([self._connection, wake, *self._open], [], [])
+                ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [])
                 if wake in ready:
                     os.read(wake, _READ_BYTES)
                 for reader in self._open.intersection(ready):
                     self._read(reader)
-                if self._connection in ready and not self._obey():
+                if self._connection.fileno() in ready and not self._obey():
                     return
                 pid, status = os.waitpid(self._script, os.WNOHANG)
                 if pid:
