@@ -16,7 +16,7 @@ def _feed(value: Any) -> bytes:
         data = value.data if isinstance(value.data, bytes) else repr(value.data).encode()
         return b"T" + value.dtype.encode() + repr(value.shape).encode() + data
     if isinstance(value, Func):
-        return b"F" + value.name.encode() + b"".join(k.encode() + _feed(v) for k, v in sorted(value.attrs.items()))
+        return b"F" + repr(value.name).encode() + b"{" + _attrs(value.attrs) + b"}"
     if isinstance(value, tuple):
         return b"(" + b",".join(map(_feed, value)) + b")"
     if isinstance(value, Shape):
@@ -58,10 +58,16 @@ def _update(h: Any, program: Program) -> None:
 
 
 def node_digests(program: Program) -> list[tuple[str, bytes]]:
-    """(what, digest) for each node in canonical order, functions after the program; last the fetches."""
+    """(what, digest) for each node in canonical order, then what goes in and out, then functions: equal programs and no
+    others have equal lists."""
     rows = [(f"{n.name} ({n.op})", node_digest(n)) for n in program.nodes]
+    rows += [(f"variable {v.name}", _digest(v.node, str(v.type))) for v in program.variables]
+    fetches = _digest(program.inputs, program.outputs, program.effects)
+    rows.append(("the fetches " + ", ".join(map(str, program.outputs)), fetches))
     for name in sorted(program.functions):
-        rows += [(f"{name}/{what}", digest) for what, digest in node_digests(program.functions[name])[:-1]]
-    fetches = repr((program.inputs, program.outputs, program.effects)).encode()
-    rows.append(("the fetches " + ", ".join(map(str, program.outputs)), hashlib.blake2b(fetches, digest_size=8).digest()))
+        rows += [(f"{name}/{what}", digest) for what, digest in node_digests(program.functions[name])]
     return rows
+
+
+def _digest(*values: Any) -> bytes:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).digest()

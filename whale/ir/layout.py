@@ -5,6 +5,7 @@ Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Union
@@ -12,6 +13,7 @@ from typing import Union
 import numpy as np
 
 REDUCTIONS = ("sum", "max", "min", "prod")
+_PLACEMENT = re.compile(rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,55 +127,52 @@ def parse_placement(text: str) -> Placement:
     Raises:
       ValueError: ``text`` is none of ``S(d)[n,...]``, ``B``, ``P(op)``, ``O``.
     """
-    if text == "B":
-        return B
-    if text == "O":
-        return O
-    if text.startswith("P(") and text[2:-1] in REDUCTIONS:
-        return Partial(text[2:-1])
-    if text.startswith("S("):
-        dim, _, sizes = text[2:].partition(")")
-        return split(int(dim), tuple(int(s) for s in sizes.strip("[]").split(",") if s))
-    raise ValueError(f"not a placement: {text!r}; expected S(dim)[sizes], B, P(op) or O")
+    match = _PLACEMENT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not a placement: {text!r}; expected S(dim)[sizes], B, P(op) or O")
+    if match["op"]:
+        return Partial(match["op"])
+    if match["dim"]:
+        return split(int(match["dim"]), tuple(int(s) for s in match["sizes"].split(",") if s))
+    return B if text == "B" else O
 
 
-def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int, shape=None) -> int:
+def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
     """Logical bytes that a change of layout moves in total over one axis of ``size`` ranks (DESIGN.md, reshard table).
+
+    Exact for uneven and empty shares: what is counted between S, B and O is what each coordinate needs and lacks.
 
     Args:
       tensor_bytes: bytes of the whole tensor, T.
-      shape: global shape; needed only for S(i) -> S(i) with other sizes.
     """
-    p = size
-    if source == target or isinstance(source, Broadcast) or p == 1:
+    others = size - 1
+    if source == target or others == 0 or isinstance(source, Broadcast):
         return 0
-    if isinstance(source, Owner):
-        if isinstance(target, Owner):
-            return 0
-        kept = 0.0
-        if isinstance(target, Split):
-            total = sum(target.sizes) or 1
-            kept = target.sizes[0] / total
-            return int(round(tensor_bytes * (1 - kept)))
-        return 0 if isinstance(target, Partial) else (p - 1) * tensor_bytes
-    if isinstance(source, Split):
-        if isinstance(target, Split):
-            if source.dim != target.dim:
-                return tensor_bytes * (p - 1) // p
-            total = sum(source.sizes) or 1
-            stays = sum(_overlap(source, target, i) for i in range(p))
-            return tensor_bytes * (total - stays) // total
-        if isinstance(target, Broadcast):
-            return (p - 1) * tensor_bytes
-        if isinstance(target, Owner):
-            total = sum(source.sizes) or 1
-            return tensor_bytes * (total - source.sizes[0]) // total
-        return 0
+    if isinstance(source, Partial):
+        return (2 if isinstance(target, Broadcast) else 1) * others * tensor_bytes  # to another reduction by way of S
     if isinstance(target, Partial):
-        return 0 if source == target else 2 * (p - 1) * tensor_bytes
-    if isinstance(target, Split) or isinstance(target, Owner):
-        return (p - 1) * tensor_bytes
-    return 2 * (p - 1) * tensor_bytes
+        return 0
+    if isinstance(target, Broadcast):
+        return others * tensor_bytes
+    return tensor_bytes - tensor_bytes * _staying(source, target) // _positions(source, target)
+
+
+def _staying(source: Placement, target: Placement) -> int:
+    """How many positions of the split dimensions each coordinate holds in both forms, added up."""
+    if isinstance(source, Split) and isinstance(target, Split):
+        if source.dim == target.dim:
+            return sum(_overlap(source, target, i) for i in range(len(source.sizes)))
+        return sum(a * b for a, b in zip(source.sizes, target.sizes))
+    cut = source if isinstance(source, Split) else target
+    return cut.sizes[0] if isinstance(cut, Split) else 1
+
+
+def _positions(source: Placement, target: Placement) -> int:
+    """How many positions the split dimensions have; 1 when they are empty."""
+    count = 1
+    for cut in {p.dim: p for p in (source, target) if isinstance(p, Split)}.values():
+        count *= sum(cut.sizes)
+    return count or 1
 
 
 def _overlap(a: Split, b: Split, i: int) -> int:

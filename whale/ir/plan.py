@@ -170,7 +170,13 @@ def plan_from_json(data: bytes) -> Plan:
         raise ValueError(
             f"plan format version {version}; this build reads version {FORMAT_VERSION}: make the plan again with `whale plan`"
         )
-    f = msgspec.json.decode(data, type=_File)
+    try:
+        return _plan(msgspec.json.decode(data, type=_File))
+    except (msgspec.ValidationError, ValueError, IndexError) as e:
+        raise ValueError(f"not a plan file: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
+
+
+def _plan(f: _File) -> Plan:
     table = [
         Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w, once)
         for i, o, w, once in f.strategy_table

@@ -243,18 +243,23 @@ def parse_program(text: str) -> Program:
             key = r.word() if r.take("program|function") == "function" else None
             graphs.append((key, {"name": r.word(), "nodes": [], "inputs": [], "variables": []}))
             continue
+        if not graphs:
+            raise ValueError(f"cannot read {line!r}: no line starts with `program` before it")
         g = graphs[-1][1]
-        if r.has("input "):
+        word = r.word()
+        if r.has("="):  # any name may be a node's, those of the other lines too
+            g["nodes"].append(parse_node(line.strip()))
+        elif word == "input":
             g["inputs"].append(r.word())
-        elif r.has("variable "):
+        elif word == "variable":
             node, name, t = r.word(), r.string(), r.type()
             g["variables"].append(Variable(node, name, t, r.string() if r.has("@") else ""))
-        elif r.has("return"):
+        elif word == "return":
             g["outputs"] = tuple(r.listed(r.ref, "")) if r.rest() else ()
-        elif r.has("effects"):
+        elif word == "effects":
             g["effects"] = tuple(r.listed(r.word, "")) if r.rest() else ()
         else:
-            g["nodes"].append(parse_node(line.strip()))
+            raise ValueError(f"cannot read {line!r}: expected `input`, `variable`, `return`, `effects`, or `name = Op(...)`")
     programs = {
         key: Program(**{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()}) for key, g in graphs
     }
