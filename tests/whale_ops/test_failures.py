@@ -1,0 +1,202 @@
+"""What happens when ranks do not do the same: errors on every rank, in time, that say what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import numpy as np
+import pytest
+
+from tests.whale_ops import harness
+from tests.whale_ops.harness import each, ranks
+from whale.errors import CommError
+
+pytestmark = pytest.mark.core
+
+
+def failures(communicators, cases, timeout_s: float = 2.0) -> list[str]:
+    """Starts cases[rank] on each rank; the errors of all ranks, all of which must fail in time."""
+    operations = [case.start(c) for case, c in zip(cases, communicators)]
+    messages = []
+    for operation in operations:
+        with pytest.raises(CommError) as caught:
+            operation.wait(timeout_s)
+        assert caught.value.facts["kind"] != "timed out"
+        messages.append(str(caught.value))
+    return messages
+
+
+def floats(size: int, n: int = 4) -> list[np.ndarray]:
+    return [np.ones(n, np.float32)] * size
+
+
+DISAGREEMENTS = {
+    "dtype": (harness.all_reduce("k", floats(3)), harness.all_reduce("k", [np.ones(4, np.float64)] * 3), "float32", "float64"),
+    "operation": (harness.all_reduce("k", floats(3)), harness.all_gather("k", floats(3)), r"AllReduce\(sum\)", "AllGather"),
+    "reduction": (harness.all_reduce("k", floats(3)), harness.all_reduce("k", floats(3), "max"), r"\(sum\)", r"\(max\)"),
+    "barrier": (harness.all_reduce("k", floats(3)), harness.Case("Barrier", "k", floats(3), floats(3), [{}] * 3), "AllReduce",
+                "Barrier"),
+    "large": (harness.all_reduce("k", floats(3, 400_000)), harness.all_gather("k", floats(3, 400_000)), "AllReduce", "AllGather"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_disagreement_is_an_error_on_every_rank(name: str) -> None:
+    two, one, first, second = DISAGREEMENTS[name]
+    with ranks(3) as communicators:
+        for message in failures(communicators, [two, two, one]):
+            assert "'k'" in message and "rank 2" in message
+            assert re.search(first, message) and re.search(second, message)
+
+
+def test_different_sizes_are_an_error_on_every_rank() -> None:
+    cases = [harness.all_reduce("k", [np.ones(n, np.float32)] * 2) for n in (10, 11)]
+    for rank, case in enumerate(cases):
+        for argument in case.arguments:
+            argument["text"] = f"[{10 + rank}]"
+    with ranks(2) as communicators:
+        for message in failures(communicators, cases):
+            assert "[10]" in message and "[11]" in message and "'k'" in message
+    # Even where the caller's text does not give the sizes away.
+    plain = [harness.all_reduce("k", [np.ones(n, np.float32)] * 2) for n in (10, 11)]
+    with ranks(2) as communicators:
+        for message in failures(communicators, plain):
+            assert "40 bytes" in message and "44 bytes" in message and "'k'" in message
+
+
+def test_two_roots_are_noticed_although_nobody_waits() -> None:
+    cases = [harness.broadcast("k", floats(2), root) for root in (0, 1)]
+    with ranks(2) as communicators:
+        started = [case.start(c) for case, c in zip(cases, communicators)]
+        time.sleep(0.2)
+        del started
+        for message in failures(communicators, [harness.all_reduce("next", floats(2))] * 2):
+            assert "disagree" in message and "'k'" in message
+
+
+def test_abort_fails_pending_and_later_operations_everywhere() -> None:
+    with ranks(3) as communicators:
+        pending = harness.all_reduce("pending", floats(3)).start(communicators[0])
+        communicators[2].abort("data ran out; look at the input files")
+        with pytest.raises(CommError, match="data ran out") as caught:
+            pending.wait(2)
+        assert caught.value.action == "look at the input files"
+        for message in failures(communicators, [harness.all_reduce("later", floats(3))] * 3):
+            assert "data ran out" in message
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    with ranks(3) as communicators:
+        waiting = [harness.all_reduce("step", floats(3)).start(c) for c in communicators[:1]]
+        communicators[1].leave()
+        for operation in waiting:
+            with pytest.raises(CommError, match=r"rank 1 has left the run .* while rank 0 waits for it in AllReduce 'step'"):
+                operation.wait(2)
+        with pytest.raises(CommError, match="rank 1 has left"):
+            harness.all_reduce("step", floats(3)).start(communicators[2]).wait(2)
+
+
+def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
+    data = np.arange(5, dtype=np.float32)
+    with ranks(2) as communicators:
+        send = harness.Case("Send", "k", [data] * 2, [data] * 2, [{"counts": [5], "root": 1}] * 2)
+        send.start(communicators[0]).wait(2)
+        communicators[0].leave()
+        time.sleep(0.1)
+        received = np.zeros(5, np.float32)
+        harness.Case("Recv", "k", [data] * 2, [received] * 2, [{"counts": [5], "root": 0}] * 2).start(communicators[1]).wait(2)
+        np.testing.assert_array_equal(received, data)
+
+
+def test_a_large_send_to_a_rank_that_left_fails() -> None:
+    data = np.zeros(100_000, np.float32)
+    with ranks(2) as communicators:
+        send = harness.Case("Send", "k", [data] * 2, [data] * 2, [{"counts": [100_000], "root": 1}] * 2)
+        operation = send.start(communicators[0])
+        communicators[1].leave()
+        with pytest.raises(CommError, match="rank 1 has left"):
+            operation.wait(2)
+
+
+def test_host_exchanges() -> None:
+    with ranks(3) as communicators:
+        parts = each(communicators, lambda c: c.allgather_bytes("k", b"%d" % c.rank * 10_000 * c.rank, 5))
+        assert parts == [[b"", b"1" * 10_000, b"2" * 20_000]] * 3
+        plans = each(communicators, lambda c: c.broadcast_bytes("p", b"plan\0" if c.rank == 1 else None, 1, 5))
+        assert plans == [b"plan\0"] * 3
+        assert each(communicators, lambda c: c.barrier(timeout_s=5)) == [None] * 3
+
+
+def test_a_host_exchange_that_nobody_answers_ends_for_all() -> None:
+    with ranks(2) as communicators:
+        started = time.monotonic()
+        with pytest.raises(CommError, match=r"rank 0 waited 0.3 s in the exchange 'k'"):
+            communicators[0].allgather_bytes("k", b"", 0.3)
+        assert time.monotonic() - started < 1.5
+        with pytest.raises(CommError, match="rank 0 waited"):
+            communicators[1].allgather_bytes("k", b"", 5)
+
+
+def test_only_the_root_gives_data() -> None:
+    with ranks(2) as communicators, pytest.raises(CommError, match="only the root"):
+        communicators[0].broadcast_bytes("k", None, 0, 1)
+
+
+def test_a_stalled_operation_is_reported_with_the_missing_rank(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setenv("WHALE_STALL_S", "0.2")
+    with ranks(2) as communicators:
+        operation = harness.all_reduce("slow 'x'", floats(2)).start(communicators[0])
+        time.sleep(1.2)
+        harness.all_reduce("slow 'x'", floats(2)).start(communicators[1]).wait(2)
+        operation.wait(2)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("whale:")]
+    assert 2 <= len(lines) <= 3  # after 0.2, 0.4 and 0.8 s, give or take the interval of looking
+    assert all("rank 0 has waited" in line and "AllReduce 'slow 'x''" in line and "for rank 1;" in line for line in lines)
+
+
+WRONG = {
+    "peer": (harness.Case("Send", "k", floats(2), floats(2), [{"counts": [4], "root": 0}] * 2), "peer is 0"),
+    "group": (harness.Case("Barrier", "k", floats(2), floats(2), [{"ranks": [0, 0]}] * 2), "ranks are 0 and 0"),
+    "not a member": (harness.Case("Barrier", "k", floats(2), floats(2), [{"ranks": [1]}] * 2), "not one of the ranks 1"),
+    "sizes": (harness.Case("AllGather", "k", floats(2), floats(2), [{"counts": [4]}] * 2), "one per rank"),
+    "negative": (harness.Case("AllGather", "k", floats(2), floats(2), [{"counts": [4, -1]}] * 2), "negative"),
+    "root": (harness.broadcast("k", floats(2), 2), "root is 2"),
+    "complex": (harness.all_reduce("k", [np.ones(2, np.complex64)] * 2, "max"), "expected 'sum'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_told_to_the_caller_alone(name: str) -> None:
+    case, message = WRONG[name]
+    with ranks(2) as communicators:
+        with pytest.raises(CommError, match=message):
+            case.start(communicators[0]).wait(2)
+        harness.all_reduce("good", floats(2)).run(communicators)
+
+
+def test_names_are_unique_until_left() -> None:
+    with ranks(2, "unique") as communicators:
+        with pytest.raises(CommError, match="'unique' exists"), ranks(2, "unique"):
+            pass
+        del communicators
+    with ranks(3, "unique") as communicators:
+        harness.all_reduce("x", floats(3)).run(communicators)
+
+
+def test_a_forked_child_is_refused() -> None:
+    with ranks(1) as communicators:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                communicators[0].barrier(timeout_s=1)
+                os.write(write, b"it ran")
+            except CommError as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert b"forked" in os.read(read, 4096)
+        communicators[0].barrier(timeout_s=5)
