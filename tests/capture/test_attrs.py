@@ -15,6 +15,7 @@ from whale.errors import ProgramError
 from whale.ir.program import Node
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 
+pytestmark = pytest.mark.core
 _DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool", "complex64"]
 
 _scalars = st.one_of(

@@ -14,6 +14,7 @@ from tests.capture.roundtrip import NORMALISED, ProgramSession, through_program
 from tests.zoo.case import Case, Setting, build, flavour
 from tests.zoo.catalogue import CASES
 
+pytestmark = pytest.mark.core
 _STEPS = 3
 _HERE = [case for case in CASES if flavour() in case.flavours]
 

@@ -12,6 +12,7 @@ from whale.errors import ProgramError
 from whale.ir.program import Program
 from whale.passes.decompose import decompose, is_composite
 
+pytestmark = pytest.mark.core
 _CASES = [
     ("FusedBatchNorm", "float32", 1.0),
     ("FusedBatchNormV2", "float32", 1.0),

@@ -15,6 +15,7 @@ from whale.ir.values import DType, Tensor, TensorType
 from whale.passes.fold import LARGEST_ELEMENTS, fold
 from whale.passes.fold_ops import EVALUATORS, broadcast_gradient_args
 
+pytestmark = pytest.mark.core
 R = tf.raw_ops
 _I = np.array([[3, -7, 0], [5, 2, -1]], np.int32)
 _J = np.array([[2, 3, 4], [-5, 1, 7]], np.int32)

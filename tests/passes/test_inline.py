@@ -14,6 +14,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, TensorType
 from whale.passes.inline import CALLS, inline
 
+pytestmark = pytest.mark.core
 _F = TensorType("float32", ())
 
 

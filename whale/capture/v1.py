@@ -68,8 +68,8 @@ class GraphCapture:
           A Captured whose ``fed`` names the fed tensors in the order of ``inputs``.
 
         Raises:
-          CaptureError: an unfed placeholder, a shape that does not fit, control flow of version 1, or a reference
-            variable is needed.
+          CaptureError: an unfed placeholder, control flow of version 1 or a reference variable is needed; a shape does
+            not fit; a fetch is something else.
         """
         with no_garbage_collection():
             return self._capture(fetches, feeds)
@@ -81,6 +81,14 @@ class GraphCapture:
         shapes = {t.name: _checked(t, shape) for t, shape in feeds.items()}
         wanted = [f for f in fetches if isinstance(f, tf.Tensor)]
         effects = [f for f in fetches if isinstance(f, tf.Operation)]
+        if len(wanted) + len(effects) < len(fetches):
+            odd = next(f for f in fetches if not isinstance(f, (tf.Tensor, tf.Operation)))
+            raise CaptureError(
+                "a fetch is neither a tensor nor an operation",
+                given=f"{type(odd).__name__} {odd!r}",
+                expected="tf.Tensor or tf.Operation",
+                action="flatten structures, and take variables and names apart, before capturing",
+            )
         needed, reached = _needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes)
         self._refuse(needed)
         fed = {name: shapes[name] for name in shapes if name in reached}

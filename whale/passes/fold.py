@@ -13,6 +13,7 @@ import numpy as np
 
 from whale.ir.program import Node, Program, Ref, prune
 from whale.ir.values import DType, Tensor, TensorType, numpy_dtype
+from whale.passes.fold_lists import refine_lists
 from whale.passes.fold_ops import EVALUATORS
 from whale.passes.fold_shapes import STATIC_SHAPE, refined
 
@@ -33,8 +34,16 @@ def fold(program: Program) -> Program:
     Output types that a folded operand makes known (Reshape, Fill, Slice, ...) are refined. Bodies of functions are
     folded too.
     """
+    folded = _fold_all(program)
+    # What a list holds may make shapes known that make what other lists hold known: loops run one after another.
+    while (refined_lists := refine_lists(folded)) is not folded:
+        folded = _fold_all(refined_lists)
+    return prune(replace(folded, functions={name: prune(body) for name, body in folded.functions.items()}))
+
+
+def _fold_all(program: Program) -> Program:
     functions = {name: _fold_graph(body) for name, body in program.functions.items()}
-    return prune(replace(_fold_graph(program), functions=functions))
+    return replace(_fold_graph(program), functions=functions)
 
 
 def _fold_graph(program: Program) -> Program:

@@ -1,0 +1,199 @@
+"""What tensor lists hold, followed through loops and branches: the shape, and for shapes pushed as constants the value.
+
+A list made before its batch was known allows any batch; what is put in tells the size. The gradient of a loop reads the
+shapes that the loop pushed, one per turn: when all are the same constant, that is what it reads. The analysis is a
+fixpoint over the lattice nothing put in < one item < an item with unknown sizes or value < an item of unknown rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims, DType, Func, Tensor, TensorType
+
+
+class _Item(NamedTuple):
+    """What every item of a list is: a shape (None: of unknown rank), and a constant or None."""
+
+    shape: Dims | None = None
+    value: Tensor | None = None
+
+
+_ANY = _Item()
+_LARGEST_ELEMENTS = 64  # shapes and the like
+
+_PUT = frozenset({"TensorListSetItem", "TensorListPushBack"})
+_SAME = frozenset({"Identity", "StopGradient", "TensorListResize", "TensorListPopBack", "ZerosLike"})
+_ITEM_OUTPUT = {"TensorListGetItem": 0, "TensorListPopBack": 1}
+_INTEGERS = frozenset({"int32", "int64"})
+_STACKED = frozenset({"TensorListStack", "TensorListGather"})
+
+
+def refine_lists(program: Program) -> Program:
+    """``program`` with the output types of list reads (and of nothing else) as far as what was put in tells them.
+
+    Bodies in ``program.functions`` are refined too. Returns ``program`` itself when nothing is learnt.
+    """
+    graphs = {"": program, **program.functions}
+    if not any(_reads_loosely(n) for graph in graphs.values() for n in graph.nodes):
+        return program
+    elements = _Elements(graphs).solved()
+    changed = {name: _refined(graph, name, elements) for name, graph in graphs.items()}
+    if all(changed[name] is graphs[name] for name in graphs):
+        return program
+    main = changed.pop("")
+    return replace(main, functions=changed)
+
+
+def _reads_loosely(node: Node) -> bool:
+    """Whether more could be known of what ``node`` reads: a size, or the value of a vector of integers."""
+    if node.op not in _ITEM_OUTPUT and node.op not in _STACKED:
+        return False
+    kind = node.outputs[_ITEM_OUTPUT.get(node.op, 0)]
+    return not kind.is_static or (node.op == "TensorListPopBack" and kind.dtype in _INTEGERS)
+
+
+def _join(a: _Item | None, b: _Item | None) -> _Item | None:
+    """The least that holds for both; None is the list with nothing in it."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+        return _ANY
+    shape = tuple(x if x == y else None for x, y in zip(a.shape, b.shape))
+    return _Item(shape, a.value if a.value == b.value else None)
+
+
+class _Elements:
+    """What each list of each graph may hold: (graph, ref) -> element."""
+
+    def __init__(self, graphs: Mapping[str, Program]) -> None:
+        self.graphs = graphs
+        self.known: dict[tuple[str, Ref], _Item] = {}
+        self.changed = False
+
+    def solved(self) -> dict[tuple[str, Ref], _Item]:
+        """The least fixpoint; every step only moves up a lattice of finite height."""
+        self.changed = True
+        while self.changed:
+            self.changed = False
+            for name, graph in self.graphs.items():
+                for node in graph.nodes:
+                    self._visit(name, graph, node)
+        return self.known
+
+    def _of(self, graph: str, ref: Ref) -> _Item | None:
+        return self.known.get((graph, ref))
+
+    def _raise(self, graph: str, ref: Ref, item: _Item | None) -> None:
+        own = self._of(graph, ref)
+        joined = _join(own, item)
+        if joined is not None and joined != own:
+            self.known[graph, ref] = joined
+            self.changed = True
+
+    def _visit(self, name: str, graph: Program, node: Node) -> None:
+        lists = [i for i, t in enumerate(node.outputs) if t.dtype == "variant"]
+        called = _called(node, self.graphs)
+        if called:
+            self._call(name, node, called)
+        elif not lists or node.op in ("EmptyTensorList", "TensorListReserve", "Placeholder"):
+            return
+        elif node.op == "TensorListFromTensor":
+            shape = graph.type_of(node.inputs[0]).shape
+            self._raise(name, Ref(node.name), _Item(shape[1:]) if shape else _ANY)
+        elif node.op in _PUT:
+            self._raise(name, Ref(node.name), self._of(name, node.inputs[0]))
+            self._raise(name, Ref(node.name), _put(graph, node))
+        elif node.op in _SAME:
+            self._raise(name, Ref(node.name), self._of(name, node.inputs[0]))
+        else:
+            for i in lists:
+                self._raise(name, Ref(node.name, i), _ANY)
+
+    def _call(self, name: str, node: Node, called: list[str]) -> None:
+        loop = node.op in ("While", "StatelessWhile")
+        arguments = node.inputs if loop else node.inputs[1:]
+        for function in called:
+            body = self.graphs[function]
+            for argument, given in zip(body.inputs, arguments):
+                self._raise(function, Ref(argument), self._of(name, given))
+            if loop and len(body.outputs) != len(node.outputs):
+                continue  # the condition
+            for i, result in enumerate(body.outputs):
+                if node.outputs[i].dtype == "variant":
+                    self._raise(name, Ref(node.name, i), self._of(function, result))
+                    if loop:
+                        self._raise(name, Ref(node.name, i), self._of(name, node.inputs[i]))
+                        for other in called:
+                            self._raise(other, Ref(self.graphs[other].inputs[i]), self._of(function, result))
+
+
+def _put(graph: Program, node: Node) -> _Item:
+    ref = node.inputs[-1]
+    source = graph.by_name[ref.node]
+    kind = source.outputs[ref.index]
+    # A list that was reserved reads as zeros where nothing was set, so only what is pushed has a value.
+    known = node.op == "TensorListPushBack" and source.op == "Const" and kind.dtype in _INTEGERS
+    return _Item(kind.shape, source.attrs["value"] if known and kind.elements <= _LARGEST_ELEMENTS else None)
+
+
+def _called(node: Node, graphs: Mapping[str, Program]) -> list[str]:
+    if node.op not in ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"):
+        return []
+    found = []
+    for key in ("cond", "body") if "While" in node.op else ("then_branch", "else_branch", "branches"):
+        value = node.attrs.get(key)
+        for func in value if isinstance(value, tuple) else (value,):
+            if isinstance(func, Func) and func.name in graphs:
+                found.append(func.name)
+    return found
+
+
+def _refined(graph: Program, name: str, items: Mapping[tuple[str, Ref], _Item]) -> Program:
+    nodes: list[Node] = []
+    moved: dict[Ref, Ref] = {}
+    taken: set[str] = set()
+    changed = False
+    for node in graph.nodes:
+        if moved and any(r in moved for r in node.inputs):
+            node = replace(node, inputs=tuple(moved.get(r, r) for r in node.inputs))
+        item = items.get((name, node.inputs[0])) if _reads_loosely(node) else None
+        if item is not None and item.shape is not None:
+            better = _output_types(node, item.shape)
+            if better != node.outputs:
+                node = replace(node, outputs=better)
+                changed = True
+            if item.value is not None and Ref(node.name, 1) in graph.consumers:
+                taken = taken or set(graph.by_name)
+                nodes.append(_constant(f"{node.name}/item", item.value, node, taken))
+                moved[Ref(node.name, 1)] = Ref(nodes[-1].name)
+                changed = True
+        nodes.append(node)
+    if not changed:
+        return graph
+    return graph.with_nodes(tuple(nodes), outputs=tuple(moved.get(r, r) for r in graph.outputs))
+
+
+def _constant(name: str, value: Tensor, read: Node, taken: set[str]) -> Node:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    kind = TensorType(value.dtype, value.shape)
+    attrs = {"dtype": DType(value.dtype), "value": value}
+    return Node(name, "Const", (), (), attrs, (kind,), read.scope)
+
+
+def _output_types(node: Node, item: Dims) -> tuple[TensorType, ...]:
+    at = _ITEM_OUTPUT.get(node.op, 0)
+    own = node.outputs[at]
+    told = item
+    if node.op in _STACKED:
+        told = ((own.shape[0] if own.shape else None), *item)
+    if own.shape is not None:
+        if len(own.shape) != len(told):
+            return node.outputs
+        told = tuple(b if a is None else a for a, b in zip(own.shape, told))
+    return (*node.outputs[:at], TensorType(own.dtype, told), *node.outputs[at + 1 :])
