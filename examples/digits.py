@@ -150,7 +150,7 @@ def train(device: Device, x: np.ndarray, y: np.ndarray, epochs: int) -> tuple[Di
                     # The first step builds the graph: it is no measure of speed.
                     start_s = time.perf_counter()
                     if device.size > 1:
-                        report.say(_one_screen(digits.step.plan(*batch)))
+                        report.say(_one_screen(digits.step.plan(*batch)).rstrip())
                 else:
                     speed = (len(losses) - 1) * BATCH / (time.perf_counter() - start_s)
                     report.step(epoch, losses[-1], speed)

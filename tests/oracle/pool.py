@@ -7,9 +7,11 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,10 @@ class Worker:
             ready = [process.stdout]
         line = process.stdout.readline() if ready else b""
         if not line:
+            if not ready:
+                # The worker writes its stack to the log; a second is plenty.
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(1.0)
             self.close()
             said = self._log.read_text(errors="replace")[-4000:]
             why = f"ended with code {process.returncode}" if ready else f"did not answer within {timeout_s:g} s"
@@ -94,7 +100,7 @@ class Pool:
     At most one reference and one distributed worker run at a time, both with the same Keras: memory.
     """
 
-    def __init__(self, timeout_s: float = 180.0) -> None:
+    def __init__(self, timeout_s: float = 90.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="whale-oracle-")
         self._workers: dict[tuple[str, str], Worker] = {}
         self._references: dict[tuple[str, str, str, str], dict[str, Any]] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -13,6 +15,7 @@ from typing import Any
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answers jobs until stdin ends. What the job prints goes to stderr, so that it cannot spoil the answers."""
+    faulthandler.register(signal.SIGUSR1)  # how the pool learns where a job hangs
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
