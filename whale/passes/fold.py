@@ -14,6 +14,7 @@ import numpy as np
 from whale.ir.program import Node, Program, Ref, prune
 from whale.ir.values import DType, Tensor, TensorType, numpy_dtype
 from whale.passes.fold_lists import refine_lists
+from whale.passes.fold_loops import refine_loops
 from whale.passes.fold_ops import EVALUATORS
 from whale.passes.fold_shapes import STATIC_SHAPE, refined
 
@@ -34,11 +35,16 @@ def fold(program: Program) -> Program:
     Output types that a folded operand makes known (Reshape, Fill, Slice, ...) are refined. Bodies of functions are
     folded too.
     """
-    folded = _fold_all(program)
-    # What a list holds may make shapes known that make what other lists hold known: loops run one after another.
-    while (refined_lists := refine_lists(folded)) is not folded:
-        folded = _fold_all(refined_lists)
+    folded = refine_loops(_settled(program), _settled)
     return prune(replace(folded, functions={name: prune(body) for name, body in folded.functions.items()}))
+
+
+def _settled(program: Program) -> Program:
+    """``program`` folded until nothing more is learnt from what lists hold."""
+    folded = _fold_all(program)
+    while (better := refine_lists(folded)) is not folded:
+        folded = _fold_all(better)
+    return folded
 
 
 def _fold_all(program: Program) -> Program:
