@@ -86,6 +86,11 @@ def test_an_error_of_whale_is_explained_without_a_traceback(
     )
 
 
+def test_show_explains_a_plan_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path / "absent.json")]) == 2
+    assert "whale show: the plan cannot be read\n  given: " in capsys.readouterr().err
+
+
 def test_the_version() -> None:
     line = [sys.executable, "-m", "whale", "--version"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)

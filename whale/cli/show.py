@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from whale.errors import PlanError
+
 
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
@@ -18,5 +20,15 @@ def call(given: argparse.Namespace) -> int:
     from whale.ir.plan import load_plan
     from whale.ir.text import format_plan
 
-    print(format_plan(load_plan(given.plan)))
+    try:
+        plan = load_plan(given.plan)
+    except OSError as error:
+        raise PlanError(
+            "the plan cannot be read",
+            given=given.plan,
+            reason=error.strerror,
+            expected="a file that `whale plan -o` wrote",
+            action="correct the path",
+        ) from error
+    print(format_plan(plan))
     return 0
