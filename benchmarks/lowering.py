@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    model = tf.keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation=None)
+    model = tf.keras.applications.ResNet50(
+        weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation=None
+    )
     optimizer = tf.keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
     x, y = np.zeros((8, 64, 64, 3), np.float32), np.zeros(8, np.int32)

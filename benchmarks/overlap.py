@@ -94,7 +94,8 @@ def main() -> None:
         shares = [hidden_share(intervals) for intervals in steps]
         busy_ms = [sum(end - start for start, end in union(intervals)) / 1e3 for intervals in steps]
         print(f"{2 * options.layers} gradients, {plan.logical_bytes / 1e6:.1f} MB per step over {link}")
-        print(f"  step {1e3 * statistics.median(seconds):.1f} ms, all-reduces under way {statistics.median(busy_ms):.1f} ms")
+        step_ms = 1e3 * statistics.median(seconds)
+        print(f"  step {step_ms:.1f} ms, all-reduces under way {statistics.median(busy_ms):.1f} ms")
         print(f"  all-reduces per step {len(steps[-1])}, hidden before the last gradient is ready"
               f" {statistics.median(shares):.0%} (median of {len(shares)})")  # fmt: skip
     wh.shutdown()

@@ -57,7 +57,8 @@ def compare(console: Console, plain: dict[str, Any], spread: dict[str, Any]) -> 
     console.print(table)
     agree = error <= limit
     good = min(plain["accuracy"], spread["accuracy"]) >= ASKED_ACCURACY
-    console.print(f"largest relative difference {error:.1e}, limit {limit:.1e}: {'the same' if agree else 'NOT the same'}")
+    verdict = "the same" if agree else "NOT the same"
+    console.print(f"largest relative difference {error:.1e}, limit {limit:.1e}: {verdict}")
     console.print(f"accuracy at least {ASKED_ACCURACY:.0%}: {'yes' if good else 'NO'}")
     return agree and good
 

@@ -99,7 +99,7 @@ def table(outcomes: dict[Run, Outcome | None], failures: dict[Run, list[str]]) -
         "",
         f"{len(outcomes) - len(failures)} of {len(outcomes)} runs are as one device.",
         "",
-        "| case | Keras | dtype | optimizer | limit | " + " | ".join(map(str, spreads)) + " | split FLOPs | bytes/step |",
+        f"| case | Keras | dtype | optimizer | limit | {' | '.join(map(str, spreads))} | split FLOPs | bytes/step |",
         "|---|---|---|---|---|" + "---|" * (len(spreads) + 2),
     ]
     rows: dict[tuple[str, ...], dict[Spread, Outcome | None]] = {}

@@ -24,6 +24,9 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
     program = build(case, setting)
     before = program.variables()
     values = execute(case, program)
+    # A result of another precision would be held against the wrong limit.
+    other = {n for n, v in values.items() if n[0].isdigit() and v.dtype.kind == "f" and v.dtype != job["dtype"]}
+    assert not other, f"results that are not {job['dtype']}: {sorted(other)}"
     floor = program.learning_rate * case.steps
     program.close()
     save(job["path"], values)

@@ -152,7 +152,7 @@ def function_program(
     variables: Callable[[], Sequence[Any]],
     learning_rate: float,
 ) -> Program:
-    """A TF2 program from an unwrapped step; `variables` is asked late, since a step may create some at its first call."""
+    """A TF2 program from an unwrapped step; `variables` is asked late: a step may create some at its first call."""
     function = setting.function(step)
 
     def read() -> dict[str, np.ndarray]:

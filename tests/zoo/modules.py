@@ -38,7 +38,10 @@ class Updater(tf.Module):
         self.kind = name
         self.count = tf.Variable(0, dtype=tf.int64, name="count")
         slots = 2 if name == "adam" else 0
-        self.slots = [[tf.Variable(tf.zeros_like(v), name=f"{v.name[:-2]}_slot") for _ in range(slots)] for v in variables]
+        self.slots = [
+            [tf.Variable(tf.zeros_like(variable), name=f"{variable.name[:-2]}_slot") for _ in range(slots)]
+            for variable in variables
+        ]
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[tf.Variable]) -> None:
         rate = learning_rate(self.kind)
