@@ -14,6 +14,7 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
 
 COMMUNICATOR = "whale/communicator"
+COLLECTIVES = frozenset({"WhaleAllReduce", "WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll", "WhaleBroadcast"})
 
 
 @dataclass
@@ -115,6 +116,12 @@ class Emitter:
         mine = tuple(target.sizes[self.rank] if d == target.dim else n for d, n in enumerate(work))
         got = self.comm_op(name, "WhaleAllToAll", (source,), t, attrs, (TensorType(t.dtype, mine),))
         return self.reshape(name + "/as_vector", got, t.dtype, mine[:1]) if len(shape) == 1 else got
+
+
+def is_joint(r: Reshard) -> bool:
+    """Whether all ranks have to take part in the change, those too that do not need its result."""
+    have, want = type(r.source), type(r.target)
+    return have is not Broadcast and want is not Owner and not (have is Split and want is Partial)
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:

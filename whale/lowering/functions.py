@@ -48,6 +48,10 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
         renamed = _rename_functions(program, prefix)
         definitions += [to_function_def(body, name) for name, body in renamed.functions.items()]
         variables = tuple(v.node for v in renamed.variables)
+        if i > 0:
+            # Nobody reads this rank's results, but the first rank waits for the communication behind them.
+            wanted = dict.fromkeys(r.node for r in renamed.outputs if r.node not in renamed.inputs + variables)
+            renamed = replace(renamed, effects=tuple(dict.fromkeys((*renamed.effects, *wanted))))
         handles.append(variables)
         main = to_function_def(replace(renamed, inputs=renamed.inputs + variables), prefix)
         definitions.append(main)

@@ -12,7 +12,7 @@ from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_sha
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import UNMOVABLE, Shape, TensorType, numpy_dtype
-from whale.lowering.emit import Emitter, emit_reshard
+from whale.lowering.emit import COLLECTIVES, Emitter, emit_reshard, is_joint
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local
 from whale.rules.empty import known_outputs
@@ -81,7 +81,9 @@ class _Localiser:
             self._node(node)
         outputs = tuple(self._output(r, i) for i, r in enumerate(self.program.outputs))
         self._emit_groups()
+        self._take_part()
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
+        effects += self._unread(outputs)
         if what is not None and self.plan.size > 1:
             effects.append(self._check(what))
         nodes = topological(self.emitter.nodes)
@@ -89,6 +91,19 @@ class _Localiser:
         variables = tuple(v for v in self.program.variables if v.node in self.emitter.nodes)
         result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
         return result, communicates
+
+    def _take_part(self) -> None:
+        """Emits the collectives whose results only other ranks read: this rank's share is empty, or the reader runs once."""
+        for r in self.plan.reshards:
+            if r.graph == self.graph and r.group < 0 and (r.ref, r.target) not in self.local and is_joint(r):
+                if self.program.type_of(r.ref).dtype not in UNMOVABLE:
+                    self.get(r.ref, r.target)
+
+    def _unread(self, outputs: tuple[Ref, ...]) -> list[str]:
+        """Collectives that nothing on this rank reads; they have to run all the same."""
+        nodes = self.emitter.nodes
+        read = {r.node for n in nodes.values() for r in n.inputs}.union(r.node for r in outputs)
+        return [n for n, node in nodes.items() if node.op in COLLECTIVES and n not in read]
 
     def _check(self, what: str) -> str:
         e = self.emitter
