@@ -14,7 +14,9 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
 
 COMMUNICATOR = "whale/communicator"
-COLLECTIVES = frozenset({"WhaleAllReduce", "WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll", "WhaleBroadcast"})
+COMMUNICATION = frozenset({
+    "WhaleAllReduce", "WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll", "WhaleBroadcast", "WhaleSend", "WhaleRecv",
+})  # fmt: skip
 
 
 @dataclass
@@ -118,6 +120,54 @@ class Emitter:
         return self.reshape(name + "/as_vector", got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
 
+    def move_shares(self, name: str, source: Ref, t: TensorType, have: Split, want: Split, key: str) -> Ref:
+        """Shares of one dimension under other sizes: each rank sends what is not yet at its owner, and nothing else."""
+        mine = have.offset(self.rank), have.offset(self.rank) + have.sizes[self.rank]
+        pieces: list[Ref] = []
+        for peer in range(self.size):
+            low, high = _common(mine, want, peer)
+            if peer != self.rank and low < high:
+                piece = self._rows(f"{name}/to_{peer}", source, t, have.dim, low - mine[0], high - low)
+                attrs = {"key": f"{key}/{self.rank}to{peer}", "peer": peer}
+                self.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), t, attrs, ())
+        needed = want.offset(self.rank), want.offset(self.rank) + want.sizes[self.rank]
+        for peer in range(self.size):
+            low, high = _common(needed, have, peer)
+            if low >= high:
+                continue
+            if peer == self.rank:
+                pieces.append(self._rows(f"{name}/kept", source, t, have.dim, low - mine[0], high - low))
+                continue
+            shape = _with_size(t, have.dim, high - low)
+            attrs = {"key": f"{key}/{peer}to{self.rank}", "peer": peer, "shape": Shape(shape)}
+            pieces.append(self.comm_op(f"{name}/recv_{peer}", "WhaleRecv", (), t, attrs, (TensorType(t.dtype, shape),)))
+        out = TensorType(t.dtype, local_shape(t.shape, want, self.rank))
+        if not pieces:
+            return self.const(name, np.zeros(out.shape or (), numpy_dtype(t.dtype)))
+        if len(pieces) == 1:
+            return pieces[0]
+        operands = (*pieces, self.const(name + "/axis", np.array(have.dim, np.int32)))
+        return self.add(name, "ConcatV2", operands, {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}, (out,))
+
+    def _rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
+        """``count`` positions of dimension ``dim`` of a local tensor, from ``start``."""
+        begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
+        begin[dim], size[dim] = start, count
+        operands = (source, self.const(name + "/begin", begin), self.const(name + "/size", size))
+        out = TensorType(t.dtype, _with_size(t, dim, count))
+        return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
+
+
+def _common(mine: tuple[int, int], theirs: Split, peer: int) -> tuple[int, int]:
+    """Where the span ``mine`` and the share of ``peer`` overlap: (first, one past the last)."""
+    start = theirs.offset(peer)
+    return max(mine[0], start), min(mine[1], start + theirs.sizes[peer])
+
+
+def _with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
+    return tuple(size if d == dim else n for d, n in enumerate(t.shape or ()))
+
+
 def is_joint(r: Reshard) -> bool:
     """Whether all ranks have to take part in the change, those too that do not need its result."""
     have, want = type(r.source), type(r.target)
@@ -154,7 +204,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
             return e.all_gather(name, local, t, have, r.key)
         assert isinstance(want, Split)
         if want.dim == have.dim:
-            return e.cut(name, e.all_gather(name + "/whole", local, t, have, r.key), t, want)
+            return e.move_shares(name, local, t, have, want, r.key)
         attrs = {"key": r.key, "split_axis": want.dim, "split_sizes": want.sizes, "concat_axis": have.dim, "concat_sizes": have.sizes}
         return e.comm_op(name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),))
     assert isinstance(have, Partial)

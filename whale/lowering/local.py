@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_sha
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import UNMOVABLE, Shape, TensorType, numpy_dtype
-from whale.lowering.emit import COLLECTIVES, Emitter, emit_reshard, is_joint
+from whale.lowering.emit import COMMUNICATION, Emitter, emit_reshard, is_joint
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local
 from whale.rules.empty import known_outputs
@@ -83,7 +83,7 @@ class _Localiser:
         self._emit_groups()
         self._take_part()
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
-        effects += self._unread(outputs)
+        effects += self._unread(outputs, effects)
         if what is not None and self.plan.size > 1:
             effects.append(self._check(what))
         nodes = topological(self.emitter.nodes)
@@ -99,11 +99,26 @@ class _Localiser:
                 if self.program.type_of(r.ref).dtype not in UNMOVABLE:
                     self.get(r.ref, r.target)
 
-    def _unread(self, outputs: tuple[Ref, ...]) -> list[str]:
-        """Collectives that nothing on this rank reads; they have to run all the same."""
+    def _unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
+        """Communication that no output or effect of this rank depends on; it has to run all the same."""
         nodes = self.emitter.nodes
-        read = {r.node for n in nodes.values() for r in n.inputs}.union(r.node for r in outputs)
-        return [n for n, node in nodes.items() if node.op in COLLECTIVES and n not in read]
+        live: set[str] = set()
+
+        def mark(stack: list[str]) -> None:
+            while stack:
+                name = stack.pop()
+                if name not in live:
+                    live.add(name)
+                    stack.extend(r.node for r in nodes[name].inputs)
+                    stack.extend(nodes[name].controls)
+
+        mark([r.node for r in outputs] + list(effects))
+        added = []
+        for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION]):
+            if name not in live:
+                added.append(name)
+                mark([name])
+        return added
 
     def _check(self, what: str) -> str:
         e = self.emitter
