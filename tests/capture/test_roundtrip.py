@@ -16,7 +16,11 @@ from tests.zoo.catalogue import CASES
 
 pytestmark = pytest.mark.core
 _STEPS = 3
-_HERE = [case for case in CASES if flavour() in case.flavours]
+_HERE = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.heavy else [])
+    for case in CASES
+    if flavour() in case.flavours
+]
 
 
 def _run(case: Case, setting: Setting) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
@@ -34,7 +38,7 @@ def _same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> list[str]:
     return [k for k in a if not np.array_equal(a[k], b[k], equal_nan=a[k].dtype.kind == "f")]
 
 
-@pytest.mark.parametrize("case", _HERE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", _HERE)
 def test_rebuilt_program_is_bit_exact(case: Case) -> None:
     setting = Setting(dtype=case.dtypes[0], optimizer=case.optimizers[-1])
     expected, expected_variables = _run(case, setting)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.capture.roundtrip import rebuilt
 from whale.capture.function import capture_function
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Tensor, TensorType
+from whale.ir.values import DType, Shape, Tensor, TensorType
 from whale.passes.fold import LARGEST_ELEMENTS, fold
 from whale.passes.fold_ops import EVALUATORS, broadcast_gradient_args
 
@@ -176,6 +176,15 @@ def test_division_by_zero_is_left_to_run_time() -> None:
     assert "FloorDiv" in {n.op for n in program.nodes}
 
 
+def test_what_cannot_run_is_left_to_run_time() -> None:
+    x = _const("x", np.array([4, 5], np.int32))
+    bounds = [_const("b", np.array([2], np.int32)), _const("e", np.array([3], np.int32)),
+              _const("s", np.array([1], np.int32))]  # fmt: skip
+    cut = Node("cut", "StridedSlice", tuple(map(Ref, ("x", "b", "e", "s"))),
+               attrs={"shrink_axis_mask": 1}, outputs=(TensorType("int32", ()),))  # fmt: skip
+    assert fold(_one(x, *bounds, cut, out="cut")).by_name["cut"].op == "StridedSlice"
+
+
 def test_shape_of_a_static_tensor_is_a_constant() -> None:
     def step(x: tf.Tensor) -> tf.Tensor:
         shape = R.Shape(input=x)
@@ -260,3 +269,36 @@ def test_dead_nodes_and_functions_go() -> None:
     program = fold(_one(x, dead, Node("y", "Abs", (Ref("x"),), outputs=x.outputs), out="y", functions={"body": body}))
     assert [n.name for n in program.nodes] == ["x", "y"]
     assert not program.functions
+
+
+def _list_loop(grows: bool) -> Program:
+    """A loop that pushes its state (a vector of unknown size that starts with 3), and what is read of the list."""
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        x = tf.raw_ops.PlaceholderWithDefault(input=x, shape=[3])
+        items = tf.TensorArray(tf.float32, 0, dynamic_size=True, element_shape=[None], infer_shape=False)
+
+        def body(i: tf.Tensor, y: tf.Tensor, items: tf.TensorArray) -> tuple:
+            y = tf.concat([y, y], 0) if grows else tf.tanh(y)
+            return i + 1, y, items.write(i, y)
+
+        loop = tf.while_loop(
+            lambda i, y, items: i < 2, body, [0, x, items],
+            shape_invariants=[tf.TensorShape([]), tf.TensorShape([None]), None],
+        )  # fmt: skip
+        return loop[2].read(1)
+
+    return capture_function(step, [np.ones(3, np.float32)]).program
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_loop_state_and_lists_are_as_static_as_the_loop_keeps_them(grows: bool) -> None:
+    program = _list_loop(grows)
+    assert program.type_of(program.outputs[0]).shape == (None,)
+    folded = fold(program)
+    loop = next(n for n in folded.nodes if n.op in ("While", "StatelessWhile"))
+    expected = (None,) if grows else (3,)
+    assert expected in [t.shape for t in loop.outputs]
+    assert folded.type_of(folded.outputs[0]).shape == expected
+    if not grows:
+        assert Shape((3,)) in loop.attrs["output_shapes"]

@@ -172,3 +172,19 @@ def test_shapes_inside_a_function_with_unknown_sizes_are_those_of_the_call() -> 
 
     program = inline(capture_function(lambda x: inner(x), [np.ones((4, 3), np.float32)]).program)
     assert all(t.is_static for n in program.nodes for t in n.outputs)
+
+
+def test_recurrent_layer_keeps_one_of_its_implementations() -> None:
+    layer = tf.keras.layers.LSTM(4)
+    layer.build((2, 5, 3))
+
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    flat = inline(capture_function(step, [np.ones((2, 5, 3), np.float32)]).program)
+    ops = {n.op for graph in (flat, *flat.functions.values()) for n in graph.nodes}
+    assert not ops & CALLS
+    assert not {op for op in ops if "Cudnn" in op}
+    assert len(flat.functions) == 4, "condition and body of the loop and of its gradient"

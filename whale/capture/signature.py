@@ -95,7 +95,7 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             leaves.append(_Slot(len(tensors), len(parts), leaf))
             tensors.extend(_static(p, path) for p in parts)
             labels.extend(f"{path}_{i}" for i in range(len(parts)))
-            key.append((type(leaf), *map(_tensor_key, parts)))
+            key.append((tf.type_spec_from_value(leaf), *map(_tensor_key, parts)))
         else:
             leaves.append(leaf)
             key.append(_value_key(leaf))

@@ -6,6 +6,7 @@ of more than 4096 elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +55,9 @@ def _fold_all(program: Program) -> Program:
 
 def _fold_graph(program: Program) -> Program:
     folder = _Folder(program)
-    for node in program.nodes:
-        folder.visit(node)
+    with np.errstate(over="ignore"):  # integers wrap, as in the kernels
+        for node in program.nodes:
+            folder.visit(node)
     moved = folder.moved
     if not folder.changed:
         return program
@@ -178,7 +180,7 @@ class _Folder:
     def _evaluate(self, node: Node) -> list[np.ndarray | None]:
         values = [self._value(r) for r in node.inputs]
         if all(v is not None for v in values) and all(t.elements <= LARGEST_ELEMENTS for t in node.outputs):
-            results = [_as_type(v, t) for v, t in zip(EVALUATORS[node.op](node, values), node.outputs)]
+            results = [_as_type(v, t) for v, t in zip(_run(node, values), node.outputs)]
             return [v if v is not None and v.size <= LARGEST_ELEMENTS else None for v in results]
         if node.op in _PARTIAL and self.partial:
             known = [self._known(r) for r in node.inputs]
@@ -190,7 +192,9 @@ class _Folder:
                 return [None] * len(node.outputs)
             wide = replace(node, outputs=tuple(TensorType("int64", t.shape) for t in node.outputs))
             operands = [k.astype(np.int64) if i not in steering else k for i, k in enumerate(known)]
-            result = np.asarray(EVALUATORS[node.op](wide, operands)[0])
+            result = _run(wide, operands)[0]
+            if result is None:
+                return [None]
             if (result == _UNKNOWN).any():
                 self.partial[Ref(node.name)] = result
                 return [None]
@@ -238,6 +242,14 @@ class _Lazy:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+
+
+def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
+    """What ``node`` computes; nothing where its operands do not fit: TensorFlow says so if that node ever runs."""
+    try:
+        return EVALUATORS[node.op](node, values)
+    except (IndexError, ValueError):
+        return (None,) * len(node.outputs)
 
 
 def _steering(op: str, count: int) -> list[int]:

@@ -1,8 +1,7 @@
 """What integer and boolean ops compute, in NumPy: the ops that build shapes, axes and bounds.
 
 Each evaluator takes the node and its operands' values and returns one value per output (None: not known). Values are
-NumPy arrays; semantics are those of the TensorFlow kernels (division rounds down, gathers are checked by the caller's
-program being valid).
+NumPy arrays. Operands that do not fit the op raise IndexError or ValueError, as NumPy does.
 """
 
 from __future__ import annotations
@@ -132,7 +131,9 @@ def _gather(node: Node, v: Values) -> tuple[Any, ...]:
 
 
 def _range(node: Node, v: Values) -> tuple[Any, ...]:
-    return (np.arange(int(v[0]), int(v[1]), int(v[2]), dtype=_out_dtype(node)),)
+    numbers = range(int(v[0]), int(v[1]), int(v[2]))
+    # The caller takes small results only; this one's size is in its operands' values.
+    return (np.array(numbers, _out_dtype(node)) if len(numbers) <= 1 << 16 else None,)
 
 
 def _fill(node: Node, v: Values) -> tuple[Any, ...]:
