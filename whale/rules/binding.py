@@ -254,6 +254,8 @@ def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Seque
         cut = binding.cuts[label]
         if cut.size is not None and sum(units) != cut.size:
             continue
+        if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
+            continue  # an empty share would have to run the kernel for the output that is whole
         placed = [_place(p, units) for p in cut.inputs]
         if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue

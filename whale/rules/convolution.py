@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from whale.ir.values import TensorType
 from whale.rules.base import OpView
 from whale.rules.dims import names
 from whale.rules.registry import rule
@@ -31,6 +32,18 @@ def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) ->
     return kind.shape[_channel_dim(op, len(kind.shape))] != filter_depth
 
 
+def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
+    """Channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if the sizes are known."""
+    depth, out = (None, None) if filter_shape is None else filter_shape[-2:]
+    if channels is None or not depth or out is None or channels % depth or out % (channels // depth):
+        return "c^", "o^"
+    return f"(g {depth})", f"(g {out // (channels // depth)})"
+
+
+def _channels(op: OpView, kind: TensorType) -> int | None:
+    return None if kind.shape is None else kind.shape[_channel_dim(op, len(kind.shape))]
+
+
 def _depth(shape: tuple[int | None, ...] | None) -> int | None:
     return None if shape is None or len(shape) < 2 else shape[-2]
 
@@ -44,9 +57,10 @@ def forward(count: int) -> Callable[[OpView], str]:
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution(op: OpView) -> str:
-        """data_format; channels are whole when grouped"""
+        """data_format and groups"""
         if _grouped(op, 0, _depth(op.inputs[1].shape)):
-            return f"{image(op, 'x', 'c^', default=default)}, {_kernel(count, 'i^ o^')} -> {image(op, 'y', 'o^', default=default)}"
+            c, o = _groups(op.inputs[1].shape, _channels(op, op.inputs[0]))
+            return f"{image(op, 'x', c, default=default)}, {_kernel(count, f'i^ {o}')} -> {image(op, 'y', o, default=default)}"
         return f"{image(op, 'x', 'i+', default=default)}, {_kernel(count, 'i+ o')} -> {image(op, 'y', 'o', default=default)}"
 
     return convolution
@@ -57,12 +71,12 @@ def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_input_gradient(op: OpView) -> str:
-        """data_format; channels are whole when grouped"""
+        """data_format and groups"""
         grouped = _grouped(op, None, _depth(op.inputs[1].shape))
-        i, o = ("c^", "o^") if grouped else ("i", "o+")
+        i, o = _groups(op.inputs[1].shape, _channels(op, op.outputs[0])) if grouped else ("i", "o+")
         result = image(op, "x", i, default=default)
         first = f"~{result}" if like else "[out0]"
-        kernel = _kernel(count, "i^ o^" if grouped else "i o+")
+        kernel = _kernel(count, f"i^ {o}" if grouped else "i o+")
         return f"{first}, {kernel}, {image(op, 'y', o, default=default)} -> {result}"
 
     return convolution_input_gradient
@@ -73,10 +87,10 @@ def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_filter_gradient(op: OpView) -> str:
-        """data_format; channels are whole when grouped"""
+        """data_format and groups"""
         grouped = _grouped(op, 0, _depth(op.outputs[0].shape))
-        i, o = ("c^", "o^") if grouped else ("i", "o")
-        result = _kernel(count, "i^ o^" if grouped else "i o")
+        i, o = _groups(op.outputs[0].shape, _channels(op, op.inputs[0])) if grouped else ("i", "o")
+        result = _kernel(count, f"i^ {o}" if grouped else "i o")
         first = f"~{result}" if like else "[out0]"
         operand = image(op, "x", i, "b+", default)
         return f"{operand}, {first}, {image(op, 'y', o, 'b+', default)} -> {result}"

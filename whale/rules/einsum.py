@@ -79,8 +79,8 @@ def bias_add_grad(op: OpView) -> str:
 
 
 def sparse_matmul(op: OpView) -> str:
-    """adjoint_a, adjoint_b (the sparse operand stays whole)"""
-    return "., ., ., " + ("n k^ -> m^ n" if op.attr("adjoint_b", False) else "k^ n -> m^ n")
+    """adjoint_b (the entries of the sparse operand can be cut)"""
+    return "z+ t^, z+, ., " + ("n k^ -> m^ n" if op.attr("adjoint_b", False) else "k^ n -> m^ n")
 
 
 RULES = (

@@ -60,6 +60,12 @@ def tensor_scatter(op: OpView) -> str:
     return REPLICATED if result is None else f"{result}, i*^ k^, i*^ q* -> {result}"
 
 
+def tensor_extremum(op: OpView) -> str:
+    """the number of dimensions an index addresses; taking a maximum twice changes nothing, so rows can be cut"""
+    result = _addressed(op)
+    return REPLICATED if result is None else f"{result}, i*+ k^, i*+ q* -> {result}"
+
+
 def one_hot(op: OpView) -> str:
     """axis"""
     indices = op.inputs[0].shape
@@ -92,8 +98,8 @@ RULES = (
     rule("ScatterNd", scatter_nd, lin="1"),
     rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2"),
     rule("TensorScatterUpdate", tensor_scatter, copy="0&2"),
-    rule("TensorScatterMax", tensor_scatter, mono="max:0&2"),
-    rule("TensorScatterMin", tensor_scatter, mono="min:0&2"),
+    rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max"),
+    rule("TensorScatterMin", tensor_extremum, mono="min:0&2", reduce="min"),
     rule("OneHot", one_hot),
     rule("DynamicPartition", "i*^ q*, i*^ -> {n^ q*}", copy="0"),
     rule("DynamicStitch ParallelDynamicStitch", dynamic_stitch, copy=_data_operands),

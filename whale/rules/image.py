@@ -13,6 +13,11 @@ def projective(op: OpView) -> str:
     return f"b h^ w^ c, {'1' if shared else 'b'} k^{more} -> b y^ x^ c"
 
 
+def _crop_is_linear(op: OpView) -> str | None:
+    """Linear in the image unless what lies outside it is filled with a constant."""
+    return None if float(op.attr("extrapolation_value", 0.0)) else "0"
+
+
 _RESIZE = "b h^ w^ c, . -> b y^ x^ c"
 
 RULES = (
@@ -22,10 +27,10 @@ RULES = (
     rule("ResizeNearestNeighborGrad", "b y^ x^ c, . -> b h^ w^ c", lin="0"),
     rule("ScaleAndTranslate", "b h^ w^ c, ., ., . -> b y^ x^ c", lin="0"),
     rule("ScaleAndTranslateGrad", "b y^ x^ c, ~b h^ w^ c, ., . -> b h^ w^ c", lin="0"),
-    rule("CropAndResize", "b^ h^ w^ c, n r^, n, . -> n y^ x^ c"),
+    rule("CropAndResize", "b^ h^ w^ c, n r^, n, . -> n y^ x^ c", lin=_crop_is_linear),
     rule("CropAndResizeGradImage", "n+ y^ x^ c^, n+ r^, n+, . -> b^ h^ w^ c^", lin="0"),
     rule("CropAndResizeGradBoxes", "n y^ x^ c+, b^ h^ w^ c+, n r^, n -> n r^", lin="0|1"),
-    rule("AdjustContrastv2", "* h^ w^ c, . -> * h^ w^ c"),
+    rule("AdjustContrastv2", "* h^ w^ c, . -> * h^ w^ c", lin="0"),
     rule("AdjustHue AdjustSaturation", "* c^, . -> * c^"),
     rule("RGBToHSV HSVToRGB", "* c^ -> * c^"),
     rule("ExtractImagePatches", "b h^ w^ c^ -> b y^ x^ d^", lin="0"),

@@ -42,6 +42,13 @@ def set_diag(op: OpView) -> str:
     return REPLICATED if part is None else f"* m^ n^, {part}, . -> * m^ n^"
 
 
+def _zero_padding(op: OpView) -> str | None:
+    """Diagonals may be partial sums on their own where the padding is zero."""
+    last = len(op.inputs) - 1
+    padding = op.const(last)
+    return "0" if padding is not None and not padding.any() else None
+
+
 _MATRIX = "* m^ n^ -> * m^ n^"
 _SOLVE = "* m^ n^, * n^ k -> * n^ k"
 
@@ -54,7 +61,7 @@ RULES = (
     rule("MatrixSolve MatrixTriangularSolve BatchMatrixSolve BatchMatrixTriangularSolve", _SOLVE, lin="1"),
     rule("MatrixSolveLs BatchMatrixSolveLs", "* m^ n^, * m^ k, . -> * n^ k", lin="1"),
     rule("BandedTriangularSolve TridiagonalSolve", "* d^ n^, * n^ k -> * n^ k", lin="1"),
-    rule("TridiagonalMatMul", "* 1 n^, * 1 n^, * 1 n^, * n^ k -> * n^ k", lin="3"),
+    rule("TridiagonalMatMul", "* 1 n^, * 1 n^, * 1 n^, * n^ k -> * n^ k", lin="0&1&2|3"),
     rule("Qr", "* m^ n^ -> * m^ p^, * q^ n^"),
     rule("Svd BatchSvd", svd),
     rule("SelfAdjointEigV2 Eig BatchSelfAdjointEigV2", eigen),
@@ -63,8 +70,8 @@ RULES = (
     rule("MatrixDiag BatchMatrixDiag", "* d^ -> * d^ n^", lin="0"),
     rule("MatrixDiagPart BatchMatrixDiagPart", "* m^ n^ -> * d^", copy="0"),
     rule("MatrixSetDiag BatchMatrixSetDiag", "* m^ n^, * d^ -> * m^ n^", copy="0&1"),
-    rule("MatrixDiagV2 MatrixDiagV3", diag, copy="0&4"),
-    rule("MatrixDiagPartV2 MatrixDiagPartV3", diag_part, copy="0&2"),
+    rule("MatrixDiagV2 MatrixDiagV3", diag, lin=_zero_padding, copy="0&4"),
+    rule("MatrixDiagPartV2 MatrixDiagPartV3", diag_part, lin=_zero_padding, copy="0&2"),
     rule("MatrixSetDiagV2 MatrixSetDiagV3", set_diag, copy="0&1"),
     rule("Diag", "i*^ -> o*^", lin="0"),
     rule("DiagPart", "i*^ -> o*^", copy="0"),

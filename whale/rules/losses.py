@@ -19,5 +19,6 @@ RULES = (
     rule("Softmax LogSoftmax", "* c^ -> * c^"),
     rule("SoftmaxCrossEntropyWithLogits", softmax_loss),
     rule("SparseSoftmaxCrossEntropyWithLogits", "b c^, b -> b, b c^"),
-    rule("InTopK InTopKV2", "b c^, b, . -> b"),
+    rule("InTopK", "b c^, b -> b"),
+    rule("InTopKV2", "b c^, b, . -> b"),
 )

@@ -32,11 +32,11 @@ def fixed_range(op: OpView) -> str:
 
 
 RULES = (
-    # One operand, never decreasing.
-    rule("Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Sigmoid Tanh Exp Expm1 Log Log1p Sqrt Sinh Asinh Atan Atanh "
-         "Erf Asin Floor Ceil Rint Round Sign Ndtri Erfinv Acosh", "* -> *", mono="0"),  # fmt: skip
+    # One operand, never decreasing, defined everywhere (a part of a maximum may be any smaller number).
+    rule("Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Sigmoid Tanh Exp Expm1 Sinh Asinh Atan Erf Floor Ceil Rint "
+         "Round Sign", "* -> *", mono="0"),
     # One operand, others.
-    rule("Abs Square Rsqrt Reciprocal Inv Acos Cos Cosh Sin Tan Erfc Lgamma Digamma BesselI0 BesselI0e BesselI1 "
+    rule("Log Log1p Sqrt Atanh Asin Ndtri Erfinv Acosh Abs Square Rsqrt Reciprocal Inv Acos Cos Cosh Sin Tan Erfc Lgamma Digamma BesselI0 BesselI0e BesselI1 "
          "BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Dawsn Expint FresnelCos "
          "FresnelSin Spence IsFinite IsInf IsNan Invert PopulationCount ComplexAbs Angle", "* -> *"),  # fmt: skip
     rule("LogicalNot ToBool AsString StringLower StringUpper StringStrip StringLength StaticRegexFullMatch StaticRegexReplace "
@@ -48,7 +48,8 @@ RULES = (
     rule("Minimum", "*, * -> *", mono="0|1|min:0&1"),
     rule("LogicalOr", "*, * -> *", mono="0|1|max:0&1"),
     rule("LogicalAnd", "*, * -> *", mono="0|1|min:0&1"),
-    rule("Pow SquaredDifference FloorDiv FloorMod Mod TruncateMod TruncateDiv Atan2 Xlogy Xlog1py Zeta Polygamma Igamma "
+    rule("Xlogy Xlog1py", "*, * -> *", lin="0"),
+    rule("Pow SquaredDifference FloorDiv FloorMod Mod TruncateMod TruncateDiv Atan2 Zeta Polygamma Igamma "
          "Igammac IgammaGradA RandomGammaGrad NextAfter BitwiseAnd BitwiseOr BitwiseXor LeftShift RightShift",
          "*, * -> *"),  # fmt: skip
     rule("Equal NotEqual Less LessEqual Greater GreaterEqual ApproximateEqual", "*, * -> *"),

@@ -25,7 +25,8 @@ def pool(before: str, after: str, default: str = "NHWC", window: int | None = No
     def pooling(op: OpView) -> str:
         """data_format and the window"""
         batch, channels = _window(op, window)
-        words = {"x": image(op, "x", channels, batch, default), "y": image(op, "y", channels, batch, default)}
+        after_window = [w if w in ("b", "c") else f"y{w}" for w in (channels, batch)]
+        words = {"x": image(op, "x", channels, batch, default), "y": image(op, "y", *after_window, default)}
         write = lambda text: ", ".join(words.get(w.strip(), w.strip()) for w in text.split(","))  # noqa: E731
         return f"{write(before)} -> {write(after)}"
 
@@ -46,10 +47,10 @@ def argmax_pool(before: str, after: str) -> Callable[[OpView], str]:
 
 
 RULES = (
-    rule("MaxPool", pool("x", "y")),
+    rule("MaxPool", pool("x", "y"), mono="max:0"),
     rule("AvgPool", pool("x", "y"), lin="0"),
-    rule("MaxPoolV2", pool("x, ., .", "y", window=1)),
-    rule("MaxPool3D", pool("x", "y", "NDHWC")),
+    rule("MaxPoolV2", pool("x, ., .", "y", window=1), mono="max:0"),
+    rule("MaxPool3D", pool("x", "y", "NDHWC"), mono="max:0"),
     rule("AvgPool3D", pool("x", "y", "NDHWC"), lin="0"),
     rule("MaxPoolGrad", pool("x, y, y", "x"), lin="2"),
     rule("MaxPoolGradV2", pool("x, y, y, ., .", "x", window=3), lin="2"),

@@ -50,6 +50,11 @@ def mean(op: OpView) -> str:
     return _line(op, "+" if known and op.outputs[0].dtype in FLOATING else "^")
 
 
+def _mean_is_linear(op: OpView) -> str | None:
+    """Integer means round."""
+    return "0" if op.outputs[0].dtype in FLOATING else None
+
+
 def frozen_reduction(op: OpView) -> str:
     """the reduced axes, which cannot be cut"""
     return _line(op, "^")
@@ -77,7 +82,7 @@ def arg_reduction(op: OpView) -> str:
 
 RULES = (
     rule("Sum", reduction, lin="0"),
-    rule("Mean", mean, lin="0", local=_mean_as_sum),
+    rule("Mean", mean, lin=_mean_is_linear, local=_mean_as_sum),
     rule("Max Any", reduction, mono="max:0", reduce="max"),
     rule("Min All", reduction, mono="min:0", reduce="min"),
     rule("Prod", reduction, reduce="prod"),

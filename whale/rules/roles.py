@@ -30,7 +30,8 @@ def _subject(role: str, inputs: tuple, outputs: tuple):
     return (inputs if match[1] == "in" else outputs)[int(match[2])]
 
 
-def _operand_terms(line: Line, count: int) -> list[Term]:
+def operand_terms(line: Line, count: int) -> list[Term]:
+    """The term of each of ``count`` operands, variadic terms repeated."""
     at = next((i for i, t in enumerate(line.inputs) if t.variadic), None)
     if at is None:
         return list(line.inputs)
@@ -40,7 +41,7 @@ def _operand_terms(line: Line, count: int) -> list[Term]:
 
 def can_localize(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], strategy: Strategy) -> bool:
     """Whether the shapes that roles carry are static enough for local constants under ``strategy``."""
-    for term in _operand_terms(line, len(inputs)):
+    for term in operand_terms(line, len(inputs)):
         if term.kind != "role" or term.role == "elements":
             continue
         placement = _subject(term.role, strategy.inputs, strategy.outputs)
@@ -56,7 +57,7 @@ def can_localize(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[Tens
 def constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> dict[int, np.ndarray]:
     """Operand number -> local constant, for each operand that has a role whose tensor is cut."""
     found: dict[int, np.ndarray] = {}
-    for i, term in enumerate(_operand_terms(line, len(op.inputs))):
+    for i, term in enumerate(operand_terms(line, len(op.inputs))):
         if term.kind != "role":
             continue
         dtype = numpy_dtype(op.inputs[i].dtype)

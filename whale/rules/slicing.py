@@ -57,6 +57,12 @@ class _Entry:
     source: int | None
     result: int | None
     whole: bool
+    stride: int = 1
+
+    def label(self) -> str:
+        """The label of the dimension sliced: whole strides of it can be cut."""
+        name = f"a{self.source}" if self.whole else f"a{self.source}^"
+        return name if self.stride == 1 else f"({name} {self.stride})"
 
 
 def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
@@ -88,8 +94,9 @@ def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
             size = shape[source]
             first = bit("begin", k) or (begin is not None and _is_start(begin[k], size))
             last = bit("end", k) or (end is not None and size is not None and end[k] >= size)
-            whole = first and last and strides is not None and strides[k] == 1
-            found.append(_Entry(k, source, result, whole))
+            stride = strides[k] if strides is not None else 0
+            whole = first and last and (stride == 1 or (stride > 1 and size is not None and size % stride == 0))
+            found.append(_Entry(k, source, result, whole, stride if whole else 1))
             source, result = source + 1, result + 1
     if not seen_ellipsis:
         for _ in range(len(shape) - source):
@@ -110,7 +117,7 @@ def _strided(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
     left, right = [], []
     for e in entries:
         if e.source is not None:
-            left.append(f"a{e.source}" if e.whole else f"a{e.source}^")
+            left.append(e.label())
         if e.result is not None:
             right.append("1" if e.source is None else f"a{e.source}" if e.whole else f"b{e.result}^")
     return term(left), term(right)
