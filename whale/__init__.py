@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
+    from whale.runtime.context import check_replicas as check_replicas
     from whale.runtime.context import init as init
     from whale.runtime.context import local_rank as local_rank
     from whale.runtime.context import rank as rank
@@ -37,6 +38,7 @@ _PUBLIC = {
     "size": "whale.runtime.context",
     "local_rank": "whale.runtime.context",
     "shutdown": "whale.runtime.context",
+    "check_replicas": "whale.runtime.context",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
     "plan": "whale.runtime.dry_run",

@@ -142,6 +142,7 @@ class _Builder:
                 kinds = tuple([types.get(Ref(name_, i), t) for i, t in enumerate(kinds)])
             scope = node_def.attr[SCOPE_ATTR].s.decode() if SCOPE_ATTR in node_def.attr else ""
             nodes[name_] = Node(name_, op_type, refs, controls, attrs, kinds, scope, stateful)
+        acting = set(effects) - idle
         program = Program(
             name=name,
             nodes=_sorted(nodes),
@@ -150,7 +151,8 @@ class _Builder:
                 Variable(node, n, t, nodes[node].scope) for node, (n, t) in variables.items() if node in nodes
             ),
             outputs=tuple(outputs),
-            effects=tuple(e for e in effects if e not in idle),
+            # TensorFlow keeps control outputs in sets, whose order differs between processes.
+            effects=tuple(n for n in nodes if n in acting),
         )
         return program if idle.isdisjoint(effects) else _without_dead(program)
 

@@ -35,6 +35,7 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
         return _exit_code(end, report)
     except BaseException as error:  # whatever ended the script is reported
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        sys.last_value = error  # as Python itself does; what runs at exit can tell a failure from an end
         sys.stdout.flush()
         _send(report, type(error), str(error), _describe(error), code)
         return code

@@ -200,7 +200,9 @@ def _share_random_state(context: Context) -> None:
 
     comm = context.comms[0]
     timeout_s = context.config["check.timeout_s"]
-    mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed()))
+    mine = None
+    if context.rank == 0:
+        mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed()))
     python_state, numpy_state, seed = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
     if context.rank != 0:
         random.setstate(python_state)

@@ -22,6 +22,7 @@ from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.lowering.functions import lower_to_function
 from whale.runtime.compile import Compiled, compile_program
+from whale.runtime.faults import raise_comm_error
 from whale.runtime.context import Context, current
 
 _tags = itertools.count()
@@ -186,7 +187,11 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
                 "a gradient tape outside a step cannot see into it", op=what, given="a call under a GradientTape that watches an argument",
                 expected="the tape inside the step", action="compute the gradient inside the function that wh.function decorates",
             )  # fmt: skip
-        return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
+        try:
+            return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
+        except tf.errors.OpError as error:
+            raise_comm_error(error, context)
+            raise
 
     return call
 

@@ -17,6 +17,7 @@ from whale.ir.program import Program
 from whale.lowering.functions import lower_to_graph
 from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import current
+from whale.runtime.faults import raise_comm_error
 
 _Run = Callable[[Sequence[Any]], list[Any]]
 _tags = itertools.count()
@@ -95,7 +96,11 @@ class Session(tf.compat.v1.Session):
             self._plans[key] = self._compile(key, fetch_list, target_list, feeds)
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
-        return self._runs[key]([value for _, value in feeds])
+        try:
+            return self._runs[key]([value for _, value in feeds])
+        except tf.errors.OpError as error:
+            raise_comm_error(error, self._whale)
+            raise
 
     def _compile(self, key: Hashable, fetches: Sequence[Any], targets: Sequence[Any], feeds: Sequence[tuple[Any, Any]]) -> Compiled:
         context = self._whale
