@@ -1,0 +1,171 @@
+"""Placements: text form, sizes, identities, and the reshard table against what ranks are seen to lack."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.ir.strategies import placements
+from whale.ir.layout import (
+    REDUCTIONS,
+    B,
+    O,
+    Partial,
+    Placement,
+    Split,
+    even_sizes,
+    identity_value,
+    local_shape,
+    moved_bytes,
+    parse_placement,
+    split,
+)
+
+ITEM_BYTES = 8
+P_SUM, P_MAX = Partial("sum"), Partial("max")
+
+
+@given(placements)
+def test_what_is_printed_reads_back_equal(placement: Placement) -> None:
+    assert parse_placement(str(placement)) == placement
+
+
+@pytest.mark.parametrize("text", ["", "S", "S()", "S(0)", "S(0)[1,]", "S(0)[1,,2]", "S(0)[-1]", "S(-1)[1]", "S(0)[1", "P",
+                                  "P()",
+                                  "P(mean)", "P(sum", "P(sumx", "b", "B ", "BB"])  # fmt: skip
+def test_what_is_no_placement_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a placement"):
+        parse_placement(text)
+
+
+def test_texts() -> None:
+    assert [str(p) for p in (B, O, P_MAX, split(1, (3, 0, 2)))] == ["B", "O", "P(max)", "S(1)[3,0,2]"]
+
+
+@given(st.integers(0, 50), st.integers(1, 8))
+def test_even_sizes(size: int, parts: int) -> None:
+    sizes = even_sizes(size, parts)
+    assert sum(sizes) == size and len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1 and sorted(sizes, reverse=True) == list(sizes)
+
+
+def test_equal_splits_are_one_object_and_know_their_offsets() -> None:
+    s = split(0, (3, 0, 2))
+    assert s is split(0, (3, 0, 2)) and s == Split(0, (3, 0, 2))
+    assert [s.offset(i) for i in range(3)] == [0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement", "coordinate", "expected"),
+    [
+        ((5, 4), split(0, (3, 2)), 1, (2, 4)), ((5, 4), split(1, (4, 0)), 1, (5, 0)), ((5, 4), B, 1, (5, 4)),
+        ((5, 4), P_SUM, 0, (5, 4)), (None, split(0, (3, 2)), 0, None), ((None, 4), split(0, (3, 2)), 0, (3, 4)),
+        ((), B, 0, ()),
+    ],
+)  # fmt: skip
+def test_local_shape(shape, placement: Placement, coordinate: int, expected) -> None:
+    assert local_shape(shape, placement, coordinate) == expected
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint64", "bool"]
+)
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_the_identity_changes_nothing(op: str, dtype: str) -> None:
+    if dtype == "bool" and op in ("sum", "prod"):
+        values = np.array([False, True])
+        combine = {"sum": np.logical_or, "prod": np.logical_and}[op]
+    else:
+        combine = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
+        if dtype == "bool":
+            values = np.array([False, True])
+        elif np.dtype(dtype).kind == "f":
+            values = np.array([-np.inf, np.finfo(dtype).min, -1.0, 0.0, 2.5, np.inf], dtype)
+        else:
+            values = np.array([np.iinfo(dtype).min, 0, 3, np.iinfo(dtype).max], dtype)
+    identity = np.array(identity_value(op, dtype), dtype)
+    np.testing.assert_array_equal(combine(values, identity), values)
+    np.testing.assert_array_equal(combine(identity, values), values)
+
+
+def test_an_unknown_reduction_has_no_identity() -> None:
+    with pytest.raises(ValueError, match="no identity for reduction 'mean'; known: sum, max, min, prod"):
+        identity_value("mean", "float32")
+
+
+# -- the reshard table, DESIGN.md section 6
+
+
+def _holds(placement: Placement, coordinate: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Which elements ``coordinate`` has (S, B, O) before or needs after."""
+    mask = np.zeros(shape, bool)
+    if isinstance(placement, Split):
+        at = placement.offset(coordinate)
+        mask[(slice(None),) * placement.dim + (slice(at, at + placement.sizes[coordinate]),)] = True
+    elif placement == B or (placement == O and coordinate == 0):
+        mask[...] = True
+    return mask
+
+
+def _lacking(source: Placement, target: Placement, shape: tuple[int, ...], parts: int) -> int:
+    """Bytes of elements that coordinates need and do not have."""
+    return ITEM_BYTES * sum(int((_holds(target, i, shape) & ~_holds(source, i, shape)).sum()) for i in range(parts))
+
+
+@st.composite
+def moves(draw) -> tuple[tuple[int, int], int, Placement, Placement]:
+    parts = draw(st.integers(1, 4))
+    cut = st.lists(st.integers(0, 4), min_size=parts, max_size=parts)
+    sizes = [draw(cut), draw(cut)]
+    assume(all(sum(s) for s in sizes))
+    shape = (sum(sizes[0]), sum(sizes[1]))
+
+    def placement() -> Placement:
+        kind = draw(st.sampled_from("BOSSS"))
+        if kind != "S":
+            return {"B": B, "O": O}[kind]
+        dim = draw(st.integers(0, 1))
+        return split(dim, tuple(draw(st.permutations(sizes[dim]))))
+
+    return shape, parts, placement(), placement()
+
+
+@given(moves())
+def test_moves_without_partial_sums_cost_what_ranks_lack(move) -> None:
+    shape, parts, source, target = move
+    tensor_bytes = ITEM_BYTES * shape[0] * shape[1]
+    assert moved_bytes(source, target, tensor_bytes, parts) == _lacking(source, target, shape, parts)
+
+
+def _table(parts: int, tensor_bytes: int) -> dict[tuple[Placement, Placement], int]:
+    """The same-devices column, for even splits."""
+    p, t = parts, tensor_bytes
+    s0, s1 = split(0, (6,) * p), split(1, (6,) * p)
+    return {
+        (s0, s0): 0, (s0, s1): (p - 1) * t // p, (s0, B): (p - 1) * t, (B, B): 0, (B, s0): 0, (B, P_SUM): 0,
+        (s0, P_SUM): 0,
+        (P_SUM, s0): (p - 1) * t, (P_SUM, B): 2 * (p - 1) * t, (P_SUM, P_SUM): 0,
+        (P_SUM, P_MAX): (p - 1) * t,  # by way of S: the reduce-scatter, then a fill
+        (O, O): 0, (O, B): (p - 1) * t, (O, s0): (p - 1) * t // p, (O, P_SUM): 0, (B, O): 0, (s0, O): (p - 1) * t // p,
+        (P_SUM, O): (p - 1) * t,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_the_table(parts: int) -> None:
+    tensor_bytes = ITEM_BYTES * (6 * parts) ** 2
+    for (source, target), expected in _table(parts, tensor_bytes).items():
+        assert moved_bytes(source, target, tensor_bytes, parts) == expected, f"{source} -> {target}"
+
+
+def test_large_tensors_are_counted_exactly() -> None:
+    tensor_bytes = 8 * 3 * (2**53 + 1)
+    assert moved_bytes(O, split(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
+
+
+def test_an_empty_tensor_moves_nothing() -> None:
+    for source in (B, O, P_SUM, split(0, (0, 0)), split(1, (2, 1))):
+        for target in (B, O, split(0, (0, 0)), split(1, (1, 2))):
+            assert moved_bytes(source, target, 0, 2) == 0

@@ -1,0 +1,80 @@
+"""Plans as data: JSON both ways, versions, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from tests.ir.strategies import plans
+from tests.programs import mlp, planned
+from whale.ir.layout import P_SUM, B, split
+from whale.ir.plan import FORMAT_VERSION, Plan, Reshard, load_plan, plan_from_json
+from whale.ir.program import Ref
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans)
+def test_json_round_trip(plan: Plan) -> None:
+    assert plan_from_json(plan.to_json()) == plan
+
+
+def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
+    plan = planned(mlp(), 5, 3)
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.reshard_of == plan.reshard_of and loaded.groups == plan.groups
+
+
+def test_saving_twice_gives_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        planned(mlp(), 4, 4).save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_unknown_fields_are_ignored() -> None:
+    plan = planned(mlp(), 4, 4)
+    data = msgspec.json.decode(plan.to_json())
+    data["added_in_a_later_minor_version"] = {"x": [1]}
+    assert plan_from_json(msgspec.json.encode(data)) == plan
+
+
+def test_another_version_is_refused() -> None:
+    data = msgspec.json.decode(planned(mlp(), 4, 4).to_json())
+    data["version"] = FORMAT_VERSION + 1
+    with pytest.raises(ValueError, match=f"version {FORMAT_VERSION + 1}; this build reads version {FORMAT_VERSION}"):
+        plan_from_json(msgspec.json.encode(data))
+
+
+@pytest.mark.parametrize(
+    "change", ["no json", "no version", "field missing", "wrong type", "bad placement", "bad number"]
+)
+def test_what_is_no_plan_is_refused_with_a_sentence(change: str) -> None:
+    data = msgspec.json.decode(planned(mlp(), 4, 4).to_json())
+    if change == "no version":
+        del data["version"]
+    elif change == "field missing":
+        del data["reshards"]
+    elif change == "wrong type":
+        data["size"] = "two"
+    elif change == "bad placement":
+        data["returned"][""] = ["S0"]
+    elif change == "bad number":
+        data["graphs"][""]["relu"] = 10_000
+    text = b"not json at all" if change == "no json" else msgspec.json.encode(data)
+    with pytest.raises(ValueError, match="plan"):
+        plan_from_json(text)
+
+
+def test_derived_numbers() -> None:
+    rows = [Reshard("", Ref("a", i), P_SUM, B, f"k{i}", 10 * i, group) for i, group in enumerate([0, -1, 0, 1])]
+    plan = Plan("p", "f", 2, reshards=tuple(rows), split_flops=3, total_flops=4)
+    assert plan.logical_bytes == 60
+    assert plan.groups == {0: (rows[0], rows[2]), 1: (rows[3],)}
+    assert plan.reshard_of["", Ref("a", 1), B] is rows[1]
+    assert plan.split_flops_fraction == 0.75
+    assert Plan("p", "f", 2).split_flops_fraction == 1.0
+    assert ("", Ref("a", 1), split(0, (1, 1))) not in plan.reshard_of

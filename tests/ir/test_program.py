@@ -1,0 +1,107 @@
+"""Programs: lookups, sorting, and dropping what nobody needs."""
+
+from __future__ import annotations
+
+import graphlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.programs import Builder, body, mlp
+from whale.ir.program import Node, Ref, function_refs, prune, topological
+from whale.ir.values import Func, Tensor, TensorType, item_bytes, numpy_dtype
+
+
+def test_lookups() -> None:
+    program = mlp()
+    assert program.type_of(Ref("layer1")) == TensorType("float64", (8, 6))
+    assert [(n.name, i) for n, i in program.consumers[Ref("relu")]] == [("layer2", 0), ("d_w2", 0)]
+    assert program.variable_of["w2"].name == "w2:0"
+    assert program.by_name["d_w1"].refs() == (Ref("d_w1"),)
+
+
+def test_a_constant_is_seen_through_identities() -> None:
+    b = Builder()
+    c = b.const([1, 2], "int32")
+    seen = b.op("StopGradient", b.op("Identity", c))
+    x = b.input("x", (2,))
+    program = b.build([seen, x])
+    np.testing.assert_array_equal(program.const(seen), [1, 2])
+    assert program.const(x) is None
+
+
+@given(st.permutations(range(12)))
+def test_sorting_puts_operands_and_controls_first(order: list[int]) -> None:
+    """Node i reads i // 2 and waits for i // 3."""
+    nodes = {i: Node(f"n{i}", "Op", (Ref(f"n{i // 2}"),) if i else (), (f"n{i // 3}",) if i else ()) for i in range(12)}
+    result = topological({f"n{i}": nodes[i] for i in order})
+    position = {n.name: k for k, n in enumerate(result)}
+    assert len(position) == 12
+    assert all(
+        position[f"n{i // 2}"] < position[f"n{i}"] and position[f"n{i // 3}"] < position[f"n{i}"] for i in range(1, 12)
+    )
+
+
+def test_a_sorted_graph_keeps_its_order() -> None:
+    program = mlp()
+    assert topological(program.by_name) == program.nodes
+
+
+def test_a_cycle_is_refused() -> None:
+    with pytest.raises(graphlib.CycleError):
+        topological({"a": Node("a", "Op", (Ref("b"),)), "b": Node("b", "Op", (), ("a",))})
+
+
+def test_pruning_keeps_what_outputs_and_effects_need() -> None:
+    program = mlp()
+    kept = prune(program)
+    assert kept == program  # everything serves the loss or an update
+    loss_only = prune(program.with_nodes(program.nodes, effects=()))
+    names = set(loss_only.by_name)
+    assert "loss" in names and "y" in names and "d_w1" not in names and "sgd_w1" not in names
+    one_update = prune(program.with_nodes(program.nodes, outputs=(), effects=("sgd_b2",)))
+    assert {v.node for v in one_update.variables} == {"w1", "b1", "w2", "b2"}  # all are read by the forward pass
+    assert "sgd_w1" not in one_update.by_name and "loss" not in one_update.by_name
+    assert one_update.inputs == ("x", "y")
+
+
+def test_pruning_keeps_controls_and_called_functions() -> None:
+    used, (a,) = body("used", (2,))
+    helper, (h,) = body("helper", (2,))
+    unused, (u,) = body("unused", (2,))
+    b = Builder()
+    x = b.input("x", (2,))
+    b.node("NoOp", (), (), "waited_for")
+    b.node("NoOp", (), (), "alone")
+    b.functions = {
+        "used": used.build([used.node("PartitionedCall", (a,), (used.types[a],), f=Func("helper"))]),
+        "helper": helper.build([h]), "unused": unused.build([u]),
+    }  # fmt: skip
+    y = b.node("PartitionedCall", (x,), (b.types[x],), "call", ["waited_for"], f=Func("used"))
+    kept = prune(b.build([y]))
+    assert set(kept.by_name) == {"x", "waited_for", "call"}
+    assert set(kept.functions) == {"used", "helper"}
+
+
+def test_functions_that_a_node_names() -> None:
+    node = Node("n", "Case", attrs={"branches": (Func("a"), Func("b")), "f": Func("c"), "N": 2, "names": ("x",)})
+    assert [(k, f.name) for k, f in function_refs(node)] == [("branches", "a"), ("branches", "b"), ("f", "c")]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int64", "bool", "complex64", "uint16"])
+def test_tensors_give_their_elements_back(dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(numpy_dtype(dtype))
+    t = Tensor.of(array)
+    assert t.dtype == dtype and t.shape == (2, 3)
+    np.testing.assert_array_equal(t.numpy(), array)
+    assert item_bytes(dtype) == array.itemsize
+
+
+def test_types_count_elements_and_bytes() -> None:
+    assert TensorType("float32", (2, 3)).bytes == 24 and TensorType("float32", (0, 3)).bytes == 0
+    assert TensorType("float64", ()).bytes == 8 and TensorType("string", (4,)).bytes == 0
+    assert not TensorType("float32", (None, 3)).is_static and TensorType("float32", (None, 3)).elements == 3
+    assert not TensorType("float32").is_static and TensorType("float32", ()).is_static
+    assert str(TensorType("int8", (None, 3))) == "int8[?,3]" and str(TensorType("int8")) == "int8[*]"

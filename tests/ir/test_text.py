@@ -1,0 +1,129 @@
+"""The text form of programs: what is printed reads back equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.ir.strategies import nodes, programs
+from tests.programs import body, mlp
+from whale.ir.layout import B, Strategy, split
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.text import format_node, format_plan, format_program, format_value, human_bytes, parse_node, parse_program
+from whale.ir.values import DType, Func, Shape, Tensor, TensorType
+
+RELAXED = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@RELAXED
+@given(programs)
+def test_what_is_printed_reads_back_equal(program: Program) -> None:
+    again = parse_program(format_program(program))
+    assert again == program
+    assert _types_of_attributes(again) == _types_of_attributes(program)
+
+
+def _types_of_attributes(program: Program) -> list:
+    """1 == True == 1.0 and DType("a") == "a" in Python; the text form must keep them apart."""
+
+    def kind(value: object) -> object:
+        if isinstance(value, tuple):
+            return [kind(v) for v in value]
+        if isinstance(value, Func):
+            return value.name, {k: kind(v) for k, v in value.attrs.items()}
+        return type(value)
+
+    graphs = [program, *program.functions.values()]
+    return [{k: kind(v) for k, v in n.attrs.items()} for g in graphs for n in g.nodes]
+
+
+@RELAXED
+@given(nodes)
+def test_a_node_reads_back_equal(node: Node) -> None:
+    assert parse_node(format_node(node)) == node
+    assert "\n" not in format_node(node)
+
+
+@pytest.mark.parametrize("name", ["input", "input_1", "variable", "return", "return_value", "effects", "effects_0"])
+def test_node_names_that_are_words_of_the_form(name: str) -> None:
+    program = Program("p", (Node(name, "NoOp"),), effects=(name,))
+    assert parse_program(format_program(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "True"), (1, "1"), (1.0, "float(1.0)"), (float("-inf"), "float(-inf)"), (-0.0, "float(-0.0)"),
+        ("a\"b", '"a\\"b"'), (b"\xff", "bytes(/w==)"), (DType("half"), "dtype(half)"), (Shape(None), "shape([*])"),
+        (Shape((2, None)), "shape([2,?])"), (Shape(()), "shape([])"), ((1, (True,)), "[1, [True]]"), ((), "[]"),
+        (Func("f", {"N": 2}), "func(f {N=2})"), (Tensor.of(np.array([1, 2], np.int32)), "tensor(int32[2] [1, 2])"),
+        (Tensor.of(np.array(["ab"])), 'tensor(string[1] ["YWI="])'),
+        (Tensor.of(np.array(np.nan, np.float32)), "tensor(float32[] base64 AADAfw==)"),
+    ],
+)  # fmt: skip
+def test_texts_of_values(value: object, text: str) -> None:
+    assert format_value(value) == text
+    again = parse_node(f"n = Op() {{a={text}}}").attrs["a"]
+    assert again == value and type(again) is type(value)
+
+
+def test_a_node_in_full() -> None:
+    node = Node("a/b", "MatMul", (Ref("x"), Ref("y", 1)), ("c",), {"T": DType("float32"), "ta": False},
+                (TensorType("float32", (None, 3)),), "replica_0", True)  # fmt: skip
+    text = 'a/b = MatMul(x:0, y:1) ^c {T=dtype(float32), ta=False} : float32[?,3] @"replica_0" !'
+    assert format_node(node) == text
+    assert parse_node(text) == node
+
+
+def test_what_is_no_attribute_value_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"not an attribute value.*complex"):
+        format_value(1j)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("program p\n  a = Op(x)\n", "expected ':'"),
+        ("program p\n  a = Op(x:0 {\n", r"expected '\\\\\)'"),
+        ("program p\n  a = Op() {k=what(1)}\n", "unknown kind of value 'what'"),
+        ("function f f\n", "no line starts with `program`"),
+        ("nonsense\n", "program|function"),
+        ("  a = Op()\n", "no line starts with `program`"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_program(text)
+
+
+def test_programs_with_functions_and_variables() -> None:
+    inner, (a,) = body("double", (2,))
+    program = mlp()
+    program = program.with_nodes(program.nodes, functions={"double": inner.build([inner.op("AddV2", a, a)])})
+    text = format_program(program)
+    assert parse_program(text) == program
+    assert 'variable w1 "w1:0" float64[4,6]' in text and "function double double" in text
+    assert isinstance(parse_program(text).variables[0], Variable)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_bytes_for_people(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+def test_a_plan_of_one_rank_says_that_nothing_is_divided() -> None:
+    text = format_plan(Plan("p", "f", 1, ("rank 0",), strategies={"": {"x": Strategy((), (B,), "input")}}))
+    assert "1 rank (rank 0)" in text and "Batch inputs: none" in text and "0 B logical" in text
+
+
+def test_a_plan_lists_ops_without_a_rule() -> None:
+    plan = Plan(
+        "p", "f", 2, strategies={"": {"x": Strategy((split(0, (1, 1)),), (B,), "")}}, unruled={"m (Mystery)": 2048}
+    )
+    assert "m (Mystery)" in format_plan(plan) and "2.0 KiB gathered" in format_plan(plan)

@@ -1,0 +1,80 @@
+"""The oracle of these tests: all ranks' programs side by side against the global program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from tests.interpreter import Outcome, run
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.lowering.local import localise
+
+LIMIT = 1e-12
+
+
+def feeds_of(program: Program, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Values for inputs and variables."""
+    rng = np.random.default_rng(seed)
+    types = {n: program.by_name[n].outputs[0] for n in program.inputs}
+    inputs = {n: rng.normal(size=t.shape or ()) for n, t in types.items() if t.is_static}
+    return inputs, {v.node: rng.normal(size=v.type.shape or ()) for v in program.variables}
+
+
+def lowered(program: Program, plan: Plan) -> list[Program]:
+    """What each rank runs."""
+    return [localise(program, plan, rank, "comm", program.name) for rank in range(plan.size)]
+
+
+def run_both(
+    program: Program, plan: Plan, seed: int = 0, feeds: Mapping[str, np.ndarray] | None = None
+) -> tuple[Outcome, Outcome]:
+    """(global run, run of all ranks)."""
+    inputs, variables = feeds_of(program, seed)
+    inputs.update(feeds or {})
+    return run([program], inputs, variables, seed), run(lowered(program, plan), inputs, variables, seed)
+
+
+def assert_equal_runs(
+    program: Program, plan: Plan, seed: int = 0, feeds: Mapping[str, np.ndarray] | None = None
+) -> Outcome:
+    """Asserts that every rank fetches and stores what the global run does, and that the Plan says what was moved.
+
+    Returns the run of all ranks.
+    """
+    whole, spread = run_both(program, plan, seed, feeds)
+    for outputs in spread.outputs:
+        for ref, expected, found in zip(program.outputs, whole.outputs[0], outputs):
+            _assert_close(str(ref), expected, found, whole.largest)
+    for rank in spread.ranks:
+        for name, expected in whole.ranks[0].variables.items():
+            _assert_close(f"variable {name} on rank {rank.number}", expected, rank.variables[name], whole.largest)
+    printed = [rank.printed for rank in spread.ranks]
+    assert len(printed[0]) == len(whole.ranks[0].printed) and not any(printed[1:]), "printed once, on the first rank"
+    assert_communication_is_planned(program, plan, spread)
+    return spread
+
+
+def _assert_close(what: str, expected: np.ndarray, found: np.ndarray, scale: float) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype, what
+    if expected.dtype == object:
+        np.testing.assert_array_equal(found, expected, what)
+        return
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LIMIT * max(1.0, scale), err_msg=what)
+
+
+def assert_communication_is_planned(program: Program, plan: Plan, spread: Outcome) -> None:
+    """Nothing moves but what the Plan says: each key, its bytes, once (where there are no loops)."""
+    if program.functions:
+        return
+    expected: Counter[str] = Counter()
+    for r in plan.reshards:
+        if r.bytes:
+            expected[f"whale/group_{r.group}" if r.group >= 0 else r.key] += r.bytes
+    found: Counter[str] = Counter()
+    for call in spread.calls:
+        if call.bytes:
+            found[call.key.rpartition("/")[0] if call.op == "WhaleSend" else call.key] += call.bytes
+    assert found == expected
