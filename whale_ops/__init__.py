@@ -27,9 +27,16 @@ __all__ = ["Communicator", "OpCounter", "in_process", "mpi", "ops"]
 
 DEFAULT_TIMEOUT_S = 300.0
 COMMUNICATING_OPS = (
-    "WhaleAllReduce", "WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll", "WhaleBroadcast", "WhaleSend", "WhaleRecv",
-    "WhaleBarrier", "WhaleCheck",
-)  # fmt: skip
+    "WhaleAllReduce",
+    "WhaleAllGather",
+    "WhaleReduceScatter",
+    "WhaleAllToAll",
+    "WhaleBroadcast",
+    "WhaleSend",
+    "WhaleRecv",
+    "WhaleBarrier",
+    "WhaleCheck",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,8 @@ class OpCounter:
 
     Attributes:
         calls: finished invocations.
-        logical_bytes: this rank's part of the bytes that the operation has to move; the sum over ranks is 2(p-1)T for an
-            all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
+        logical_bytes: this rank's part of the bytes that the operation has to move; the sum over ranks is 2(p-1)T for
+            an all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
         wire_bytes: payload bytes that this rank really sent.
         seconds: from start to end, summed over the calls.
     """
@@ -95,8 +102,13 @@ class Communicator:
     ) -> bytes:
         """The root's data on every rank; the other ranks pass None."""
         if (self.rank == root) != (data is not None):
-            raise CommError("only the root of a broadcast gives data", op=key, given=f"rank {self.rank} with {type(data).__name__}",
-                            expected=f"bytes on rank {root}, None on all others", action="pass None on ranks other than the root")  # fmt: skip
+            raise CommError(
+                "only the root of a broadcast gives data",
+                op=key,
+                given=f"rank {self.rank} with {type(data).__name__}",
+                expected=f"bytes on rank {root}, None on all others",
+                action="pass None on ranks other than the root",
+            )
         content = data if data is not None else b""
         result = ctypes.c_void_p()
         self._check(
@@ -149,8 +161,12 @@ class Communicator:
             CommError: a negative value.
         """
         if latency_s < 0 or bandwidth_bytes_per_s < 0:
-            raise CommError("a link has no negative latency or bandwidth", given=f"{latency_s} s, {bandwidth_bytes_per_s} bytes/s",
-                            expected="values >= 0; 0 is unlimited", action="correct the values")  # fmt: skip
+            raise CommError(
+                "a link has no negative latency or bandwidth",
+                given=f"{latency_s} s, {bandwidth_bytes_per_s} bytes/s",
+                expected="values >= 0; 0 is unlimited",
+                action="correct the values",
+            )
         self._core.whale_set_link(self._handle, latency_s, bandwidth_bytes_per_s)
 
     @property
@@ -173,7 +189,9 @@ def in_process(name: str, size: int) -> list[Communicator]:
     from whale_ops import _native
 
     if size < 1:
-        raise CommError("a communicator has at least one rank", given=size, expected="a size >= 1", action="correct the size")
+        raise CommError(
+            "a communicator has at least one rank", given=size, expected="a size >= 1", action="correct the size"
+        )
     handles = (ctypes.c_void_p * size)()
     _native.check(_native.core().whale_in_process_create(name.encode(), size, handles))
     return [Communicator(name, handle) for handle in handles]
@@ -195,8 +213,12 @@ def mpi(name: str) -> Communicator:
     communicator = Communicator(name, handle.value or 0)
     names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]
     if len(set(names)) > 1:
-        raise CommError("the ranks make different communicators", given=dict(enumerate(names)), expected="the same name on all ranks",
-                        action="make communicators in the same order on every rank")  # fmt: skip
+        raise CommError(
+            "the ranks make different communicators",
+            given=dict(enumerate(names)),
+            expected="the same name on all ranks",
+            action="make communicators in the same order on every rank",
+        )
     return communicator
 
 
@@ -210,7 +232,7 @@ def ops() -> ModuleType:
         CommError: the library was built for another TensorFlow, or is not built.
     """
     import tensorflow as tf
-    from tensorflow.python.framework import auto_control_deps_utils
+    from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils
 
     from whale_ops import _native, build
 
@@ -218,17 +240,27 @@ def ops() -> ModuleType:
     info = _native.build_info()
     if name not in info:
         built = [entry["tensorflow"] for entry in info.values() if "tensorflow" in entry]
-        raise CommError("the op library was built for another TensorFlow", given=f"TensorFlow {tf.__version__}",
-                        expected=f"built for {', '.join(sorted(built)) or 'none'}",
-                        action="run python -m whale_ops.build in this environment, or install the package again")  # fmt: skip
+        raise CommError(
+            "the op library was built for another TensorFlow",
+            given=f"TensorFlow {tf.__version__}",
+            expected=f"built for {', '.join(sorted(built)) or 'none'}",
+            action="run python -m whale_ops.build in this environment, or install the package again",
+        )
     _native.core()
     try:
         module = tf.load_op_library(str(_native.library_path(name)))
     except tf.errors.NotFoundError as error:
-        raise CommError("the op library does not fit this TensorFlow", given=error.message, expected=f"TensorFlow {tf.__version__}",
-                        action="run python -m whale_ops.build in this environment") from error  # fmt: skip
+        raise CommError(
+            "the op library does not fit this TensorFlow",
+            given=error.message,
+            expected=f"TensorFlow {tf.__version__}",
+            action="run python -m whale_ops.build in this environment",
+        ) from error
+    # Reads, so that a function that communicates does not wait for another one that does. But TensorFlow drops a read
+    # whose value nobody takes, and the other ranks would wait for it: hence also "must run, in any order".
     for op in COMMUNICATING_OPS:
         auto_control_deps_utils.register_read_only_resource_op(op)
+    auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(COMMUNICATING_OPS)
     return module
 
 
@@ -243,8 +275,12 @@ def _link_from_environment() -> tuple[float, float]:
         except ValueError:
             values[name.strip()] = float("nan")
         if not values[name.strip()] >= 0:
-            raise CommError("WHALE_EMULATE_LINK is not understood", given=part, expected="latency_us=50,bandwidth_MBps=200",
-                            action="correct or unset the variable")  # fmt: skip
+            raise CommError(
+                "WHALE_EMULATE_LINK is not understood",
+                given=part,
+                expected="latency_us=50,bandwidth_MBps=200",
+                action="correct or unset the variable",
+            )
     return values["latency_us"] * 1e-6, values["bandwidth_MBps"] * 1e6
 
 
@@ -255,5 +291,7 @@ def _seconds_from_environment(name: str, default_s: float) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise CommError(f"{name} is not a time", given=text, expected="seconds > 0", action="correct or unset the variable")
+        raise CommError(
+            f"{name} is not a time", given=text, expected="seconds > 0", action="correct or unset the variable"
+        )
     return value

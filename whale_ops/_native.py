@@ -14,12 +14,35 @@ from whale.errors import CommError
 from whale_ops import build
 
 # Numbers of core/types.h.
-KINDS = {"AllReduce": 0, "AllGather": 1, "ReduceScatter": 2, "AllToAll": 3, "Broadcast": 4, "Send": 5, "Recv": 6, "Barrier": 7}
+KINDS = {
+    "AllReduce": 0,
+    "AllGather": 1,
+    "ReduceScatter": 2,
+    "AllToAll": 3,
+    "Broadcast": 4,
+    "Send": 5,
+    "Recv": 6,
+    "Barrier": 7,
+}
 REDUCTIONS = {"sum": 0, "min": 1, "max": 2, "prod": 3}
 DTYPES = {
-    "raw": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "int8": 5, "int16": 6, "int32": 7, "int64": 8,
-    "uint8": 9, "uint16": 10, "uint32": 11, "uint64": 12, "bool": 13, "complex64": 14, "complex128": 15,
-}  # fmt: skip
+    "raw": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "float32": 3,
+    "float64": 4,
+    "int8": 5,
+    "int16": 6,
+    "int32": 7,
+    "int64": 8,
+    "uint8": 9,
+    "uint16": 10,
+    "uint32": 11,
+    "uint64": 12,
+    "bool": 13,
+    "complex64": 14,
+    "complex128": 15,
+}
 _CODES = {1: "invalid argument", 2: "aborted", 3: "cancelled", 4: "unavailable", 5: "timed out", 6: "internal"}
 
 
@@ -53,8 +76,12 @@ def build_info() -> dict[str, Any]:
     """
     path = build.IN_PLACE / build.INFO_NAME
     if not path.exists():
-        raise CommError("the op library is not built", given=f"no {build.INFO_NAME} in the folder of whale_ops",
-                        expected="the three shared libraries of whale_ops", action="run python -m whale_ops.build")  # fmt: skip
+        raise CommError(
+            "the op library is not built",
+            given=f"no {build.INFO_NAME} in the folder of whale_ops",
+            expected="the three shared libraries of whale_ops",
+            action="run python -m whale_ops.build",
+        )
     return json.loads(path.read_text())
 
 
@@ -67,11 +94,19 @@ def library_path(name: str) -> Path:
     info = build_info()
     path = build.IN_PLACE / name
     if name not in info or not path.exists():
-        raise CommError(f"{name} is not built", given=", ".join(sorted(info)) or "nothing built", expected=name,
-                        action="run python -m whale_ops.build")  # fmt: skip
+        raise CommError(
+            f"{name} is not built",
+            given=", ".join(sorted(info)) or "nothing built",
+            expected=name,
+            action="run python -m whale_ops.build",
+        )
     if info[name]["core"] != info[build.CORE_NAME]["core"]:
-        raise CommError(f"{name} and {build.CORE_NAME} were built from different sources", given=info[name]["core"],
-                        expected=info[build.CORE_NAME]["core"], action="run python -m whale_ops.build")  # fmt: skip
+        raise CommError(
+            f"{name} and {build.CORE_NAME} were built from different sources",
+            given=info[name]["core"],
+            expected=info[build.CORE_NAME]["core"],
+            action="run python -m whale_ops.build",
+        )
     return path
 
 
@@ -133,8 +168,8 @@ def take_bytes(result: int) -> list[bytes]:
 def load_mpi() -> Path:
     """Makes libmpi available to the MPI transport and returns the transport's path.
 
-    The transport carries no absolute path to MPI's library. It is the one of this environment's wheel, or lies where the
-    MPI was at build time, or the system's linker finds it.
+    The transport carries no absolute path to MPI's library. It is the one of this environment's wheel, or lies where
+    the MPI was at build time, or the system's linker finds it.
 
     Raises:
         CommError: the transport was not built.
@@ -151,9 +186,24 @@ def load_mpi() -> Path:
 class HostOperation:
     """One operation of the core on host memory, under way. Keeps its buffers alive; `wait` ends it."""
 
-    def __init__(self, handle: int, kind: str, key: str, *, dtype: str = "raw", element_bytes: int = 1, reduction: str = "sum",
-                 root: int = 0, text: str = "", input_address: int = 0, output_address: int = 0, counts: Sequence[int] = (),
-                 recv_counts: Sequence[int] = (), ranks: Sequence[int] = (), buffers: Any = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        handle: int,
+        kind: str,
+        key: str,
+        *,
+        dtype: str = "raw",
+        element_bytes: int = 1,
+        reduction: str = "sum",
+        root: int = 0,
+        text: str = "",
+        input_address: int = 0,
+        output_address: int = 0,
+        counts: Sequence[int] = (),
+        recv_counts: Sequence[int] = (),
+        ranks: Sequence[int] = (),
+        buffers: Any = None,
+    ) -> None:
         """Starts the operation.
 
         Args:
@@ -168,12 +218,22 @@ class HostOperation:
         """
         self._buffers = buffers
         struct = OperationStruct(
-            KINDS[kind], DTYPES[dtype], REDUCTIONS[reduction], root, element_bytes, key.encode(), text.encode(),
-            input_address or None, output_address or None,
-            (ctypes.c_int64 * len(counts))(*counts), len(counts),
-            (ctypes.c_int64 * len(recv_counts))(*recv_counts), len(recv_counts),
-            (ctypes.c_int32 * len(ranks))(*ranks), len(ranks),
-        )  # fmt: skip
+            KINDS[kind],
+            DTYPES[dtype],
+            REDUCTIONS[reduction],
+            root,
+            element_bytes,
+            key.encode(),
+            text.encode(),
+            input_address or None,
+            output_address or None,
+            (ctypes.c_int64 * len(counts))(*counts),
+            len(counts),
+            (ctypes.c_int64 * len(recv_counts))(*recv_counts),
+            len(recv_counts),
+            (ctypes.c_int32 * len(ranks))(*ranks),
+            len(ranks),
+        )
         self._pending = ctypes.c_void_p()
         check(core().whale_submit(handle, ctypes.byref(struct), ctypes.byref(self._pending)))
 
@@ -183,4 +243,9 @@ class HostOperation:
         Raises:
             CommError: the operation failed on some rank, or is still under way after `timeout_s` seconds.
         """
-        check(core().whale_wait(self._pending, timeout_s))
+        try:
+            check(core().whale_wait(self._pending, timeout_s))
+        except CommError:
+            # Messages of a failed operation may be under way for who knows how long: the memory is given up.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))
+            raise

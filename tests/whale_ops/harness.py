@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import whale_ops
+from whale.errors import CommError
 from whale_ops import Communicator, _native
 
 _NAMES = itertools.count()
@@ -34,7 +35,7 @@ def each(communicators: Sequence[Communicator], body: Callable[[Communicator], o
     def guarded(communicator: Communicator) -> object:
         try:
             return body(communicator)
-        except whale_ops.CommError as error:
+        except CommError as error:
             return error
 
     with ThreadPoolExecutor(len(communicators)) as pool:
@@ -59,10 +60,16 @@ class Case:
         rank = communicator.rank
         source, target = self.inputs[rank], self.outputs[rank]
         return _native.HostOperation(
-            communicator.handle, self.kind, self.key, dtype=dtype_name(source), element_bytes=source.itemsize,
-            input_address=source.ctypes.data, output_address=target.ctypes.data, buffers=(source, target),
+            communicator.handle,
+            self.kind,
+            self.key,
+            dtype=dtype_name(source),
+            element_bytes=source.itemsize,
+            input_address=source.ctypes.data,
+            output_address=target.ctypes.data,
+            buffers=(source, target),
             **self.arguments[rank],
-        )  # fmt: skip
+        )
 
     def run(self, communicators: Sequence[Communicator]) -> None:
         operations = [self.start(c) for c in communicators]

@@ -19,8 +19,23 @@ pytestmark = pytest.mark.core
 
 DTYPES = [
     np.dtype(name)
-    for name in ("float16", ml_dtypes.bfloat16, "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16",
-                 "uint32", "uint64", "bool", "complex64", "complex128")  # fmt: skip
+    for name in (
+        "float16",
+        ml_dtypes.bfloat16,
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex64",
+        "complex128",
+    )
 ]
 REDUCTIONS = ["sum", "min", "max", "prod"]
 # Elements: nothing, less than one per rank, one message, and more than one chunk per rank.
@@ -188,8 +203,6 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert int(output[::4097].sum(dtype=np.int64)) == 3 * len(output[::4097])
 
 
-
-
 def test_what_was_moved_is_counted_as_the_design_counts_it() -> None:
     size, n = 3, 1001
     rows = [np.ones(n * (r + 1), np.float32) for r in range(size)]
@@ -200,7 +213,7 @@ def test_what_was_moved_is_counted_as_the_design_counts_it() -> None:
         harness.reduce_scatter("rs", [np.ones(6 * n, np.float32)] * size, [n, 2 * n, 3 * n]).run(communicators)
         harness.broadcast("bc", equal, 1).run(communicators)
         harness.all_to_all("aa", [np.ones(3 * n, np.float32)] * size, np.full((size, size), n)).run(communicators)
-        logical = {k: 0 for k in ("ar", "ag", "rs", "bc", "aa")}
+        logical = dict.fromkeys(("ar", "ag", "rs", "bc", "aa"), 0)
         for communicator in communicators:
             for counter in communicator.counters():
                 logical[counter.key] += counter.logical_bytes
@@ -221,7 +234,7 @@ def test_trace_holds_operations_after_it_starts() -> None:
     with ranks(2) as communicators:
         harness.all_reduce("before", [np.ones(3)] * 2).run(communicators)
         communicators[1].trace_start()
-        harness.all_reduce("traced \"x\"", [np.ones(3)] * 2).run(communicators)
+        harness.all_reduce('traced "x"', [np.ones(3)] * 2).run(communicators)
         (event,) = communicators[1].trace_events()
         assert communicators[0].trace_events() == []
     assert (event["name"], event["cat"], event["pid"]) == ('traced "x"', "AllReduce", 1)

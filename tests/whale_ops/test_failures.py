@@ -33,13 +33,37 @@ def floats(size: int, n: int = 4) -> list[np.ndarray]:
 
 
 DISAGREEMENTS = {
-    "dtype": (harness.all_reduce("k", floats(3)), harness.all_reduce("k", [np.ones(4, np.float64)] * 3), "float32", "float64"),
-    "operation": (harness.all_reduce("k", floats(3)), harness.all_gather("k", floats(3)), r"AllReduce\(sum\)", "AllGather"),
-    "reduction": (harness.all_reduce("k", floats(3)), harness.all_reduce("k", floats(3), "max"), r"\(sum\)", r"\(max\)"),
-    "barrier": (harness.all_reduce("k", floats(3)), harness.Case("Barrier", "k", floats(3), floats(3), [{}] * 3), "AllReduce",
-                "Barrier"),
-    "large": (harness.all_reduce("k", floats(3, 400_000)), harness.all_gather("k", floats(3, 400_000)), "AllReduce", "AllGather"),
-}  # fmt: skip
+    "dtype": (
+        harness.all_reduce("k", floats(3)),
+        harness.all_reduce("k", [np.ones(4, np.float64)] * 3),
+        "float32",
+        "float64",
+    ),
+    "operation": (
+        harness.all_reduce("k", floats(3)),
+        harness.all_gather("k", floats(3)),
+        r"AllReduce\(sum\)",
+        "AllGather",
+    ),
+    "reduction": (
+        harness.all_reduce("k", floats(3)),
+        harness.all_reduce("k", floats(3), "max"),
+        r"\(sum\)",
+        r"\(max\)",
+    ),
+    "barrier": (
+        harness.all_reduce("k", floats(3)),
+        harness.Case("Barrier", "k", floats(3), floats(3), [{}] * 3),
+        "AllReduce",
+        "Barrier",
+    ),
+    "large": (
+        harness.all_reduce("k", floats(3, 400_000)),
+        harness.all_gather("k", floats(3, 400_000)),
+        "AllReduce",
+        "AllGather",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
@@ -92,7 +116,9 @@ def test_a_rank_that_leaves_is_named() -> None:
         waiting = [harness.all_reduce("step", floats(3)).start(c) for c in communicators[:1]]
         communicators[1].leave()
         for operation in waiting:
-            with pytest.raises(CommError, match=r"rank 1 has left the run .* while rank 0 waits for it in AllReduce 'step'"):
+            with pytest.raises(
+                CommError, match=r"rank 1 has left the run .* while rank 0 waits for it in AllReduce 'step'"
+            ):
                 operation.wait(2)
         with pytest.raises(CommError, match="rank 1 has left"):
             harness.all_reduce("step", floats(3)).start(communicators[2]).wait(2)
@@ -106,7 +132,9 @@ def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
         communicators[0].leave()
         time.sleep(0.1)
         received = np.zeros(5, np.float32)
-        harness.Case("Recv", "k", [data] * 2, [received] * 2, [{"counts": [5], "root": 0}] * 2).start(communicators[1]).wait(2)
+        harness.Case("Recv", "k", [data] * 2, [received] * 2, [{"counts": [5], "root": 0}] * 2).start(
+            communicators[1]
+        ).wait(2)
         np.testing.assert_array_equal(received, data)
 
 
@@ -153,13 +181,18 @@ def test_a_stalled_operation_is_reported_with_the_missing_rank(monkeypatch: pyte
         operation.wait(2)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("whale:")]
     assert 2 <= len(lines) <= 3  # after 0.2, 0.4 and 0.8 s, give or take the interval of looking
-    assert all("rank 0 has waited" in line and "AllReduce 'slow 'x''" in line and "for rank 1;" in line for line in lines)
+    assert all(
+        "rank 0 has waited" in line and "AllReduce 'slow 'x''" in line and "for rank 1;" in line for line in lines
+    )
 
 
 WRONG = {
     "peer": (harness.Case("Send", "k", floats(2), floats(2), [{"counts": [4], "root": 0}] * 2), "peer is 0"),
     "group": (harness.Case("Barrier", "k", floats(2), floats(2), [{"ranks": [0, 0]}] * 2), "ranks are 0 and 0"),
-    "not a member": (harness.Case("Barrier", "k", floats(2), floats(2), [{"ranks": [1]}] * 2), "not one of the ranks 1"),
+    "not a member": (
+        harness.Case("Barrier", "k", floats(2), floats(2), [{"ranks": [1]}] * 2),
+        "not one of the ranks 1",
+    ),
     "sizes": (harness.Case("AllGather", "k", floats(2), floats(2), [{"counts": [4]}] * 2), "one per rank"),
     "negative": (harness.Case("AllGather", "k", floats(2), floats(2), [{"counts": [4, -1]}] * 2), "negative"),
     "root": (harness.broadcast("k", floats(2), 2), "root is 2"),

@@ -387,7 +387,7 @@ void Endpoint::depart() {
   MessageHeader header;
   header.kind = MessageKind::kLeave;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_ && !left_[peer]) emit(peer, header, "", nullptr, 0);
+    if (peer != rank_) emit(peer, header, "", nullptr, 0);  // also to those who have left: they wait for this
   }
 }
 

@@ -58,7 +58,7 @@ std::string describe(const Request& request) {
   if (is_point_to_point(request.kind)) return "Send/Recv of " + dtype;
   std::string out = name_of(request.kind);
   if (has_reduction(request.kind)) out += std::string("(") + name_of(request.reduction) + ")";
-  out += " of " + dtype + " " + request.text;
+  out += " of " + dtype + (request.text.empty() ? "" : " " + request.text);
   if (request.kind == OpKind::kBroadcast) out += " from group index " + std::to_string(request.root);
   if (!request.group.empty()) out += " among ranks " + join_ranks(request.group);
   return out;

@@ -1,0 +1,134 @@
+"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker SCENARIO`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+
+import whale_ops
+from tests.whale_ops import harness
+from tests.whale_ops.harness import Case
+from whale.errors import CommError
+
+
+def run_all(communicator: whale_ops.Communicator, cases: list[Case]) -> None:
+    """All at once, each rank in an order of its own."""
+    order = list(np.random.default_rng(communicator.rank).permutation(len(cases)))
+    for operation in [cases[i].start(communicator) for i in order]:
+        operation.wait(30)
+
+
+def values(communicator: whale_ops.Communicator) -> str:
+    """The collectives against numpy, from nothing to several chunks."""
+    size, rank = communicator.size, communicator.rank
+    checks: list[tuple[Case, np.ndarray]] = []
+    for n in (0, 3, 1500, 2_000_003):
+        generator = np.random.default_rng(n)
+        inputs = [harness.random_array(generator, np.dtype("int64"), n) for _ in range(size)]
+        checks.append((harness.all_reduce(f"ar {n}", inputs), harness.reduced(inputs, "sum")))
+        rows = [x[: n // (r + 1)] for r, x in enumerate(inputs)]
+        checks.append((harness.all_gather(f"ag {n}", rows), np.concatenate(rows)))
+        checks.append((harness.broadcast(f"bc {n}", inputs, size - 1), inputs[-1]))
+        matrix = generator.integers(0, n + 1, (size, size))
+        parts = [harness.random_array(generator, np.dtype("uint8"), int(matrix[r].sum())) for r in range(size)]
+        blocks = [np.split(parts[r], np.cumsum(matrix[r])[:-1]) for r in range(size)]
+        expected = np.concatenate([blocks[s][rank] for s in range(size)])
+        checks.append((harness.all_to_all(f"aa {n}", parts, matrix), expected))
+    floats = [np.random.default_rng(r).standard_normal(300_000).astype(np.float32) for r in range(size)]
+    total = harness.all_reduce("floats", floats)
+    run_all(communicator, [case for case, _ in checks] + [total])
+    for case, expected in checks:
+        np.testing.assert_array_equal(case.outputs[rank], expected, case.key)
+    everybody = communicator.allgather_bytes("bits", total.outputs[rank].tobytes(), 30)
+    assert len(set(everybody)) == 1, "the ranks hold different sums"
+    return "values agree"
+
+
+def large(communicator: whale_ops.Communicator) -> str:
+    """A message of more than 2^30 bytes, which MPI carries in parts."""
+    n = 2**30 + 7
+    data = np.full(n if communicator.rank == 0 else 0, 5, np.uint8)
+    out = np.zeros(n if communicator.rank == 1 else 0, np.uint8)
+    if communicator.rank == 0:
+        data[-1] = 9
+    kind, peer = ("Send", 1) if communicator.rank == 0 else ("Recv", 0)
+    Case(kind, "large", [data] * 2, [out] * 2, [{"counts": [n], "root": peer}] * 2).start(communicator).wait(60)
+    assert communicator.rank == 0 or (int(out[-1]), int(out[0]), int(out[2**29])) == (9, 5, 5)
+    return "large agrees"
+
+
+def disagree(communicator: whale_ops.Communicator) -> str:
+    dtype = np.float32 if communicator.rank else np.float64
+    return failure(harness.all_reduce("k", [np.ones(100_000, dtype)] * communicator.size), communicator, 2)
+
+
+def abort(communicator: whale_ops.Communicator) -> str:
+    case = harness.all_reduce("k", [np.ones(100_000)] * communicator.size)
+    if communicator.rank == 1:
+        time.sleep(0.3)
+        communicator.abort("rank 1 gave up; look at its log")
+    return failure(case, communicator, 2)
+
+
+def leave(communicator: whale_ops.Communicator) -> str:
+    if communicator.rank == 1:
+        return "rank 1 is done"
+    return failure(harness.all_reduce("k", [np.ones(100_000)] * communicator.size), communicator, 10)
+
+
+def twice(communicator: whale_ops.Communicator) -> str:
+    """Two communicators, left one after the other; the same keys do not meet across them."""
+    other = whale_ops.mpi("other")
+    cases = [harness.all_reduce("k", [np.array([float(c)])] * other.size) for c in (1, 10)]
+    operations = [case.start(c) for case, c in zip(cases, (communicator, other))]
+    for operation in operations:
+        operation.wait(10)
+    assert other.leave(10)
+    communicator.barrier(timeout_s=10)
+    return " ".join(str(float(case.outputs[other.rank][0]) / other.size) for case in cases)
+
+
+def tensorflow(communicator: whale_ops.Communicator) -> str:
+    import tensorflow as tf
+
+    ops = whale_ops.ops()
+
+    @tf.function
+    def step(x):
+        handle = ops.whale_communicator(communicator=communicator.name)
+        total = ops.whale_all_reduce(handle, [x, x[:1]], key="sum")
+        rows = ops.whale_all_gather(handle, x[: communicator.rank], key="rows")
+        ops.whale_check(handle, key="check", fingerprint="f", what="step")
+        return total[0], rows
+
+    for _ in range(5):
+        total, rows = step(tf.ones((3, 100_000)) * (communicator.rank + 1))
+    size = communicator.size
+    assert (total.numpy() == size * (size + 1) / 2).all()
+    assert rows.shape[0] == size * (size - 1) // 2
+    return "tensorflow agrees"
+
+
+def failure(case: Case, communicator: whale_ops.Communicator, within_s: float) -> str:
+    started = time.monotonic()
+    try:
+        case.start(communicator).wait(within_s)
+    except CommError as error:
+        return f"{time.monotonic() - started < within_s} {' '.join(str(error).split())}"
+    return "no error"
+
+
+def main() -> None:
+    communicator = whale_ops.mpi("run")
+    scenario = globals()[sys.argv[1]]
+    outcome = scenario(communicator)
+    # One write, so that the lines of the ranks do not mix.
+    os.write(1, f"rank {communicator.rank}: {outcome}\n".encode())
+    os.write(1, f"rank {communicator.rank}: all left {communicator.leave(10)}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

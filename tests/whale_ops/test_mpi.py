@@ -1,0 +1,78 @@
+"""The MPI transport between real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def mpirun(size: int, scenario: str) -> list[str]:
+    """What each rank printed, by rank; all ranks must end well, having seen all others leave."""
+    wheel = Path(sys.prefix) / "bin" / "mpirun"
+    program = str(wheel) if wheel.exists() else shutil.which("mpirun")
+    assert program, "no mpirun in this environment or on PATH"
+    environment = os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [
+        program,
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-np",
+        str(size),
+        sys.executable,
+        "-m",
+        "tests.whale_ops.mpi_worker",
+        scenario,
+    ]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    outcomes = dict(re.findall(r"^rank (\d+): (?!all left)(.*)$", result.stdout, re.MULTILINE))
+    assert re.findall(r"all left (\w+)", result.stdout) == ["True"] * size, result.stdout + result.stderr
+    return [outcomes[str(rank)] for rank in range(size)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("size", [2, 3])
+def test_values(size: int) -> None:
+    assert mpirun(size, "values") == ["values agree"] * size
+
+
+def test_a_message_of_more_than_2_to_the_30_bytes() -> None:
+    assert mpirun(2, "large") == ["large agrees"] * 2
+
+
+def test_ranks_that_disagree() -> None:
+    for outcome in mpirun(3, "disagree"):
+        assert outcome.startswith("True") and "'k'" in outcome and "float32" in outcome and "float64" in outcome
+
+
+def test_abort() -> None:
+    assert mpirun(3, "abort") == ["True rank 1 gave up kind: aborted next: look at its log"] * 3
+
+
+def test_a_rank_that_leaves() -> None:
+    first, left, last = mpirun(3, "leave")
+    assert left == "rank 1 is done"
+    for outcome in (first, last):
+        assert outcome.startswith("True rank 1 has left the run") and "AllReduce 'k'" in outcome
+
+
+def test_two_communicators() -> None:
+    assert mpirun(2, "twice") == ["1.0 10.0"] * 2
+
+
+@pytest.mark.core
+def test_tensorflow_ops() -> None:
+    assert mpirun(2, "tensorflow") == ["tensorflow agrees"] * 2
