@@ -16,7 +16,7 @@ from whale.ir.program import Program
 
 def annotate(program: Program) -> Program:
     """``program`` with a scope on every node that can be related to an annotated one, and on its variables."""
-    if not any(n.scope for n in program.nodes):
+    if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
         return program
     scope = {n.name: n.scope for n in program.nodes}
     handles = program.variable_of
