@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
+from whale.capture.bodies import body_graph
 from whale.errors import CaptureError
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, TensorType
@@ -117,31 +118,31 @@ class _Builder:
         known = {*inputs, *variables}
         nodes: dict[str, Node] = {}
         idle: set[str] = set()
-        functions_of: dict[str, tuple[bool, tuple[str, ...]]] = {}
+        facts_of: dict[str, tuple[bool, tuple[str, ...]]] = {}
         for node_def, op in _with_operations(graph, graph_def):
-            name_ = node_def.name
-            found = operands.get(name_)
+            node_name = node_def.name
+            found = operands.get(node_name)
             if found is None:
                 continue
             refs, controls = found
             op_type = node_def.op
-            facts = functions_of.get(op_type)
+            facts = facts_of.get(op_type)
             if facts is None:
-                facts = functions_of[op_type] = op_facts(op_type) or (False, _LEGACY)
+                facts = facts_of[op_type] = op_facts(op_type) or (False, _LEGACY)
             attrs: Mapping[str, Any] = NodeAttrs(node_def)
             if facts[1]:
                 op_type, attrs, stateful, acts = self._call(graph, node_def, op, attrs)
                 if not acts:
-                    idle.add(name_)
+                    idle.add(node_name)
             else:
                 stateful = facts[0]
-                if op_type == "Placeholder" and name_ not in known:
-                    raise _no_value(name_, inputs)
+                if op_type == "Placeholder" and node_name not in known:
+                    raise _no_value(node_name, inputs)
             kinds = tuple([self._type(t) for t in op.outputs])
             if types:
-                kinds = tuple([types.get(Ref(name_, i), t) for i, t in enumerate(kinds)])
+                kinds = tuple([types.get(Ref(node_name, i), t) for i, t in enumerate(kinds)])
             scope = node_def.attr[SCOPE_ATTR].s.decode() if SCOPE_ATTR in node_def.attr else ""
-            nodes[name_] = Node(name_, op_type, refs, controls, attrs, kinds, scope, stateful)
+            nodes[node_name] = Node(node_name, op_type, refs, controls, attrs, kinds, scope, stateful)
         acting = set(effects) - idle
         program = Program(
             name=name,
@@ -213,8 +214,6 @@ class _Builder:
 
     def _body(self, graph: tf.Graph, name: str, arguments: list[tf.Tensor] | None) -> str:
         """Captures the function ``name`` for these arguments; returns its key in ``self.functions``."""
-        from whale.capture.bodies import body_graph
-
         types = tuple(map(self._type, arguments)) if arguments is not None else ()
         key = (name, types)
         if key in self._names:

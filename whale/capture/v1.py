@@ -100,7 +100,7 @@ class GraphCapture:
 
         handles = [name for name in needed if self._defs[name].op == "VarHandleOp"]
         order = {name: i for i, name in enumerate(self._defs)}
-        variables = [self._variable(name) for name in sorted(handles, key=order.__getitem__)]
+        variables = self._variables(sorted(handles, key=order.__getitem__))
         program = program_from_graph(
             graph,
             name="session",
@@ -148,12 +148,20 @@ class GraphCapture:
                     action="call tf.compat.v1.enable_resource_variables() before the graph is built",
                 )
 
-    def _variable(self, node: str) -> CapturedVariable:
+    def _variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
+        """The variables of these VarHandleOps; the shared name is what makes two handles one variable."""
         known = {}
         for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
             known.update({v.handle.op.name: v for v in self.graph.get_collection(key) if hasattr(v, "handle")})
-        name = decode(self._defs[node].attr["shared_name"]) or node
-        return CapturedVariable(node, name, known.get(node), self.graph.get_tensor_by_name(f"{node}:0"))
+        return [
+            CapturedVariable(
+                node=node,
+                name=str(decode(self._defs[node].attr["shared_name"]) or node),
+                variable=known.get(node),
+                handle=self.graph.get_tensor_by_name(f"{node}:0"),
+            )
+            for node in nodes
+        ]
 
     def _held(self, node: str) -> tuple[str, Dims | None]:
         attrs = self._defs[node].attr
