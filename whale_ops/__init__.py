@@ -194,7 +194,7 @@ def in_process(name: str, size: int) -> list[Communicator]:
         )
     handles = (ctypes.c_void_p * size)()
     _native.check(_native.core().whale_in_process_create(name.encode(), size, handles))
-    return [Communicator(name, handle) for handle in handles]
+    return [Communicator(name, handle or 0) for handle in handles]
 
 
 def mpi(name: str) -> Communicator:

@@ -168,8 +168,12 @@ def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
         outputs = [objects / f"{source.stem}-{_object_digest(source, target, compiler)}.o" for source in target.sources]
         for stale in set(objects.glob("*.o")) - set(outputs):
             stale.unlink()
-        for _ in pool.map(lambda job: _compile_object(*job, target, compiler), zip(target.sources, outputs)):
-            pass
+        jobs = [
+            pool.submit(_compile_object, source, output, target, compiler)
+            for source, output in zip(target.sources, outputs)
+        ]
+        for job in jobs:
+            job.result()
         temporary = folder / f".{target.name}.new"
         soname = f"-Wl,-soname,{target.name}"
         _run(
