@@ -2,67 +2,106 @@
 
 It reads only the program, the rules and the plan: every node has a strategy that its rule allows, every operand is
 available in the placement that the strategy wants (as produced, or by a reshard of the plan), every reshard starts
-from a form that exists, groups hold nothing that waits for another member.
+from a form that exists and moves the bytes that it says, loops and branches hand over what their bodies take and
+return, and no collective waits for itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+
 from whale.errors import PlanError
-from whale.ir.layout import B, O, Partial, Placement, Split, Strategy
+from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, moved_bytes
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS, handles_lists, recreatable, view
+from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
+
+_AGAIN = "make the plan again with `whale plan`"
 
 
 def check(program: Program, plan: Plan) -> None:
     """Raises PlanError, naming node and difference, unless ``plan`` is legal for ``program``."""
-    for graph, strategies in plan.strategies.items():
-        body = program if graph == "" else program.functions.get(graph)
-        if body is None:
-            raise PlanError("the plan speaks of a function that the program lacks", given=graph,
-                            expected=", ".join(program.functions) or "no functions", action="make the plan again")  # fmt: skip
-        _check_graph(body, graph, strategies, plan)
-    _check_groups(plan)
+    for graph in plan.strategies:
+        if graph and graph not in program.functions:
+            raise PlanError("the plan speaks of a function that the program lacks", given=graph, action=_AGAIN,
+                            expected=", ".join(program.functions) or "no functions")  # fmt: skip
+    _check_reshards(program, plan)
+    _check_graph(program, program, "", (B,) * len(program.inputs), plan)
+    _check_groups(program, plan)
 
 
 def _fail(node: Node, given: object, expected: object) -> PlanError:
     return PlanError("the plan is not legal", op=f"{node.name} ({node.op})", given=given, expected=expected,
-                     action="make the plan again with `whale plan`")  # fmt: skip
+                     action=_AGAIN)  # fmt: skip
 
 
-def _check_graph(program: Program, graph: str, strategies, plan: Plan) -> None:
+def _check_graph(root: Program, program: Program, graph: str, arguments: Sequence[Placement], plan: Plan) -> None:
+    strategies = plan.strategies.get(graph)
+    if strategies is None:
+        raise PlanError("the plan lacks a graph", given=", ".join(map(repr, plan.strategies)) or "no graphs",
+                        expected=f"strategies for {graph!r}, which every rank runs", action=_AGAIN)  # fmt: skip
     produced: dict[Ref, Placement] = {}
+    given = dict(zip(program.inputs, arguments))
     for node in program.nodes:
         strategy = strategies.get(node.name)
         if strategy is None:
             raise _fail(node, "no strategy", "one strategy per node")
         if len(strategy.inputs) != len(node.inputs) or len(strategy.outputs) != len(node.outputs):
             raise _fail(node, strategy, f"{len(node.inputs)} operands and {len(node.outputs)} outputs")
+        if node.op == "Placeholder" and strategy.outputs != (given.get(node.name, B),):
+            raise _fail(node, strategy, f"{given.get(node.name, B)}, as it is passed in")
         for ref, placement in zip(node.inputs, strategy.inputs):
             _check_available(program, graph, node, ref, placement, produced, plan)
         _check_legal(program, node, strategy, plan.size)
         for ref, placement in zip(node.refs(), strategy.outputs):
-            shape = program.type_of(ref).shape
-            if isinstance(placement, Split) and program.type_of(ref).dtype not in UNMOVABLE:
-                if shape is None or placement.dim >= len(shape) or shape[placement.dim] != sum(placement.sizes):
-                    raise _fail(node, f"{ref} {program.type_of(ref)} laid out {placement}", "sizes that add up")
+            _check_sizes(program, node, ref, placement, plan.size)
             produced[ref] = placement
+        if (node.op in LOOPS or node.op in BRANCHES) and not strategy.once:
+            _check_bodies(root, node, strategy, plan)
     returned = plan.returned.get(graph, ())
     if len(returned) != len(program.outputs):
         raise PlanError("the plan is not legal", op=graph or program.name, given=f"{len(returned)} output placements",
-                        expected=f"{len(program.outputs)}", action="make the plan again with `whale plan`")  # fmt: skip
+                        expected=f"{len(program.outputs)}", action=_AGAIN)  # fmt: skip
     for ref, placement in zip(program.outputs, returned):
         _check_available(program, graph, program.by_name[ref.node], ref, placement, produced, plan)
 
 
-def _check_available(program, graph, node, ref, wanted, produced, plan) -> None:
+def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
+    """What a loop or branch passes to its functions, and what it expects of them."""
+    functions = [f.name for f in called_functions(node)]
+    loop = node.op in LOOPS
+    for name in functions:
+        arguments = strategy.inputs if loop else strategy.inputs[1:]
+        _check_graph(root, root.functions[name], name, arguments, plan)
+        expected = (B,) if loop and name == functions[0] else strategy.outputs
+        if plan.returned[name] != expected:
+            raise _fail(node, f"{name} returns {' '.join(map(str, plan.returned[name]))}", " ".join(map(str, expected)))
+
+
+def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, parts: int) -> None:
+    """A split has one size per rank, and they add up (the dimensions of a list's elements are not known here)."""
+    if not isinstance(placement, Split):
+        return
+    t = program.type_of(ref)
+    if len(placement.sizes) != parts or min(placement.sizes) < 0:
+        raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
+    if t.dtype in UNMOVABLE:
+        return
+    if t.shape is None or placement.dim >= len(t.shape) or t.shape[placement.dim] != sum(placement.sizes):
+        raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up")
+
+
+def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted: Placement,
+                     produced: Mapping[Ref, Placement], plan: Plan) -> None:  # fmt: skip
     seen: set[Placement] = set()
     while produced[ref] != wanted:
         if wanted in seen:
             raise _fail(node, f"{ref} as {wanted}", "reshards without a circle")
         seen.add(wanted)
+        _check_sizes(program, node, ref, wanted, plan.size)
         r = plan.reshard_of.get((graph, ref, wanted))
         if r is None:
             raise _fail(node, f"operand {ref} is {produced[ref]}", f"{wanted}, or a reshard to it")
@@ -71,6 +110,26 @@ def _check_available(program, graph, node, ref, wanted, produced, plan) -> None:
         ):
             raise _fail(node, f"a reshard of {program.type_of(ref)} to {wanted}", "a tensor that can be sent")
         wanted = r.source
+
+
+def _check_reshards(program: Program, plan: Plan) -> None:
+    """Each reshard is of a tensor of the program, one that lowering has nodes for, and says what it moves."""
+    keys: set[str] = set()
+    for r in plan.reshards:
+        body = program if r.graph == "" else program.functions.get(r.graph)
+        node = body.by_name.get(r.ref.node) if body is not None else None
+        if node is None or r.ref.index >= len(node.outputs):
+            raise PlanError("the plan reshards a tensor that the program lacks", action=_AGAIN,
+                            given=f"{r.ref} of {r.graph or program.name}", expected="a node's output")  # fmt: skip
+        if r.key in keys:
+            raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
+        keys.add(r.key)
+        direct = type(r.source) in (Broadcast, Owner) or not isinstance(r.target, Owner)
+        if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
+            raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
+        moved = moved_bytes(r.source, r.target, node.outputs[r.ref.index].bytes, plan.size)
+        if r.bytes != moved:
+            raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
 
 
 def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -> None:
@@ -101,9 +160,42 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
         raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
 
 
-def _check_groups(plan: Plan) -> None:
+def _check_groups(program: Program, plan: Plan) -> None:
     for number, members in plan.groups.items():
-        kinds = {(m.graph, m.source, m.target) for m in members}
-        if len(kinds) != 1 or not isinstance(members[0].source, Partial):
-            raise PlanError("a fused collective mixes unlike reshards", given=f"group {number}: {sorted(map(str, kinds))}",
-                            expected="all-reduces of one kind in one graph", action="make the plan again")  # fmt: skip
+        body = program if members[0].graph == "" else program.functions[members[0].graph]
+        one_graph = len({m.graph for m in members}) == 1
+        kinds = {(m.source, m.target, body.type_of(m.ref).dtype) for m in members} if one_graph else set()
+        given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
+        if len(kinds) != 1 or type(members[0].source) is not Partial or type(members[0].target) is not Broadcast:
+            raise PlanError("a fused collective mixes unlike reshards", given=given,
+                            expected="all-reduces of one kind and dtype in one graph", action=_AGAIN)  # fmt: skip
+    for graph in {m.graph for members in plan.groups.values() for m in members}:
+        _check_order(program if graph == "" else program.functions[graph], graph, plan)
+
+
+def _check_order(program: Program, graph: str, plan: Plan) -> None:
+    """No fused collective waits, through other nodes, for its own result."""
+    strategies = plan.strategies[graph]
+
+    def behind(ref: Ref, placement: Placement) -> str | int:
+        """What an operand waits for: its producer, or the group that reduces it."""
+        r = plan.reshard_of.get((graph, ref, placement))
+        while r is not None and r.group < 0:
+            r = plan.reshard_of.get((graph, ref, r.source))
+        return ref.node if r is None else r.group
+
+    waits: dict[str | int, set[str | int]] = {}
+    for node in program.nodes:
+        operands = zip(node.inputs, strategies[node.name].inputs)
+        waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
+    for number, members in plan.groups.items():
+        if members[0].graph == graph:
+            waits[number] = {m.ref.node for m in members}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        number = next(x for x in circle if isinstance(x, int))
+        path = " -> ".join(f"group {x}" if isinstance(x, int) else str(x) for x in reversed(circle))
+        raise PlanError("a fused collective waits for its own result", given=path, action=_AGAIN,
+                        expected=f"members of group {number} that do not depend on each other") from error  # fmt: skip
