@@ -25,7 +25,7 @@ class replica(ContextDecorator):
         self.devices = None if devices is None else tuple(devices)
         self._entered: list[AbstractContextManager[None]] = []
 
-    def __enter__(self) -> "replica":
+    def __enter__(self) -> replica:
         from whale.runtime.scopes import entered
 
         scope = entered("replica", self.devices)

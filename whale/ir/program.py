@@ -64,7 +64,7 @@ class Program:
     variables: tuple[Variable, ...] = ()
     outputs: tuple[Ref, ...] = ()
     effects: tuple[str, ...] = ()
-    functions: Mapping[str, "Program"] = field(default_factory=dict)
+    functions: Mapping[str, Program] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -97,7 +97,7 @@ class Program:
         value = node.attrs["value"]
         return value.numpy() if isinstance(value, Tensor) else None
 
-    def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> "Program":
+    def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> Program:
         return replace(self, nodes=nodes, **changes)
 
 

@@ -35,7 +35,10 @@ def _print_graph(program: Program, head: str, lines: list[str]) -> None:
     lines.append(f"{head} {_word(program.name)}")
     lines.extend(f"  input {_word(name)}" for name in program.inputs)
     for v in program.variables:
-        lines.append(f"  variable {_word(v.node)} {json.dumps(v.name)} {_type(v.type)}" + (f" @{json.dumps(v.scope)}" if v.scope else ""))
+        lines.append(
+            f"  variable {_word(v.node)} {json.dumps(v.name)} {_type(v.type)}"
+            + (f" @{json.dumps(v.scope)}" if v.scope else "")
+        )
     lines.extend("  " + format_node(node) for node in program.nodes)
     lines.append("  return " + ", ".join(map(_ref, program.outputs)))
     lines.append("  effects " + ", ".join(map(_word, program.effects)))
@@ -77,7 +80,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"float({value!r})"
     if isinstance(value, DType):
-        return f"dtype({str(value)})"
+        return f"dtype({value!s})"
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, bytes):
@@ -96,7 +99,9 @@ def format_value(value: Any) -> str:
 def _tensor_data(t: Tensor) -> str:
     if t.dtype == "string":
         return json.dumps([base64.b64encode(item).decode() for item in t.data])
-    if int(np.prod(t.shape, dtype=np.int64)) <= _READABLE_ELEMENTS and t.dtype.startswith(("int", "float", "uint", "bool")):
+    if int(np.prod(t.shape, dtype=np.int64)) <= _READABLE_ELEMENTS and t.dtype.startswith(
+        ("int", "float", "uint", "bool")
+    ):
         array = t.numpy()
         if np.isfinite(array).all() and not np.any((array == 0) & np.signbit(array.astype(np.float64))):
             return json.dumps([x.item() for x in array.reshape(-1)])
@@ -104,6 +109,7 @@ def _tensor_data(t: Tensor) -> str:
 
 
 # -- parsing programs
+
 
 class _Reader:
     """A line's tokens, read one by one."""
@@ -117,7 +123,9 @@ class _Reader:
     def take(self, pattern: str) -> str:
         match = re.compile(r"\s*(" + pattern + ")").match(self.line, self.at)
         if match is None:
-            raise ValueError(f"cannot read {self.line!r} at column {self.at}: expected {pattern!r}, found {self.rest()[:30]!r}")
+            raise ValueError(
+                f"cannot read {self.line!r} at column {self.at}: expected {pattern!r}, found {self.rest()[:30]!r}"
+            )
         self.at = match.end()
         return match.group(1)
 
@@ -259,10 +267,10 @@ def parse_program(text: str) -> Program:
         elif word == "effects":
             g["effects"] = tuple(r.listed(r.word, "")) if r.rest() else ()
         else:
-            raise ValueError(f"cannot read {line!r}: expected `input`, `variable`, `return`, `effects`, or `name = Op(...)`")
-    programs = {
-        key: Program(**{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()}) for key, g in graphs
-    }
+            raise ValueError(
+                f"cannot read {line!r}: expected `input`, `variable`, `return`, `effects`, or `name = Op(...)`"
+            )
+    programs = {key: Program(**{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()}) for key, g in graphs}
     if None not in programs:
         raise ValueError("no line starts with `program`; expected the text that format_program writes")
     main = programs.pop(None)
@@ -327,10 +335,20 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
         if r.group >= 0:
             by_group.setdefault(r.group, []).append(r)
         else:
-            lines.append((r.bytes, f"{_verb(r):<14} {r.source} -> {r.target}  {r.graph + '/' if r.graph else ''}{r.ref} {r.origin}"))
+            lines.append(
+                (
+                    r.bytes,
+                    f"{_verb(r):<14} {r.source} -> {r.target}  {r.graph + '/' if r.graph else ''}{r.ref} {r.origin}",
+                )
+            )
     for number, members in by_group.items():
         first = members[0]
-        lines.append((sum(m.bytes for m in members), f"{_verb(first):<14} {first.source} -> {first.target}  group {number}: {len(members)} tensors, first {first.ref}"))
+        lines.append(
+            (
+                sum(m.bytes for m in members),
+                f"{_verb(first):<14} {first.source} -> {first.target}  group {number}: {len(members)} tensors, first {first.ref}",
+            )
+        )
     lines.sort(key=lambda row: -row[0])
     shown = [f"  {human_bytes(moved):>10}  {text}" for moved, text in lines[:rows]]
     return shown + ([f"  ... and {len(lines) - rows} smaller"] if len(lines) > rows else [])

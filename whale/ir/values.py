@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
-Dims = tuple[Union[int, None], ...]
+Dims = tuple[int | None, ...]
 
 _ITEM_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -62,7 +62,7 @@ class Tensor:
     data: Any = field(repr=False)
 
     @staticmethod
-    def of(array: np.ndarray, dtype: str | None = None) -> "Tensor":
+    def of(array: np.ndarray, dtype: str | None = None) -> Tensor:
         """The constant with the elements of ``array``."""
         if array.dtype.kind in "OSU":
             items = tuple(x if isinstance(x, bytes) else str(x).encode() for x in array.reshape(-1).tolist())

@@ -34,14 +34,18 @@ class Emitter:
     nodes: dict[str, Node] = field(default_factory=dict)
     communicates: bool = False
 
-    def add(self, name: str, op: str, inputs: Sequence[Ref], attrs: dict, outputs: Sequence[TensorType], stateful=False) -> Ref:
+    def add(
+        self, name: str, op: str, inputs: Sequence[Ref], attrs: dict, outputs: Sequence[TensorType], stateful=False
+    ) -> Ref:
         """Adds a node; returns its first output."""
         self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful)
         return Ref(name)
 
     def const(self, name: str, value: np.ndarray) -> Ref:
         tensor = Tensor.of(value)
-        return self.add(name, "Const", (), {"dtype": DType(tensor.dtype), "value": tensor}, (TensorType(tensor.dtype, value.shape),))
+        return self.add(
+            name, "Const", (), {"dtype": DType(tensor.dtype), "value": tensor}, (TensorType(tensor.dtype, value.shape),)
+        )
 
     def communicator(self) -> Ref:
         """The handle that every communication op of this graph takes first."""
@@ -51,7 +55,9 @@ class Emitter:
             self.add(COMMUNICATOR, "WhaleCommunicator", (), attrs, (TensorType("resource", ()),), stateful=True)
         return Ref(COMMUNICATOR)
 
-    def comm_op(self, name: str, op: str, inputs: Sequence[Ref], t: TensorType, attrs: dict, outputs: Sequence[TensorType]) -> Ref:
+    def comm_op(
+        self, name: str, op: str, inputs: Sequence[Ref], t: TensorType, attrs: dict, outputs: Sequence[TensorType]
+    ) -> Ref:
         attrs = {"T": DType(t.dtype), "ranks": (), **attrs}
         return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, stateful=True)
 
@@ -63,7 +69,13 @@ class Emitter:
         if t.is_static:
             dims = self.const(name + "/dims", np.array(t.shape, np.int32))
         else:
-            dims = self.add(name + "/dims", "Shape", (like,), {"T": DType(t.dtype), "out_type": DType("int32")}, (TensorType("int32", (None,)),))
+            dims = self.add(
+                name + "/dims",
+                "Shape",
+                (like,),
+                {"T": DType(t.dtype), "out_type": DType("int32")},
+                (TensorType("int32", (None,)),),
+            )
         return self.add(name, "Fill", (dims, scalar), {"T": DType(t.dtype), "index_type": DType("int32")}, (t,))
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
@@ -88,7 +100,9 @@ class Emitter:
 
     def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
         operands = (source, self.const(name + "/shape", np.array(shape, np.int32)))
-        return self.add(name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),))
+        return self.add(
+            name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
+        )
 
     # -- communication
 
@@ -114,11 +128,16 @@ class Emitter:
         elif len(shape) == 1:
             source = self.reshape(name + "/as_matrix", source, t.dtype, work)
         sizes = (work[other],) + (0,) * (self.size - 1)
-        attrs = {"key": key, "split_axis": target.dim, "split_sizes": target.sizes, "concat_axis": other, "concat_sizes": sizes}
+        attrs = {
+            "key": key,
+            "split_axis": target.dim,
+            "split_sizes": target.sizes,
+            "concat_axis": other,
+            "concat_sizes": sizes,
+        }
         mine = tuple(target.sizes[self.rank] if d == target.dim else n for d, n in enumerate(work))
         got = self.comm_op(name, "WhaleAllToAll", (source,), t, attrs, (TensorType(t.dtype, mine),))
         return self.reshape(name + "/as_vector", got, t.dtype, mine[:1]) if len(shape) == 1 else got
-
 
     def move_shares(self, name: str, source: Ref, t: TensorType, have: Split, want: Split, key: str) -> Ref:
         """Shares of one dimension under other sizes: each rank sends what is not yet at its owner, and nothing else."""
@@ -147,7 +166,9 @@ class Emitter:
         if len(pieces) == 1:
             return pieces[0]
         operands = (*pieces, self.const(name + "/axis", np.array(have.dim, np.int32)))
-        return self.add(name, "ConcatV2", operands, {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}, (out,))
+        return self.add(
+            name, "ConcatV2", operands, {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}, (out,)
+        )
 
     def _rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
         """``count`` positions of dimension ``dim`` of a local tensor, from ``start``."""
@@ -184,7 +205,9 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     Raises:
       LayoutError: no form of this change exists.
     """
-    name = "whale/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}")
+    name = "whale/" + "".join(
+        c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}"
+    )
     have, want = r.source, r.target
     local = source()
     if isinstance(have, Owner):
@@ -205,14 +228,24 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         assert isinstance(want, Split)
         if want.dim == have.dim:
             return e.move_shares(name, local, t, have, want, r.key)
-        attrs = {"key": r.key, "split_axis": want.dim, "split_sizes": want.sizes, "concat_axis": have.dim, "concat_sizes": have.sizes}
-        return e.comm_op(name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),))
+        attrs = {
+            "key": r.key,
+            "split_axis": want.dim,
+            "split_sizes": want.sizes,
+            "concat_axis": have.dim,
+            "concat_sizes": have.sizes,
+        }
+        return e.comm_op(
+            name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
+        )
     assert isinstance(have, Partial)
     if isinstance(want, Broadcast):
         return e.all_reduce(name, (local,), (t,), have.op, r.key)
     if isinstance(want, Split):
         attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
-        return e.comm_op(name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),))
+        return e.comm_op(
+            name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
+        )
     raise LayoutError("no single reshard does this change", op=str(r.ref), given=f"{have} -> {want}",
                       expected="a change by way of B", action="make the plan again")  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from tensorflow.core.framework import function_pb2
@@ -68,7 +68,7 @@ def lower_to_graph(program: Program, tag: str) -> Any:
     return to_graph_def(_rename_functions(program, tag))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _carries_functions(op: str) -> bool:
     return any(kind in ("func", "list(func)") for kind in attr_types(op).values())
 
@@ -128,4 +128,3 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
         function.signature.output_arg.add(name=f"result_{j}", type=result.type)
         function.ret[f"result_{j}"] = f"call_0:output:{j}"
     return function
-

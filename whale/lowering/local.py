@@ -234,7 +234,9 @@ class _Localiser:
             e.nodes[name + "/whale_sum"] = replace(lowered, name=name + "/whale_sum")
             t = outputs[0]
             count = e.const(name + "/whale_count", np.array(edit.divide_by, numpy_dtype(t.dtype)))
-            e.nodes[name] = Node(name, "RealDiv", (Ref(name + "/whale_sum"), count), (), {"T": node.attrs["T"]}, (t,), node.scope)
+            e.nodes[name] = Node(
+                name, "RealDiv", (Ref(name + "/whale_sum"), count), (), {"T": node.attrs["T"]}, (t,), node.scope
+            )
         else:
             e.nodes[name] = lowered
 
@@ -272,4 +274,3 @@ class _Localiser:
                 changed["parallel_iterations"] = 1
             return changed, node.op.removeprefix("Stateless")
         return changed, node.op
-

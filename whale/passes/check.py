@@ -17,7 +17,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
+from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, recreatable, view
 
 _AGAIN = "make the plan again with `whale plan`"
 
@@ -105,8 +105,10 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
         r = plan.reshard_of.get((graph, ref, wanted))
         if r is None:
             raise _fail(node, f"operand {ref} is {produced[ref]}", f"{wanted}, or a reshard to it")
-        if program.type_of(ref).dtype in UNMOVABLE and wanted != O and not (
-            recreatable(program, ref) or program.by_name[ref.node].op == "Placeholder"
+        if (
+            program.type_of(ref).dtype in UNMOVABLE
+            and wanted != O
+            and not (recreatable(program, ref) or program.by_name[ref.node].op == "Placeholder")
         ):
             raise _fail(node, f"a reshard of {program.type_of(ref)} to {wanted}", "a tensor that can be sent")
         wanted = r.source
@@ -143,6 +145,8 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
     if strategy.once:
         if not all(p == O for p in strategy.outputs) or not all(p in (B, O) for p in strategy.inputs):
             raise _fail(node, strategy, "B or O operands and O results on the first rank")
+        if rule_of(node.op) is None and holds_variable(program, node) and O not in strategy.inputs:
+            raise _fail(node, f"{strategy}, on the first rank only", "every rank: all of them hold the variable")
         return
     if handles_lists(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
@@ -150,7 +154,7 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
         return
     rule = rule_of(node.op)
     if whole and (not node.stateful or rule is None):
-        if node.stateful:
+        if node.stateful and not holds_variable(program, node):
             raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
         return
     if rule is None:

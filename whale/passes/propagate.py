@@ -19,7 +19,7 @@ from whale.ir.values import UNMOVABLE, Func
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.rules import rule_of
 from whale.rules.base import replicated
-from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, view
+from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
 
 _INFINITE = float("inf")
 
@@ -125,7 +125,9 @@ class _Propagation:
             return self._owner(node, current, "reads what only the first rank has")
         if rule is None:
             self.result.unruled.append(node.name)
-            options = [] if node.stateful else [replicated(op)]
+            # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
+            # run everywhere it does the same on all ranks.
+            options = [replicated(op)] if not node.stateful or holds_variable(self.program, node) else []
         else:
             options = rule.strategies(op, current)
             if getattr(rule, "produces_any", False):
@@ -162,7 +164,9 @@ class _Propagation:
                     given=f"{ref} is {placement}, another operand {wanted}", expected="one placement",
                     action="stack the lists into tensors before combining them",
                 )  # fmt: skip
-        return Strategy((wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place")
+        return Strategy(
+            (wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place"
+        )
 
     def _cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
         cost = compute_cost(option, touched, flops)
@@ -238,7 +242,7 @@ class _Propagation:
 
     # -- loops and branches
 
-    def body(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> "_Propagation":
+    def body(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> _Propagation:
         program = self.root.functions[name]
         inner = _Propagation(self.root, program, self.parts, self.graphs)
         for argument, placement, free in zip(program.inputs, arguments, remakable):
@@ -335,4 +339,8 @@ def _common(options: Sequence[Placement], dtype: str) -> Placement:
     if len(splits) == 1 and not rest:
         return next(iter(splits))
     partial = {o for o in options if type(o) is Partial}
-    return next(iter(partial)) if len(partial) == 1 and not splits and all(type(o) in (Partial, Broadcast) for o in options) else B
+    return (
+        next(iter(partial))
+        if len(partial) == 1 and not splits and all(type(o) in (Partial, Broadcast) for o in options)
+        else B
+    )

@@ -91,7 +91,7 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
                 if not tensor.bytes:
                     return None
                 price += move_cost(source, B, tensor.bytes, parts)
-        elif not tensor.bytes and not type(placement) is Broadcast and 0 not in (tensor.shape or ()):
+        elif not tensor.bytes and type(placement) is not Broadcast and 0 not in (tensor.shape or ()):
             return None
     if gathered:
         types = [program.type_of(r) for r in node.inputs]
@@ -110,7 +110,9 @@ def _broadcast_side(network: nx.DiGraph, members: Iterable[object]) -> list[str]
     if len(ops) == 1 and network.in_degree(ops[0]) == 1:
         # One producer, nothing linear behind it: gather its operands, or reduce its results.
         price = network.edges[_SOURCE, ops[0]].get("capacity", float("inf")) if network.has_edge(_SOURCE, ops[0]) else 0
-        reduced = sum(network.edges[ops[0], r]["capacity"] for r in network.successors(ops[0]) if network.has_edge(r, _SINK))
+        reduced = sum(
+            network.edges[ops[0], r]["capacity"] for r in network.successors(ops[0]) if network.has_edge(r, _SINK)
+        )
         return ops if price < reduced else []
     if not ops:
         return []

@@ -44,7 +44,6 @@ def _of_tensor(
     ):
         # Cheapest way to several forms, or from one reduction to another: once whole, then free cuts.
 
-
         targets = {B: next(iter(targets.values())), **targets}
         whole = B
     rows = []

@@ -18,6 +18,16 @@ def handles_lists(node: Node) -> bool:
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 
+def holds_variable(program: Program, node: Node) -> bool:
+    """Whether the node takes the handle of a variable: one of the program's, or in a function body any resource passed in."""
+    handles = program.variable_of
+    return any(
+        r.node in handles or (not handles and r.node in program.inputs)
+        for r in node.inputs
+        if program.type_of(r).dtype == "resource"
+    )
+
+
 def view(program: Program, node: Node, parts: int) -> OpView:
     """``node`` as its rule sees it."""
     by_name = program.by_name

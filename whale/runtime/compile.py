@@ -117,7 +117,10 @@ def _compare(program: Program, mark: str, number: int, context: Context) -> None
         return
     rows = node_digests(program)
     mine = msgspec.json.encode([(what, digest.hex()) for what, digest in rows])
-    others = [msgspec.json.decode(o, type=list[tuple[str, str]]) for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)]
+    others = [
+        msgspec.json.decode(o, type=list[tuple[str, str]])
+        for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)
+    ]
     rank = next(r for r, m in enumerate(marks) if m.fingerprint != marks[0].fingerprint)
     first, other = others[0], others[rank]
     at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
@@ -149,4 +152,3 @@ def _agreed_plan(program: Program, number: int, context: Context, settings: Plan
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
     return plan_from_json(data[1:])
-

@@ -43,7 +43,7 @@ class Context:
     scopes: list[str] = field(default_factory=list)
     scope_count: int = 0
     failed: bool = False
-    dry: "DryRun | None" = None
+    dry: DryRun | None = None
 
     @property
     def rank(self) -> int:
@@ -190,7 +190,9 @@ def _at_exit() -> None:
             os._exit(1)
         return
     for comm in context.comms:
-        comm.abort(f"rank {context.rank} failed: {type(error).__name__}: {error}" if error else f"rank {context.rank} failed")
+        comm.abort(
+            f"rank {context.rank} failed: {type(error).__name__}: {error}" if error else f"rank {context.rank} failed"
+        )
 
 
 def _share_random_state(context: Context) -> None:

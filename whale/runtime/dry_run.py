@@ -51,7 +51,9 @@ def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -
       ProgramError: the script ended without a step that takes a batch.
     """
     if not Path(script).is_file():
-        raise ClusterError("the script does not exist", given=script, expected="a Python file", action="correct the path")
+        raise ClusterError(
+            "the script does not exist", given=script, expected="a Python file", action="correct the path"
+        )
     planned: list[Plan] = []
 
     def stop(plan: Plan) -> None:

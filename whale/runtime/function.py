@@ -22,8 +22,8 @@ from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.lowering.functions import lower_to_function
 from whale.runtime.compile import Compiled, compile_program
-from whale.runtime.faults import raise_comm_error
 from whale.runtime.context import Context, current
+from whale.runtime.faults import raise_comm_error
 
 _tags = itertools.count()
 _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
@@ -74,7 +74,12 @@ class Function:
         if step is None:
             step = self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
         result = step.call(_tensors(arguments, step))
-        if not kwargs and quick is not None and len(args) == len(arguments.tensors) and len(step.captured.inputs) == len(args):
+        if (
+            not kwargs
+            and quick is not None
+            and len(args) == len(arguments.tensors)
+            and len(step.captured.inputs) == len(args)
+        ):
             self._quick[quick] = step
         return result
 
@@ -166,7 +171,9 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
         import whale_ops
 
         whale_ops.ops()
-    lowered = lower_to_function(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}_{_identifier(compiled.program.name)}")
+    lowered = lower_to_function(
+        compiled.ranks, f"whale_{compiled.number}_{next(_tags)}_{_identifier(compiled.program.name)}"
+    )
     tf_ctx = tf_context.context()
     tf_ctx.ensure_initialized()
     for definition in lowered.definitions:

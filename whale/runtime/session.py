@@ -81,7 +81,9 @@ class Session(tf.compat.v1.Session):
 
         return call
 
-    def _do_run(self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any) -> Any:
+    def _do_run(
+        self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
+    ) -> Any:
         """TensorFlow's session has taken fetches and feeds apart and converted values; here is where they run."""
         if handle is not None:
             raise ProgramError("a partial run cannot be spread over ranks", given="partial_run", expected="run",
@@ -102,7 +104,9 @@ class Session(tf.compat.v1.Session):
             raise_comm_error(error, self._whale)
             raise
 
-    def _compile(self, key: Hashable, fetches: Sequence[Any], targets: Sequence[Any], feeds: Sequence[tuple[Any, Any]]) -> Compiled:
+    def _compile(
+        self, key: Hashable, fetches: Sequence[Any], targets: Sequence[Any], feeds: Sequence[tuple[Any, Any]]
+    ) -> Compiled:
         context = self._whale
         captured = self._captures.capture([*fetches, *targets], {t: value.shape for t, value in feeds})
         compiled = compile_program(captured.program, context)
@@ -120,10 +124,15 @@ class Session(tf.compat.v1.Session):
             elements = [*names, *program.effects, *(f"{n}:0" for n in captured.inputs)]
             prefix = f"{tag}_rank{position}"
             with self._ranks_graph.as_default():
-                found = tf.graph_util.import_graph_def(lower_to_graph(program, prefix), return_elements=elements, name=prefix)
+                found = tf.graph_util.import_graph_def(
+                    lower_to_graph(program, prefix), return_elements=elements, name=prefix
+                )
             if position == 0:
                 results = found[: len(names)]
-            effects += [e if isinstance(e, tf.Operation) else e.op for e in found[len(names) : len(names) + len(program.effects)]]
+            effects += [
+                e if isinstance(e, tf.Operation) else e.op
+                for e in found[len(names) : len(names) + len(program.effects)]
+            ]
             effects += [t.op for t in found[: len(names)] if position > 0]
             inputs.append(found[len(names) + len(program.effects) :])
         feed_list = [t for of_rank in inputs for t in of_rank]

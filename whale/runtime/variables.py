@@ -23,7 +23,7 @@ class _Entry:
 
     __slots__ = ("copies", "handle", "layout", "name", "variable")
 
-    def __init__(self, captured: "CapturedVariable", copies: Sequence[Any]):
+    def __init__(self, captured: CapturedVariable, copies: Sequence[Any]):
         self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
         self.layout: Placement = B
         self.copies = tuple(copies)
@@ -38,7 +38,7 @@ class VariableOwner:
     def clear(self) -> None:
         self._entries.clear()
 
-    def adopt(self, captured: Sequence["CapturedVariable"], context: "Context") -> None:
+    def adopt(self, captured: Sequence[CapturedVariable], context: Context) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
 
         Raises:
@@ -54,14 +54,14 @@ class VariableOwner:
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
 
-    def handles(self, captured: Sequence["CapturedVariable"], nodes: Sequence[str], position: int) -> list[Any]:
+    def handles(self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int) -> list[Any]:
         """Handles of the variables behind ``nodes`` for the process's rank number ``position``."""
         by_node = {c.node: c for c in captured}
         if position == 0:
             return [by_node[n].handle for n in nodes]
         return [self._entries[id(by_node[n].handle)].copies[position - 1].handle for n in nodes]
 
-    def check(self, context: "Context") -> None:
+    def check(self, context: Context) -> None:
         """Raises CommError when a rank's copy of a variable differs from the first rank's."""
         for entry in self._entries.values():
             mine = entry.variable.numpy()
@@ -70,9 +70,11 @@ class VariableOwner:
         if context.between_processes:
             self._check_between_processes(context)
 
-    def _check_between_processes(self, context: "Context") -> None:
+    def _check_between_processes(self, context: Context) -> None:
         comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
-        digests = [hashlib.blake2b(e.variable.numpy().tobytes(), digest_size=16).digest() for e in self._entries.values()]
+        digests = [
+            hashlib.blake2b(e.variable.numpy().tobytes(), digest_size=16).digest() for e in self._entries.values()
+        ]
         for rank, other in enumerate(comm.allgather_bytes("whale/replicas", b"".join(digests), timeout_s)):
             for i, entry in enumerate(self._entries.values()):
                 if other[16 * i : 16 * i + 16] != digests[i]:
@@ -89,7 +91,7 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
                     expected="equal copies", action="report the program; its plan is wrong")  # fmt: skip
 
 
-def _broadcast_values(captured: Sequence["CapturedVariable"], context: "Context") -> None:
+def _broadcast_values(captured: Sequence[CapturedVariable], context: Context) -> None:
     """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
     ops = whale_ops.ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
