@@ -26,23 +26,32 @@ def check(program: Program, plan: Plan) -> None:
     """Raises PlanError, naming node and difference, unless ``plan`` is legal for ``program``."""
     for graph in plan.strategies:
         if graph and graph not in program.functions:
-            raise PlanError("the plan speaks of a function that the program lacks", given=graph, action=_AGAIN,
-                            expected=", ".join(program.functions) or "no functions")  # fmt: skip
+            raise PlanError(
+                "the plan speaks of a function that the program lacks",
+                given=graph,
+                action=_AGAIN,
+                expected=", ".join(program.functions) or "no functions",
+            )
     _check_reshards(program, plan)
     _check_graph(program, program, "", (B,) * len(program.inputs), plan)
     _check_groups(program, plan)
 
 
 def _fail(node: Node, given: object, expected: object) -> PlanError:
-    return PlanError("the plan is not legal", op=f"{node.name} ({node.op})", given=given, expected=expected,
-                     action=_AGAIN)  # fmt: skip
+    return PlanError(
+        "the plan is not legal", op=f"{node.name} ({node.op})", given=given, expected=expected, action=_AGAIN
+    )
 
 
 def _check_graph(root: Program, program: Program, graph: str, arguments: Sequence[Placement], plan: Plan) -> None:
     strategies = plan.strategies.get(graph)
     if strategies is None:
-        raise PlanError("the plan lacks a graph", given=", ".join(map(repr, plan.strategies)) or "no graphs",
-                        expected=f"strategies for {graph!r}, which every rank runs", action=_AGAIN)  # fmt: skip
+        raise PlanError(
+            "the plan lacks a graph",
+            given=", ".join(map(repr, plan.strategies)) or "no graphs",
+            expected=f"strategies for {graph!r}, which every rank runs",
+            action=_AGAIN,
+        )
     produced: dict[Ref, Placement] = {}
     given = dict(zip(program.inputs, arguments))
     for node in program.nodes:
@@ -63,8 +72,13 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
             _check_bodies(root, node, strategy, plan)
     returned = plan.returned.get(graph, ())
     if len(returned) != len(program.outputs):
-        raise PlanError("the plan is not legal", op=graph or program.name, given=f"{len(returned)} output placements",
-                        expected=f"{len(program.outputs)}", action=_AGAIN)  # fmt: skip
+        raise PlanError(
+            "the plan is not legal",
+            op=graph or program.name,
+            given=f"{len(returned)} output placements",
+            expected=f"{len(program.outputs)}",
+            action=_AGAIN,
+        )
     for ref, placement in zip(program.outputs, returned):
         _check_available(program, graph, program.by_name[ref.node], ref, placement, produced, plan)
 
@@ -121,8 +135,12 @@ def _check_reshards(program: Program, plan: Plan) -> None:
         body = program if r.graph == "" else program.functions.get(r.graph)
         node = body.by_name.get(r.ref.node) if body is not None else None
         if node is None or r.ref.index >= len(node.outputs):
-            raise PlanError("the plan reshards a tensor that the program lacks", action=_AGAIN,
-                            given=f"{r.ref} of {r.graph or program.name}", expected="a node's output")  # fmt: skip
+            raise PlanError(
+                "the plan reshards a tensor that the program lacks",
+                action=_AGAIN,
+                given=f"{r.ref} of {r.graph or program.name}",
+                expected="a node's output",
+            )
         if r.key in keys:
             raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
         keys.add(r.key)
@@ -171,8 +189,12 @@ def _check_groups(program: Program, plan: Plan) -> None:
         kinds = {(m.source, m.target, body.type_of(m.ref).dtype) for m in members} if one_graph else set()
         given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
         if len(kinds) != 1 or type(members[0].source) is not Partial or type(members[0].target) is not Broadcast:
-            raise PlanError("a fused collective mixes unlike reshards", given=given,
-                            expected="all-reduces of one kind and dtype in one graph", action=_AGAIN)  # fmt: skip
+            raise PlanError(
+                "a fused collective mixes unlike reshards",
+                given=given,
+                expected="all-reduces of one kind and dtype in one graph",
+                action=_AGAIN,
+            )
     for graph in {m.graph for members in plan.groups.values() for m in members}:
         _check_order(program if graph == "" else program.functions[graph], graph, plan)
 

@@ -160,10 +160,12 @@ class _Propagation:
         for ref, placement in zip(node.inputs, current):
             if placement != wanted and ref not in self.remakable:
                 raise PlanError(
-                    "lists whose elements lie differently meet, and lists cannot be sent", op=f"{node.name} ({node.op})",
-                    given=f"{ref} is {placement}, another operand {wanted}", expected="one placement",
+                    "lists whose elements lie differently meet, and lists cannot be sent",
+                    op=f"{node.name} ({node.op})",
+                    given=f"{ref} is {placement}, another operand {wanted}",
+                    expected="one placement",
                     action="stack the lists into tensors before combining them",
-                )  # fmt: skip
+                )
         return Strategy(
             (wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place"
         )
@@ -218,9 +220,11 @@ class _Propagation:
             elif source != B and self.program.type_of(ref).dtype in UNMOVABLE and ref not in self.remakable:
                 raise PlanError(
                     "an operation that has to run once reads a value that is spread and cannot be sent",
-                    op=f"{node.name} ({node.op})", given=f"{ref} is {self.program.type_of(ref)}, laid out {source}",
-                    expected="operands that every rank has", action="move the operation out of the divided part",
-                )  # fmt: skip
+                    op=f"{node.name} ({node.op})",
+                    given=f"{ref} is {self.program.type_of(ref)}, laid out {source}",
+                    expected="operands that every rank has",
+                    action="move the operation out of the divided part",
+                )
             else:
                 inputs.append(B)
         return Strategy(tuple(inputs), (O,) * len(node.outputs), why, once=True)
@@ -279,10 +283,12 @@ class _Propagation:
             state = joined
         else:
             raise PlanError(
-                "the layouts of a loop's variables do not settle", op=f"{node.name} ({node.op})",
-                given=", ".join(map(str, state)), expected="a placement that the body keeps",
+                "the layouts of a loop's variables do not settle",
+                op=f"{node.name} ({node.op})",
+                given=", ".join(map(str, state)),
+                expected="a placement that the body keeps",
                 action="report the program; `WHALE_DUMP=dir` writes it",
-            )  # fmt: skip
+            )
         inner.result.outputs = tuple(state)
         self.graphs[body.name] = inner.result
         condition = self.body(cond.name, state, free)
