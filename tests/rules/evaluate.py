@@ -13,10 +13,10 @@ import numpy as np
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
-import tensorflow as tf  # noqa: E402  (its log level must be set before)
-from tensorflow.python.framework import op_def_registry  # noqa: E402
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
-from whale.ir.values import DType, Shape  # noqa: E402
+from whale.ir.values import DType, Shape
 
 
 def _attribute(value: Any) -> Any:

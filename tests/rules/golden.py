@@ -43,7 +43,11 @@ def missing_lines(proofs: Iterable[Proof]) -> list[str]:
 
 def differences(path: Path, lines: list[str]) -> list[str]:
     """Lines of a unified diff from the stored text to ``lines``."""
-    return list(difflib.unified_diff(path.read_text().splitlines(), "\n".join(lines).splitlines(), path.name, "now", "", "", 0, ""))
+    return list(
+        difflib.unified_diff(
+            path.read_text().splitlines(), "\n".join(lines).splitlines(), path.name, "now", "", "", 0, ""
+        )
+    )
 
 
 def main(flags: list[str]) -> int:
@@ -53,7 +57,9 @@ def main(flags: list[str]) -> int:
             path.write_text("\n".join(lines) + "\n")
         return 0
     if flags:
-        raise RuleError("an unknown flag", given=" ".join(flags), expected="--update or nothing", action="correct the call")
+        raise RuleError(
+            "an unknown flag", given=" ".join(flags), expected="--update or nothing", action="correct the call"
+        )
     changed = [d for path, lines in texts.items() for d in differences(path, lines)]
     print("\n".join(changed))
     return 1 if changed else 0

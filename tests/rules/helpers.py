@@ -22,8 +22,14 @@ def tensor(text: str) -> TensorType:
     return TensorType(dtype, tuple(None if d == "?" else int(d) for d in dims.split(",") if d))
 
 
-def view(op: str, inputs: Sequence[str], outputs: Sequence[str], consts: Mapping[int, Any] | None = None, parts: int = 2,
-         **attrs: Any) -> OpView:  # fmt: skip
+def view(
+    op: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    consts: Mapping[int, Any] | None = None,
+    parts: int = 2,
+    **attrs: Any,
+) -> OpView:
     known = {i: np.asarray(v, np.int32) for i, v in (consts or {}).items()}
     node = Node("n", op, (), (), attrs, tuple(map(tensor, outputs)))
     return OpView(node, tuple(map(tensor, inputs)), parts, known.get)

@@ -52,6 +52,7 @@ def Z(*shape: int, dtype: str = "complex128") -> Arg:
 
 def M(*shape: int) -> Arg:
     """Well conditioned symmetric positive matrices in the last two dimensions."""
+
     def make(r: np.random.Generator) -> np.ndarray:
         a = r.normal(size=shape)
         return a @ np.swapaxes(a, -1, -2) + shape[-1] * np.eye(shape[-1])

@@ -50,7 +50,11 @@ def test_mistake_is_named(text: str, message: str):
 
 def test_operand_sets():
     assert [(p.op, p.operands) for p in parse_passes("0|1&2", ("sum",))] == [("sum", (0,)), ("sum", (1, 2))]
-    assert [(p.op, p.operands) for p in parse_passes("0|max:all", ("max", "min"))] == [("max", (0,)), ("min", (0,)), ("max", None)]
+    assert [(p.op, p.operands) for p in parse_passes("0|max:all", ("max", "min"))] == [
+        ("max", (0,)),
+        ("min", (0,)),
+        ("max", None),
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "0,1", "mean:0", "0&", "x"])

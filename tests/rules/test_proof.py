@@ -45,4 +45,6 @@ def test_the_prover_finds_a_wrong_and_a_missing_rule():
 
     wrong = prove(case("Relu", F(8, 3)), shifted)
     assert any(f.kind == "wrong" and f.strategy.startswith("S(0)") for f in wrong.findings)
-    assert any(f.kind == "missing" and f.strategy == "P(sum) -> P(sum)" for f in prove(case("Relu", F(8, 3)), unequal).findings)
+    assert any(
+        f.kind == "missing" and f.strategy == "P(sum) -> P(sum)" for f in prove(case("Relu", F(8, 3)), unequal).findings
+    )

@@ -44,30 +44,57 @@ def test_no_rule_is_none():
 @pytest.mark.parametrize(
     ("op", "current", "expected"),
     [
-        (view("MatMul", ["float32[4,6]", "float32[6,8]"], ["float32[4,8]"]), "S(0)[1,3] B", ["S(0)[1,3] B -> S(0)[1,3]"]),
-        (view("MatMul", ["float32[4,6]", "float32[6,8]"], ["float32[4,8]"]), "B S(0)[2,4]", ["S(1)[2,4] S(0)[2,4] -> P(sum)"]),
-        (view("MatMul", ["float32[4,6]", "float32[6,8]"], ["float32[4,8]"]), "S(0)[1,3] S(1)[4,4]",
-         ["S(0)[1,3] B -> S(0)[1,3]", "B S(1)[4,4] -> S(1)[4,4]"]),
+        (
+            view("MatMul", ["float32[4,6]", "float32[6,8]"], ["float32[4,8]"]),
+            "S(0)[1,3] B",
+            ["S(0)[1,3] B -> S(0)[1,3]"],
+        ),
+        (
+            view("MatMul", ["float32[4,6]", "float32[6,8]"], ["float32[4,8]"]),
+            "B S(0)[2,4]",
+            ["S(1)[2,4] S(0)[2,4] -> P(sum)"],
+        ),
+        (
+            view("MatMul", ["float32[4,6]", "float32[6,8]"], ["float32[4,8]"]),
+            "S(0)[1,3] S(1)[4,4]",
+            ["S(0)[1,3] B -> S(0)[1,3]", "B S(1)[4,4] -> S(1)[4,4]"],
+        ),
         (view("AddV2", ["float32[4,6]", "float32[6]"], ["float32[4,6]"]), "P(sum) B", ["P(sum) P(sum) -> P(sum)"]),
         (view("AddV2", ["bool[4]", "bool[4]"], ["bool[4]"]), "P(sum) B", []),
         (view("Mul", ["float32[4,1]", "float32[4,6]"], ["float32[4,6]"]), "B S(1)[2,4]", ["B S(1)[2,4] -> S(1)[2,4]"]),
         (view("AddV2", ["float32[?,6]", "float32[?,6]"], ["float32[?,6]"]), "S(0)[2,2] B", []),
-        (view("AddV2", ["float32[?,6]", "float32[?,6]"], ["float32[?,6]"]), "S(0)[2,2] S(0)[2,2]",
-         ["S(0)[2,2] S(0)[2,2] -> S(0)[2,2]"]),
+        (
+            view("AddV2", ["float32[?,6]", "float32[?,6]"], ["float32[?,6]"]),
+            "S(0)[2,2] S(0)[2,2]",
+            ["S(0)[2,2] S(0)[2,2] -> S(0)[2,2]"],
+        ),
         (view("Relu", ["float32[*]"], ["float32[*]"]), "S(0)[2,2]", []),
         (view("Reshape", ["float32[8,6]", "int32[1]"], ["float32[48]"]), "S(0)[2,6] B", ["S(0)[2,6] B -> S(0)[12,36]"]),
         (view("Reshape", ["float32[48]", "int32[2]"], ["float32[8,6]"]), "S(0)[10,38] B", []),
-        (view("Reshape", ["float32[?,6]", "int32[3]"], ["float32[?,2,3]"]), "S(0)[1,3] B", ["S(0)[1,3] B -> S(0)[1,3]"]),
+        (
+            view("Reshape", ["float32[?,6]", "int32[3]"], ["float32[?,2,3]"]),
+            "S(0)[1,3] B",
+            ["S(0)[1,3] B -> S(0)[1,3]"],
+        ),
         (view("Tile", ["float32[1,4]", "int32[2]"], ["float32[8,4]"], {1: [8, 1]}), "B B", []),
         (view("Shape", ["float32[?,4]"], ["int32[2]"]), "P(sum)", ["P(sum) -> B"]),
         (view("Shape", ["float32[?,4]"], ["int32[2]"]), "S(0)[2,2]", []),
-        (view("IdentityN", ["float32[4]", "float32[6]"], ["float32[4]", "float32[6]"]), "S(0)[1,3] P(sum)",
-         ["S(0)[1,3] P(sum) -> S(0)[1,3] P(sum)"]),
-        (view("CudnnRNN", ["float32[5,8,3]", "float32[1,8,4]", "float32[1,8,4]", "float32[99]"],
-              ["float32[5,8,4]", "float32[1,8,4]", "float32[1,8,4]", "float32[?]"]), "S(1)[3,5] B B B",
-         ["S(1)[3,5] S(1)[3,5] S(1)[3,5] B -> S(1)[3,5] S(1)[3,5] S(1)[3,5] S(0)[3,5]"]),
+        (
+            view("IdentityN", ["float32[4]", "float32[6]"], ["float32[4]", "float32[6]"]),
+            "S(0)[1,3] P(sum)",
+            ["S(0)[1,3] P(sum) -> S(0)[1,3] P(sum)"],
+        ),
+        (
+            view(
+                "CudnnRNN",
+                ["float32[5,8,3]", "float32[1,8,4]", "float32[1,8,4]", "float32[99]"],
+                ["float32[5,8,4]", "float32[1,8,4]", "float32[1,8,4]", "float32[?]"],
+            ),
+            "S(1)[3,5] B B B",
+            ["S(1)[3,5] S(1)[3,5] S(1)[3,5] B -> S(1)[3,5] S(1)[3,5] S(1)[3,5] S(0)[3,5]"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_strategies(op: OpView, current: str, expected: list[str]):
     assert strategies(op, current) == expected
 
@@ -77,7 +104,9 @@ def test_replicated_comes_last_and_owner_is_empty():
     assert str(found(op, "S(0)[2,2] B")[-1]) == "B B -> B"
     assert found(view("ScalarSummary", ["string[]", "float32[]"], ["string[]"]), "B B") == []
     assert found(view("RandomUniform", ["int32[1]"], ["float32[4]"], seed=0, seed2=0), "B") == []
-    assert [str(s) for s in found(view("RandomUniform", ["int32[1]"], ["float32[4]"], seed=0, seed2=3), "B")] == ["B -> B"]
+    assert [str(s) for s in found(view("RandomUniform", ["int32[1]"], ["float32[4]"], seed=0, seed2=3), "B")] == [
+        "B -> B"
+    ]
 
 
 def test_outputs_can_be_wanted():
@@ -89,19 +118,78 @@ def test_outputs_can_be_wanted():
 
 
 LISTS = [
-    (view("TensorListReserve", ["int32[2]", "int32[]"], ["variant[]"], {0: [-1, 8]}), "B B", "S(1)[3,5]", "B B -> S(1)[3,5]", {0: [-1, 5]}),
-    (view("TensorListReserve", ["int32[]", "int32[]"], ["variant[]"], {0: -1}), "B B", "S(1)[3,5]", "B B -> S(1)[3,5]", {}),
-    (view("TensorListReserve", ["int32[2]", "int32[]"], ["variant[]"], {0: [4, 8]}), "B B", "P(sum)", "B B -> P(sum)", {}),
-    (view("TensorListFromTensor", ["float32[5,8,3]", "int32[2]"], ["variant[]"], {1: [8, 3]}), "S(1)[3,5] B", "", "S(1)[3,5] B -> S(0)[3,5]", {1: [5, 3]}),
-    (view("TensorListStack", ["variant[]", "int32[2]"], ["float32[5,8,3]"], {1: [8, 3]}), "S(0)[3,5] B", "", "S(0)[3,5] B -> S(1)[3,5]", {1: [5, 3]}),
-    (view("TensorListStack", ["variant[]", "int32[2]"], ["float32[5,8,3]"]), "S(0)[3,5] B", "", "S(0)[3,5] B -> S(1)[3,5]", {1: [-1, -1]}),
-    (view("TensorListPushBack", ["variant[]", "float32[8,3]"], ["variant[]"]), "B P(sum)", "", "P(sum) P(sum) -> P(sum)", {}),
-    (view("TensorListSetItem", ["variant[]", "int32[]", "float32[8,3]"], ["variant[]"]), "S(0)[3,5] B B", "", "S(0)[3,5] B S(0)[3,5] -> S(0)[3,5]", {}),
-    (view("TensorListResize", ["variant[]", "int32[]"], ["variant[]"]), "S(1)[3,5] B", "", "S(1)[3,5] B -> S(1)[3,5]", {}),
+    (
+        view("TensorListReserve", ["int32[2]", "int32[]"], ["variant[]"], {0: [-1, 8]}),
+        "B B",
+        "S(1)[3,5]",
+        "B B -> S(1)[3,5]",
+        {0: [-1, 5]},
+    ),
+    (
+        view("TensorListReserve", ["int32[]", "int32[]"], ["variant[]"], {0: -1}),
+        "B B",
+        "S(1)[3,5]",
+        "B B -> S(1)[3,5]",
+        {},
+    ),
+    (
+        view("TensorListReserve", ["int32[2]", "int32[]"], ["variant[]"], {0: [4, 8]}),
+        "B B",
+        "P(sum)",
+        "B B -> P(sum)",
+        {},
+    ),
+    (
+        view("TensorListFromTensor", ["float32[5,8,3]", "int32[2]"], ["variant[]"], {1: [8, 3]}),
+        "S(1)[3,5] B",
+        "",
+        "S(1)[3,5] B -> S(0)[3,5]",
+        {1: [5, 3]},
+    ),
+    (
+        view("TensorListStack", ["variant[]", "int32[2]"], ["float32[5,8,3]"], {1: [8, 3]}),
+        "S(0)[3,5] B",
+        "",
+        "S(0)[3,5] B -> S(1)[3,5]",
+        {1: [5, 3]},
+    ),
+    (
+        view("TensorListStack", ["variant[]", "int32[2]"], ["float32[5,8,3]"]),
+        "S(0)[3,5] B",
+        "",
+        "S(0)[3,5] B -> S(1)[3,5]",
+        {1: [-1, -1]},
+    ),
+    (
+        view("TensorListPushBack", ["variant[]", "float32[8,3]"], ["variant[]"]),
+        "B P(sum)",
+        "",
+        "P(sum) P(sum) -> P(sum)",
+        {},
+    ),
+    (
+        view("TensorListSetItem", ["variant[]", "int32[]", "float32[8,3]"], ["variant[]"]),
+        "S(0)[3,5] B B",
+        "",
+        "S(0)[3,5] B S(0)[3,5] -> S(0)[3,5]",
+        {},
+    ),
+    (
+        view("TensorListResize", ["variant[]", "int32[]"], ["variant[]"]),
+        "S(1)[3,5] B",
+        "",
+        "S(1)[3,5] B -> S(1)[3,5]",
+        {},
+    ),
     (view("TensorListLength", ["variant[]"], ["int32[]"]), "S(1)[3,5]", "", "S(1)[3,5] -> B", {}),
-    (view("TensorListPopBack", ["variant[]", "int32[2]"], ["variant[]", "float32[8,3]"], {1: [8, 3]}), "S(0)[3,5] B", "",
-     "S(0)[3,5] B -> S(0)[3,5] S(0)[3,5]", {1: [5, 3]}),
-]  # fmt: skip
+    (
+        view("TensorListPopBack", ["variant[]", "int32[2]"], ["variant[]", "float32[8,3]"], {1: [8, 3]}),
+        "S(0)[3,5] B",
+        "",
+        "S(0)[3,5] B -> S(0)[3,5] S(0)[3,5]",
+        {1: [5, 3]},
+    ),
+]
 
 
 @pytest.mark.parametrize(("op", "current", "wanted", "expected", "consts"), LISTS)
@@ -151,11 +239,15 @@ def test_a_rule_that_does_not_fit_says_which_op():
 
 
 def test_importing_rules_is_quick_and_free_of_tensorflow():
-    code = ("import sys, time, whale.ir.program, whale.ir.layout; t = time.perf_counter(); import whale.rules; whale.rules.all_rules();"
-            "print(time.perf_counter() - t, 'tensorflow' in sys.modules)")  # fmt: skip
+    code = (
+        "import sys, time, whale.ir.program, whale.ir.layout; t = time.perf_counter(); import whale.rules; whale.rules.all_rules();"
+        "print(time.perf_counter() - t, 'tensorflow' in sys.modules)"
+    )
     best = 1.0
     for _ in range(3):
-        seconds, loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        seconds, loaded = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
         assert loaded == "False"
         best = min(best, float(seconds))
     assert best < 0.15  # 0.03 s on an idle machine

@@ -14,7 +14,7 @@ import numpy as np
 
 from whale.ir.layout import B, Placement, Strategy, local_shape
 from whale.ir.program import Node
-from whale.ir.values import TensorType
+from whale.ir.values import Dims, TensorType
 
 __all__ = ["UNCHANGED", "Local", "OpView", "Rule", "Strategy", "local_input_shape", "local_output_shape", "replicated"]
 
@@ -88,11 +88,11 @@ def replicated(op: OpView) -> Strategy:
     return Strategy((B,) * len(op.inputs), (B,) * len(op.outputs), "replicated")
 
 
-def local_input_shape(op: OpView, strategy: Strategy, i: int, coordinate: int):
+def local_input_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:
     """Shape of operand ``i`` on ``coordinate``; None when the rank is unknown."""
     return local_shape(op.inputs[i].shape, strategy.inputs[i], coordinate)
 
 
-def local_output_shape(op: OpView, strategy: Strategy, i: int, coordinate: int):
+def local_output_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:
     """Shape of output ``i`` on ``coordinate``; None when the rank is unknown."""
     return local_shape(op.outputs[i].shape, strategy.outputs[i], coordinate)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from whale.errors import RuleError
 from whale.ir.layout import B, Owner, Partial, Placement, Split, split
@@ -13,7 +12,7 @@ from whale.rules.base import Strategy
 from whale.rules.notation import Line, Passes, Term
 
 # Where a label stands in a tensor: (dimension, product of what is inside it); None: the tensor lacks it.
-Place = Union[tuple[int, int], None]
+Place = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[
         for k, (term, rank) in enumerate(terms):
             if term.kind != "dims" or rank is None:
                 continue
-            stars = [i.labels[0] for i in term.items if i.star]
-            open_stars = [s for s in stars if (free[k] is None if s == "*" else s not in runs)]
+            stars = [str(i.labels[0]) for i in term.items if i.star]
+            open_stars = [s for s in stars if (s == "*" and free[k] is None) or (s != "*" and s not in runs)]
             used = _fixed(term) + sum((free[k] or 0) if s == "*" else runs.get(s, 0) for s in stars)
             if len(open_stars) == 1:
                 length = rank - used
@@ -105,7 +104,7 @@ def _labels(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[st
                 return None
             dims.extend((f"*{n - free}",) for n in range(free))
         else:
-            name = item.labels[0]
+            name = str(item.labels[0])
             if name not in runs:
                 return None
             dims.extend((f"{name}*{n}",) for n in range(runs[name]))
@@ -143,7 +142,7 @@ def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, 
         blocked = False
     shapes = [None if y.dtype == "variant" else y.shape for y in types]
     sizes = _sizes(line, named, shapes)
-    dims = [_outer(labels, shape, sizes) for labels, shape in zip(named, shapes)]
+    dims = [_outer(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
     n = len(inputs)
     lists = frozenset(i for i, y in enumerate(inputs) if y.dtype == "variant")
     cuts = {} if blocked else _cuts(line, named, dims, shapes, sizes, outterms, n, lists)
@@ -152,7 +151,7 @@ def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, 
 
 
 def _named(term: Term) -> list[str]:
-    return [i.labels[0] for i in term.items if i.star and i.labels != ("*",)]
+    return [str(i.labels[0]) for i in term.items if i.star and i.labels != ("*",)]
 
 
 def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
@@ -174,8 +173,9 @@ def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]
             if known is None or (known == 1 and label[0] == "*"):
                 sizes[label] = size
             elif known != size and not (size == 1 and label[0] == "*"):
-                raise RuleError("a rule does not fit its op: sizes", rule=line.text, given=f"{label} = {known} and {size}",
-                                expected="equal sizes", action="correct the rule, or let it depend on the op")  # fmt: skip
+                raise RuleError("a rule does not fit its op: sizes", rule=line.text,
+                                given=f"{label} = {known} and {size}", expected="equal sizes",
+                                action="correct the rule, or let it depend on the op")  # fmt: skip
     for names, size in compounds:
         unknown = [x for x in names if isinstance(x, str) and x not in sizes]
         if len(unknown) == 1:
@@ -214,7 +214,9 @@ def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, in
         flag = _flag_of(line, label)
         if flag == "^" or label in inner:
             continue
-        places = [next(((at, d[1]) for at, d in enumerate(row) if d is not None and d[0] == label), None) for row in dims]
+        places = [
+            next(((at, d[1]) for at, d in enumerate(row) if d is not None and d[0] == label), None) for row in dims
+        ]
         lost = [j for j, row in enumerate(named) if any(names and names[0] == label for names in row) and not places[j]
                 and not (label[0] == "*" and j < n)]  # fmt: skip
         if lost:

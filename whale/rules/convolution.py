@@ -60,8 +60,11 @@ def forward(count: int) -> Callable[[OpView], str]:
         """data_format and groups"""
         if _grouped(op, 0, _depth(op.inputs[1].shape)):
             c, o = _groups(op.inputs[1].shape, _channels(op, op.inputs[0]))
-            return f"{image(op, 'x', c, default=default)}, {_kernel(count, f'i^ {o}')} -> {image(op, 'y', o, default=default)}"
-        return f"{image(op, 'x', 'i+', default=default)}, {_kernel(count, 'i+ o')} -> {image(op, 'y', 'o', default=default)}"
+            before, kernel, after = c, f"i^ {o}", o
+        else:
+            before, kernel, after = "i+", "i+ o", "o"
+        x, y = image(op, "x", before, default=default), image(op, "y", after, default=default)
+        return f"{x}, {_kernel(count, kernel)} -> {y}"
 
     return convolution
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whale.ir.values import TensorType
 from whale.rules.base import OpView
 from whale.rules.dims import term
 from whale.rules.notation import REPLICATED
@@ -42,7 +43,7 @@ def einsum(op: OpView) -> str:
     uneven = {c for c, s in sizes.items() if len(s - {None}) > 1}
     names = {c: (f"u{c.lower()}" if c.isupper() else f"l{c}") for c in flags}
 
-    def write(word: str, kind, flagged: bool) -> str:
+    def write(word: str, kind: TensorType, flagged: bool) -> str:
         items = []
         for k, piece in enumerate(word.split("...")):
             items += ["*"] if k else []
@@ -50,7 +51,8 @@ def einsum(op: OpView) -> str:
                 mixed = c in uneven
                 at = _aligned(word, len(kind.shape or ())).index(c) if mixed and kind.shape else 0
                 one = mixed and kind.shape is not None and kind.shape[at] == 1
-                items.append("1" if one else names[c] + ("^" if mixed else flags[c] if flagged or flags[c] == "^" else ""))
+                flag = "^" if mixed else flags[c] if flagged or flags[c] == "^" else ""
+                items.append("1" if one else names[c] + flag)
         return term(items)
 
     inputs = ", ".join(write(w, t, True) for w, t in zip(operands, op.inputs))

@@ -30,8 +30,11 @@ def known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.n
 def _of_nothing(kind: TensorType, placement: Placement, shape: tuple[int | None, ...] | None) -> np.ndarray | None:
     if kind.dtype in UNMOVABLE or shape is None:
         return None
+    sizes = [s for s in shape if s is not None]
+    if len(sizes) < len(shape):
+        return None
     if isinstance(placement, Split):
-        return None if None in shape else np.zeros(shape, numpy_dtype(kind.dtype))
-    if isinstance(placement, Partial) and None not in shape:
-        return np.full(shape, identity_value(placement.op, kind.dtype), numpy_dtype(kind.dtype))
+        return np.zeros(sizes, numpy_dtype(kind.dtype))
+    if isinstance(placement, Partial):
+        return np.full(sizes, identity_value(placement.op, kind.dtype), numpy_dtype(kind.dtype))
     return None

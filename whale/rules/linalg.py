@@ -53,8 +53,10 @@ _MATRIX = "* m^ n^ -> * m^ n^"
 _SOLVE = "* m^ n^, * n^ k -> * n^ k"
 
 RULES = (
-    rule("Cholesky MatrixInverse MatrixExponential MatrixLogarithm MatrixSquareRoot BatchCholesky BatchMatrixInverse",
-         _MATRIX),
+    rule(
+        "Cholesky MatrixInverse MatrixExponential MatrixLogarithm MatrixSquareRoot BatchCholesky BatchMatrixInverse",
+        _MATRIX,
+    ),
     rule("CholeskyGrad BatchCholeskyGrad", "* m^ n^, * m^ n^ -> * m^ n^", lin="1"),
     rule("MatrixDeterminant BatchMatrixDeterminant", "* m^ n^ -> *"),
     rule("LogMatrixDeterminant", "* m^ n^ -> *, *"),

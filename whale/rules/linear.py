@@ -35,8 +35,12 @@ def _nothing_known(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.
 
 
 RULES = (
-    rule("Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
-         "DebugIdentity DebugIdentityV2 GuaranteeConst EnsureShape PlaceholderWithDefault", "* -> *", copy="0"),  # fmt: skip
+    rule(
+        "Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
+        "DebugIdentity DebugIdentityV2 GuaranteeConst EnsureShape PlaceholderWithDefault",
+        "* -> *",
+        copy="0",
+    ),
     rule("IdentityN", "{?} -> {?}", known=_nothing_known),
     rule("CheckNumerics CheckNumericsV2", "* -> *", lin="0", mono="0"),
     rule("Neg Conj Real Imag", "* -> *", lin="0"),

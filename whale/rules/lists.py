@@ -16,7 +16,7 @@ def _element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> t
         return (None,)
     kind = op.outputs[0]
     rank = kind.shape[0] if kind.shape else None
-    return (np.full((), -1, numpy_dtype(kind.dtype)) if rank is None else np.full((rank,), -1, numpy_dtype(kind.dtype)),)
+    return (np.full(() if rank is None else (rank,), -1, numpy_dtype(kind.dtype)),)
 
 
 def _element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:

@@ -13,9 +13,10 @@
   written.
 * ``(b s)`` is one dimension made of several, outermost first; only the outermost can be cut, on multiples of the rest.
   The rest are labels or sizes: ``(c 4)``.
-* ``.`` is whole everywhere (``B``); ``?`` may lie in any way; ``[out0]`` and other roles are operands that lowering
-  replaces by a local constant; an output ``?`` lies as the operand of its number does; ``{x}`` is any number of operands like ``x`` (once per side); ``~x``: the values are not
-  read, so a partial operand serves as it is; ``=x`` (outputs): does not depend on the dimensions that it lacks.
+* ``.`` is whole everywhere (``B``); ``?`` may lie in any way, and an output ``?`` lies as the operand of its number
+  does; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
+  operands like ``x`` (once per side); ``~x``: the values are not read, so a partial operand serves as it is; ``=x``
+  (outputs): does not depend on the dimensions that it lacks.
 
 The notation follows nnscaler's dimops annotations (``m k+, k+ n -> m n``) and einsum.
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from whale.errors import RuleError
 
@@ -170,15 +171,14 @@ def _check(line: Line) -> None:
             if labels.count(label) > 1 and line.flags[label] != "^":
                 raise _fail(text, f"label {label!r} is twice in operand {number}", " ".join(labels), f"{label}^")
     for number, term in enumerate(line.outputs):
-        labels = set(term.labels())
-        for label in inside - labels:
+        for label in inside - set(term.labels()):
             if not line.flags[label] and not term.same and term.kind != "any":
                 raise _fail(text, f"label {label!r} is in an operand but not in output {number}", label,
                             f"{label}+ (cutting it gives a partial sum), {label}^ (it cannot be cut), "
                             f"or '=' before the output (it does not depend on {label})")  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Line:
     """The parsed form of a rule line.
 
@@ -207,7 +207,7 @@ class Passes:
     operands: tuple[int, ...] | None  # None: all of them
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_passes(text: str, ops: tuple[str, ...]) -> tuple[Passes, ...]:
     """``"0|1"``: either operand; ``"0&1"``: both at once; ``"all"``; ``"max:0&1"``: for that reduction only.
 

@@ -33,15 +33,27 @@ def fixed_range(op: OpView) -> str:
 
 RULES = (
     # One operand, never decreasing, defined everywhere (a part of a maximum may be any smaller number).
-    rule("Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Sigmoid Tanh Exp Expm1 Sinh Asinh Atan Erf Floor Ceil Rint "
-         "Round Sign", "* -> *", mono="0"),
+    rule(
+        "Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Sigmoid Tanh Exp Expm1 Sinh Asinh Atan Erf Floor Ceil Rint "
+        "Round Sign",
+        "* -> *",
+        mono="0",
+    ),
     # One operand, others.
-    rule("Log Log1p Sqrt Atanh Asin Ndtri Erfinv Acosh Abs Square Rsqrt Reciprocal Inv Acos Cos Cosh Sin Tan Erfc Lgamma Digamma BesselI0 BesselI0e BesselI1 "
-         "BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Dawsn Expint FresnelCos "
-         "FresnelSin Spence IsFinite IsInf IsNan Invert PopulationCount ComplexAbs Angle", "* -> *"),  # fmt: skip
-    rule("LogicalNot ToBool AsString StringLower StringUpper StringStrip StringLength StaticRegexFullMatch StaticRegexReplace "
-         "EncodeBase64 DecodeBase64 StringToHashBucketFast StringToHashBucketStrong StringToNumber UnicodeScript "
-         "Bucketize", "* -> *"),  # fmt: skip
+    rule(
+        "Log Log1p Sqrt Atanh Asin Ndtri Erfinv Acosh Abs Square Rsqrt Reciprocal Inv Acos Cos Cosh Sin Tan Erfc "
+        "Lgamma Digamma BesselI0 BesselI0e BesselI1 "
+        "BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Dawsn Expint FresnelCos "
+        "FresnelSin Spence IsFinite IsInf IsNan Invert PopulationCount ComplexAbs Angle",
+        "* -> *",
+    ),
+    rule(
+        "LogicalNot ToBool AsString StringLower StringUpper StringStrip StringLength StaticRegexFullMatch "
+        "StaticRegexReplace "
+        "EncodeBase64 DecodeBase64 StringToHashBucketFast StringToHashBucketStrong StringToNumber UnicodeScript "
+        "Bucketize",
+        "* -> *",
+    ),
     rule("Bitcast", bitcast),
     # Two operands.
     rule("Maximum", "*, * -> *", mono="0|1|max:0&1"),
@@ -49,9 +61,11 @@ RULES = (
     rule("LogicalOr", "*, * -> *", mono="0|1|max:0&1"),
     rule("LogicalAnd", "*, * -> *", mono="0|1|min:0&1"),
     rule("Xlogy Xlog1py", "*, * -> *", lin="0"),
-    rule("Pow SquaredDifference FloorDiv FloorMod Mod TruncateMod TruncateDiv Atan2 Zeta Polygamma Igamma "
-         "Igammac IgammaGradA RandomGammaGrad NextAfter BitwiseAnd BitwiseOr BitwiseXor LeftShift RightShift",
-         "*, * -> *"),  # fmt: skip
+    rule(
+        "Pow SquaredDifference FloorDiv FloorMod Mod TruncateMod TruncateDiv Atan2 Zeta Polygamma Igamma "
+        "Igammac IgammaGradA RandomGammaGrad NextAfter BitwiseAnd BitwiseOr BitwiseXor LeftShift RightShift",
+        "*, * -> *",
+    ),
     rule("Equal NotEqual Less LessEqual Greater GreaterEqual ApproximateEqual", "*, * -> *"),
     rule("Betainc", "*, *, * -> *"),
     rule("Select", select, lin="1&2"),

@@ -25,8 +25,8 @@ def pool(before: str, after: str, default: str = "NHWC", window: int | None = No
     def pooling(op: OpView) -> str:
         """data_format and the window"""
         batch, channels = _window(op, window)
-        after_window = [w if w in ("b", "c") else f"y{w}" for w in (channels, batch)]
-        words = {"x": image(op, "x", channels, batch, default), "y": image(op, "y", *after_window, default)}
+        c, b = (w if w in ("b", "c") else f"y{w}" for w in (channels, batch))
+        words = {"x": image(op, "x", channels, batch, default), "y": image(op, "y", c, b, default)}
         write = lambda text: ", ".join(words.get(w.strip(), w.strip()) for w in text.split(","))  # noqa: E731
         return f"{write(before)} -> {write(after)}"
 

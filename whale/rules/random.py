@@ -13,12 +13,18 @@ def seeded(op: OpView) -> str:
 
 
 RULES = (
-    rule("RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal ParameterizedTruncatedNormal RandomShuffle "
-         "RandomGamma RandomPoisson RandomPoissonV2 RandomCrop Multinomial UniformCandidateSampler AllCandidateSampler "
-         "LogUniformCandidateSampler LearnedUnigramCandidateSampler FixedUnigramCandidateSampler "
-         "ThreadUnsafeUnigramCandidateSampler SampleDistortedBoundingBox SampleDistortedBoundingBoxV2", seeded),
+    rule(
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal ParameterizedTruncatedNormal RandomShuffle "
+        "RandomGamma RandomPoisson RandomPoissonV2 RandomCrop Multinomial UniformCandidateSampler AllCandidateSampler "
+        "LogUniformCandidateSampler LearnedUnigramCandidateSampler FixedUnigramCandidateSampler "
+        "ThreadUnsafeUnigramCandidateSampler SampleDistortedBoundingBox SampleDistortedBoundingBoxV2",
+        seeded,
+    ),
     # The state is a variable, which all ranks hold and advance alike.
-    rule("StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal StatefulStandardNormalV2 "
-         "StatefulTruncatedNormal StatefulRandomBinomial RngSkip RngReadAndSkip", REPLICATED),
+    rule(
+        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal StatefulStandardNormalV2 "
+        "StatefulTruncatedNormal StatefulRandomBinomial RngSkip RngReadAndSkip",
+        REPLICATED,
+    ),
     rule("StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomUniformV2", REPLICATED),
 )

@@ -31,8 +31,8 @@ CONTROL_FLOW = frozenset({
     "RefEnter", "RefExit", "RefSwitch", "RefMerge", "RefNextIteration",
 })  # fmt: skip
 
-Text = Union[str, None, Callable[[OpView], Union[str, None]]]
-Known = Callable[[OpView, Strategy, int], tuple[Union[np.ndarray, None], ...]]
+Text = Union[str, None, Callable[[OpView], str | None]]
+Known = Callable[[OpView, Strategy, int], tuple[np.ndarray | None, ...]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,7 +51,7 @@ class LineRule:
     """
 
     op: str
-    spec: Union[str, Callable[[OpView], str]]
+    spec: str | Callable[[OpView], str]
     lin: Text = None
     mono: Text = None
     copy: Text = None
@@ -85,7 +85,9 @@ class LineRule:
         try:
             found = _strategies(self, line, texts, op.inputs, op.node.outputs, tuple(current), tuple(wanted))
         except RuleError as error:
-            raise RuleError(error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts) from None
+            raise RuleError(
+                error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts
+            ) from None
         return list(found)
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
@@ -118,7 +120,7 @@ class LineRule:
 
 def rule(
     names: str,
-    spec: Union[str, Callable[[OpView], str]],
+    spec: str | Callable[[OpView], str],
     *,
     lin: Text = None,
     mono: Text = None,

@@ -58,8 +58,11 @@ RULES = (
     rule("LSTMBlockCell", f"b i^, b u^, b u^, {_WEIGHTS} -> {_CELL}"),
     rule("LSTMBlockCellGrad", f"b+ i^, b+ u^, b+ u^, {_WEIGHTS}, {', '.join(['b+ u^'] * 8)} -> b u^, b g^, ., ., ."),
     rule("BlockLSTM BlockLSTMV2", f"., t^ b i^, b u^, b u^, {_WEIGHTS} -> {_SEQUENCE}"),
-    rule("BlockLSTMGrad BlockLSTMGradV2", f"., t^ b+ i^, b+ u^, b+ u^, {_WEIGHTS}, {', '.join(['t^ b+ u^'] * 9)} -> "
-         "t^ b i^, b u^, b u^, w0^ w1^, ., ., ., g^"),
+    rule(
+        "BlockLSTMGrad BlockLSTMGradV2",
+        f"., t^ b+ i^, b+ u^, b+ u^, {_WEIGHTS}, {', '.join(['t^ b+ u^'] * 9)} -> "
+        "t^ b i^, b u^, b u^, w0^ w1^, ., ., ., g^",
+    ),
     rule("GRUBlockCell", "b i^, b u^, ., ., ., . -> b u^, b u^, b u^, b u^"),
     rule("GRUBlockCellGrad", "b i^, b u^, ., ., ., ., b u^, b u^, b u^, b u^ -> b i^, b u^, b u^, b g^"),
 )

@@ -7,6 +7,7 @@ unknown (-1); ``[elements]`` shape of a list's elements, any size may be unknown
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from whale.rules.notation import Line, Term
 _NUMBERED = re.compile(r"(in|out)(\d+)$")
 
 
-def _subject(role: str, inputs: tuple, outputs: tuple):
+def _subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
     """The item of ``inputs`` or ``outputs`` whose shape the role carries."""
     if role == "shape":
         return outputs[0]
@@ -39,7 +40,9 @@ def operand_terms(line: Line, count: int) -> list[Term]:
     return [*line.inputs[:at], *[line.inputs[at]] * extra, *line.inputs[at + 1 :]]
 
 
-def can_localize(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], strategy: Strategy) -> bool:
+def can_localize(
+    line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], strategy: Strategy
+) -> bool:
     """Whether the shapes that roles carry are static enough for local constants under ``strategy``."""
     for term in operand_terms(line, len(inputs)):
         if term.kind != "role" or term.role == "elements":

@@ -53,14 +53,18 @@ def _run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
     i, j = i + 1, j + 1
     while a is not None and b is not None and a != b:
         if a < b and i < len(before):
-            a = None if before[i] is None else a * before[i]
+            a = _times(a, before[i])
             i += 1
         elif b < a and j < len(after):
-            b = None if after[j] is None else b * after[j]
+            b = _times(b, after[j])
             j += 1
         else:
             return len(before), len(after)
     return (len(before), len(after)) if a is None or b is None else (i, j)
+
+
+def _times(a: int, b: int | None) -> int | None:
+    return None if b is None else a * b
 
 
 def _product(sizes: Dims) -> int:
@@ -251,7 +255,10 @@ def _local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         return UNCHANGED
     before = local_input_shape(op, strategy, 0, coordinate)
     after = local_output_shape(op, strategy, 0, coordinate)
-    repeats[placement.dim] = after[placement.dim] // before[placement.dim]
+    mine, result = (before or ())[placement.dim], (after or ())[placement.dim]
+    if not mine or result is None:
+        return UNCHANGED
+    repeats[placement.dim] = result // mine
     return Local(consts={1: np.array(repeats, numpy_dtype(op.inputs[1].dtype))})
 
 
@@ -263,7 +270,9 @@ def broadcast_to(op: OpView) -> str:
     labels = names("a", len(after))
     own = labels[len(after) - len(before) :]
     grown = after[len(after) - len(before) :]
-    operand = ["1" if a == 1 and b != 1 else x if same(a, b) or a is b else f"{x}^" for x, a, b in zip(own, before, grown)]
+    operand = [
+        "1" if a == 1 and b != 1 else x if same(a, b) or a is b else f"{x}^" for x, a, b in zip(own, before, grown)
+    ]
     frozen = {x[:-1] for x in operand if x.endswith("^")}
     return f"{term(operand)}, [out0] -> {term(f'{x}^' if x in frozen else x for x in labels)}"
 
@@ -285,8 +294,6 @@ def shape_of(op: OpView) -> str:
     """whether the shapes are static; values are not read"""
     static = all(t.is_static for t in op.inputs)
     return "{?} -> {.}" if static else "{~.} -> {.}"
-
-
 
 
 RULES = (

@@ -6,7 +6,10 @@ from whale.rules.notation import OWNER
 from whale.rules.registry import rule
 
 RULES = (
-    rule("ScalarSummary HistogramSummary ImageSummary AudioSummary AudioSummaryV2 TensorSummary TensorSummaryV2 "
-         "MergeSummary StringFormat", OWNER),
+    rule(
+        "ScalarSummary HistogramSummary ImageSummary AudioSummary AudioSummaryV2 TensorSummary TensorSummaryV2 "
+        "MergeSummary StringFormat",
+        OWNER,
+    ),
     rule("SaveV2 PrintV2", OWNER),
 )

@@ -17,11 +17,16 @@ def _named(prefix: str, stems: list[str]) -> str:
 
 
 RULES = (
-    rule("VarHandleOp ReadVariableOp AssignVariableOp AssignAddVariableOp AssignSubVariableOp VarIsInitializedOp "
-         "VariableShape DestroyResourceOp ResourceCountUpTo ResourceStridedSliceAssign DisableCopyOnRead "
-         "IsVariableInitialized CountUpTo _VarHandlesOp _ReadVariablesOp", REPLICATED),  # fmt: skip
-    rule("Variable VariableV2 TemporaryVariable DestroyTemporaryVariable Assign AssignAdd AssignSub StridedSliceAssign",
-         REPLICATED),  # fmt: skip
+    rule(
+        "VarHandleOp ReadVariableOp AssignVariableOp AssignAddVariableOp AssignSubVariableOp VarIsInitializedOp "
+        "VariableShape DestroyResourceOp ResourceCountUpTo ResourceStridedSliceAssign DisableCopyOnRead "
+        "IsVariableInitialized CountUpTo _VarHandlesOp _ReadVariablesOp",
+        REPLICATED,
+    ),
+    rule(
+        "Variable VariableV2 TemporaryVariable DestroyTemporaryVariable Assign AssignAdd AssignSub StridedSliceAssign",
+        REPLICATED,
+    ),
     rule(_named("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), REPLICATED),
     rule(_named("Apply", _OPTIMIZERS), REPLICATED),
     rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), REPLICATED),
