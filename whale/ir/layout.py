@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Union
 
 import numpy as np
 
@@ -18,7 +17,7 @@ _PLACEMENT = re.compile(rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|S\((?P<dim>\d
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (0 is legal)."""
+    """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0)."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -50,13 +49,13 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Only the first coordinate holds the tensor: what must run once (unseeded random ops, queues, sinks) lives there."""
+    """Only the first coordinate holds the tensor: what must run once (unseeded random ops, sinks) lives there."""
 
     def __str__(self) -> str:
         return "O"
 
 
-Placement = Union[Split, Broadcast, Partial, Owner]
+Placement = Split | Broadcast | Partial | Owner
 Layout = tuple[Placement, ...]
 
 B = Broadcast()

@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def split_flops_fraction(self) -> float:
-        """Share of the matrix-product and convolution FLOPs that are divided over the ranks; 1.0 when there are none."""
+        """Share of the FLOPs of matrix products and convolutions that are divided over the ranks; 1.0 without any."""
         return self.split_flops / self.total_flops if self.total_flops else 1.0
 
     @cached_property
@@ -168,7 +168,8 @@ def plan_from_json(data: bytes) -> Plan:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"plan format version {version}; this build reads version {FORMAT_VERSION}: make the plan again with `whale plan`"
+            f"plan format version {version}, this build reads version {FORMAT_VERSION}: "
+            "make the plan again with `whale plan`"
         )
     try:
         return _plan(msgspec.json.decode(data, type=_File))

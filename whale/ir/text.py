@@ -1,4 +1,4 @@
-"""Text forms. ``parse_program(format_program(p)) == p``; plans print as a table for people (their data form is JSON)."""
+"""Text forms. ``parse_program(format_program(p)) == p``; plans print as a table for people (data form: JSON)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor({value.dtype}{_dims(value.shape)} {_tensor_data(value)})"
     if isinstance(value, Func):
-        return f"func({_word(value.name)} {{{', '.join(f'{k}={format_value(v)}' for k, v in sorted(value.attrs.items()))}}})"
+        attrs = ", ".join(f"{k}={format_value(v)}" for k, v in sorted(value.attrs.items()))
+        return f"func({_word(value.name)} {{{attrs}}})"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
     raise TypeError(f"not an attribute value: {value!r} ({type(value).__name__})")
@@ -292,8 +293,9 @@ def human_bytes(count: float) -> str:
 def _verb(r: Reshard) -> str:
     source, target = str(r.source)[0], str(r.target)[0]
     table = {
-        "PB": "all-reduce", "PS": "reduce-scatter", "SB": "all-gather", "OB": "broadcast", "OS": "scatter", "OP": "place",
-        "SS": "all-to-all", "BS": "slice", "BP": "fill", "SP": "fill", "BO": "keep first", "PP": "all-reduce",
+        "PB": "all-reduce", "PS": "reduce-scatter", "SB": "all-gather", "OB": "broadcast", "OS": "scatter",
+        "OP": "place", "SS": "all-to-all", "BS": "slice", "BP": "fill", "SP": "fill", "BO": "keep first",
+        "PP": "all-reduce",
     }  # fmt: skip
     return table.get(source + target, f"{r.source} -> {r.target}")
 
@@ -312,7 +314,10 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         kinds["divided" if any(isinstance(p, Split) for p in s.inputs + s.outputs) else
               "partial" if any(str(p)[0] == "P" for p in placements) else
               "first rank only" if any(str(p) == "O" for p in placements) else "on every rank"] += 1  # fmt: skip
-    share = f"{100 * plan.split_flops_fraction:.1f} % of {plan.total_flops / 1e6:.2f} MFLOP in products and convolutions divided"
+    share = (
+        f"{100 * plan.split_flops_fraction:.1f} % of {plan.total_flops / 1e6:.2f} MFLOP "
+        "in products and convolutions divided"
+    )
     out.append("Nodes    " + ", ".join(f"{n} {k}" for k, n in kinds.most_common()) + f"; {share}")
     moving = [r for r in plan.reshards if r.bytes]
     out.append(
@@ -346,7 +351,8 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
         lines.append(
             (
                 sum(m.bytes for m in members),
-                f"{_verb(first):<14} {first.source} -> {first.target}  group {number}: {len(members)} tensors, first {first.ref}",
+                f"{_verb(first):<14} {first.source} -> {first.target}  "
+                f"group {number}: {len(members)} tensors, first {first.ref}",
             )
         )
     lines.sort(key=lambda row: -row[0])

@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A constant: ``data`` holds the elements in row-major order, raw little-endian, or a tuple of bytes for strings."""
+    """A constant: ``data`` holds the elements in row-major order, raw little-endian (strings: a tuple of bytes)."""
 
     dtype: str
     shape: tuple[int, ...]

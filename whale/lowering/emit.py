@@ -14,9 +14,17 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
 
 COMMUNICATOR = "whale/communicator"
-COMMUNICATION = frozenset({
-    "WhaleAllReduce", "WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll", "WhaleBroadcast", "WhaleSend", "WhaleRecv",
-})  # fmt: skip
+COMMUNICATION = frozenset(
+    {
+        "WhaleAllReduce",
+        "WhaleAllGather",
+        "WhaleReduceScatter",
+        "WhaleAllToAll",
+        "WhaleBroadcast",
+        "WhaleSend",
+        "WhaleRecv",
+    }
+)
 
 
 @dataclass
@@ -246,8 +254,13 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         return e.comm_op(
             name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
         )
-    raise LayoutError("no single reshard does this change", op=str(r.ref), given=f"{have} -> {want}",
-                      expected="a change by way of B", action="make the plan again")  # fmt: skip
+    raise LayoutError(
+        "no single reshard does this change",
+        op=str(r.ref),
+        given=f"{have} -> {want}",
+        expected="a change by way of B",
+        action="make the plan again",
+    )
 
 
 def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:

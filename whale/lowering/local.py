@@ -93,7 +93,7 @@ class _Localiser:
         return result, communicates
 
     def _take_part(self) -> None:
-        """Emits the collectives whose results only other ranks read: this rank's share is empty, or the reader runs once."""
+        """Emits the collectives whose results only other ranks read: an empty share here, a reader that runs once."""
         for r in self.plan.reshards:
             if r.graph == self.graph and r.group < 0 and (r.ref, r.target) not in self.local and is_joint(r):
                 if self.program.type_of(r.ref).dtype not in UNMOVABLE:
@@ -134,8 +134,13 @@ class _Localiser:
             return self.local[key]
         r = self.plan.reshard_of.get((self.graph, ref, wanted))
         if r is None:
-            raise PlanError("the plan lacks a reshard", op=str(ref), given=f"wanted as {wanted}",
-                            expected="a reshard or a producer that yields it", action="make the plan again")  # fmt: skip
+            raise PlanError(
+                "the plan lacks a reshard",
+                op=str(ref),
+                given=f"wanted as {wanted}",
+                expected="a reshard or a producer that yields it",
+                action="make the plan again",
+            )
         producer = self.program.by_name[ref.node]
         t = producer.outputs[ref.index]
         found: Ref | None
@@ -152,8 +157,13 @@ class _Localiser:
     def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
         """An empty TensorList, made anew for elements of another placement."""
         if not recreatable(self.program, ref):
-            raise PlanError("a tensor that cannot be sent would have to be", op=str(ref), given=f"{producer.op}, wanted as {wanted}",
-                            expected="a placement that it has", action="report the program; `WHALE_DUMP=dir` writes it")  # fmt: skip
+            raise PlanError(
+                "a tensor that cannot be sent would have to be",
+                op=str(ref),
+                given=f"{producer.op}, wanted as {wanted}",
+                expected="a placement that it has",
+                action="report the program; `WHALE_DUMP=dir` writes it",
+            )
         strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
         name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"
         self._emit(producer, strategy, name)
@@ -178,8 +188,13 @@ class _Localiser:
         if found is None:
             t = self.program.type_of(ref)
             if t.dtype != "string":
-                raise PlanError("a value that only the first rank has, and that cannot be sent, is fetched", op=str(ref),
-                                given=str(t), expected="a tensor or a string", action="fetch it on a run of one process")  # fmt: skip
+                raise PlanError(
+                    "a value that only the first rank has, and that cannot be sent, is fetched",
+                    op=str(ref),
+                    given=str(t),
+                    expected="a tensor or a string",
+                    action="fetch it on a run of one process",
+                )
             found = self.emitter.const(f"whale/absent_{i}", np.array(b"", object))
         return found
 
@@ -241,7 +256,7 @@ class _Localiser:
             e.nodes[name] = lowered
 
     def _unchanged(self, node: Node, strategy: Strategy) -> bool:
-        """Whether this rank runs the node as it stands in the program (most of a program: optimizers, whole tensors)."""
+        """Whether this rank runs the node as it stands in the program (most do: optimizers, whole tensors)."""
         if node.op in LOOPS or node.op in BRANCHES or (self.rank != 0 and any(map(self._absent, node.controls))):
             return False
         return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))

@@ -42,7 +42,7 @@ def annotate(program: Program) -> Program:
 
 
 def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
-    """One task graph per scope, in order of first appearance; nodes outside all scopes belong to a default ``replica``."""
+    """One task graph per scope, in order of first appearance; nodes outside all scopes are in a default ``replica``."""
     counts: Counter[str] = Counter(n.scope for n in program.nodes)
     order = dict.fromkeys(n.scope for n in program.nodes)
     rows = []

@@ -31,10 +31,11 @@ def batch_inputs(
         if name not in candidates:
             near = difflib.get_close_matches(name, candidates, 1)
             raise PlanError(
-                "an input that `batch.inputs` names cannot carry the batch", given=name,
+                "an input that `batch.inputs` names cannot carry the batch",
+                given=name,
                 expected=f"one of {', '.join(candidates) or 'no input: none has a dimension 0'}",
                 action=f"name {near[0]!r}" if near else "name an input of rank 1 or more, or remove the key",
-            )  # fmt: skip
+            )
     if not candidates:
         return ()
     chosen = list(marked) or [
@@ -46,10 +47,11 @@ def batch_inputs(
         size = candidates[name].shape[0]
         if shares and (len(shares) != parts or sum(shares) != size):
             raise PlanError(
-                "the batch cannot be split as `replica.shares` asks", input=name,
+                "the batch cannot be split as `replica.shares` asks",
+                input=name,
                 given=f"shares {list(shares)} (sum {sum(shares)}) for {parts} ranks, batch of {size} rows",
                 expected=f"{parts} numbers that add up to {size}, for example {list(even_sizes(size, parts))}",
                 action="change replica.shares or the batch size",
-            )  # fmt: skip
+            )
         rows.append(BatchInput(name, split(0, tuple(shares) or even_sizes(size, parts)), origin))
     return tuple(rows)

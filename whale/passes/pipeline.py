@@ -1,4 +1,4 @@
-"""The list of passes: program -> normalised program -> plan. Pure functions; ``WHALE_DUMP`` writes each one's result."""
+"""The list of passes: program -> normalised program -> plan. Pure functions; ``WHALE_DUMP`` writes their results."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class _Propagation:
         if handles_lists(node) and O not in current:
             return self._of_lists(node, current)
         if any(p == O and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
-            return self._owner(node, current, "reads what only the first rank has")
+            return self._owner(node, "reads what only the first rank has")
         if rule is None:
             self.result.unruled.append(node.name)
             # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
@@ -134,7 +134,7 @@ class _Propagation:
                 self.remakable.update(node.refs())
         if not options:
             why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
-            return self._owner(node, current, why)
+            return self._owner(node, why)
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
         flops = matmul_flops(node, op.inputs)
         if flops:
@@ -147,7 +147,7 @@ class _Propagation:
             if cost < best_cost:
                 best, best_cost = option, cost
         if best is None:
-            return self._owner(node, current, "no placement that its operands can be brought to")
+            return self._owner(node, "no placement that its operands can be brought to")
         self._track_batch(node, best, current)
         return best
 
@@ -210,10 +210,10 @@ class _Propagation:
             wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
         return move_cost(source, wanted, max(1, tensor.bytes), self.parts)
 
-    def _owner(self, node: Node, current: Sequence[Placement], why: str) -> Strategy:
-        """On the first rank only. Operands come broadcast (the others need not have them, but collectives are joint)."""
+    def _owner(self, node: Node, why: str) -> Strategy:
+        """On the first rank only. Operands come broadcast: the others need not have them, but collectives are joint."""
         inputs = []
-        for ref, placement in zip(node.inputs, current):
+        for ref in node.inputs:
             source = self.result.produced[ref]
             if source == O:
                 inputs.append(O)
@@ -263,7 +263,7 @@ class _Propagation:
         body, cond = node.attrs["body"], node.attrs["cond"]
         assert isinstance(body, Func) and isinstance(cond, Func)
         if any(p == O for p, r in zip(current, node.inputs) if self.program.type_of(r).dtype in UNMOVABLE):
-            return self._owner(node, current, "a loop over what only the first rank has")
+            return self._owner(node, "a loop over what only the first rank has")
         state = [B if type(p) is Owner else p for p in current]
         free = [r in self.remakable for r in node.inputs]
         locked = [False] * len(state)
@@ -300,7 +300,7 @@ class _Propagation:
         functions = [f.name for f in called_functions(node)]
         arguments = [B if type(p) is Owner else p for p in current[1:]]
         if any(p == O and self.program.type_of(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
-            return self._owner(node, current, "a branch over what only the first rank has")
+            return self._owner(node, "a branch over what only the first rank has")
         free = [r in self.remakable for r in node.inputs[1:]]
         inner = [self.body(name, arguments, free) for name in functions]
         outputs: list[Placement] = []

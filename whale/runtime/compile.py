@@ -93,9 +93,10 @@ def _with_number(program: Program, number: int) -> Program:
     def of_graph(graph: Program) -> Program:
         nodes = tuple(
             replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
-            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck" else n
+            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck"
+            else n
             for n in graph.nodes
-        )  # fmt: skip
+        )
         return graph.with_nodes(nodes)
 
     main = of_graph(program)
@@ -128,11 +129,12 @@ def _compare(program: Program, mark: str, number: int, context: Context) -> None
     if described[0] == described[1]:
         described = [f"{d} with other attributes, operands or types" for d in described]
     raise ProgramError(
-        "the ranks are about to run different programs", given=f"rank 0 runs {marks[0].name}, rank {rank} runs {marks[rank].name}",
+        "the ranks are about to run different programs",
+        given=f"rank 0 runs {marks[0].name}, rank {rank} runs {marks[rank].name}",
         **{"first difference": f"node {at}: rank 0 has {described[0]}; rank {rank} has {described[1]}"},
         expected="the same program, inputs' shapes and fetches on every rank",
-        action="remove what depends on the rank (wh.rank(), host names, unseeded Python randomness) from the model code and the fetches",
-    )  # fmt: skip
+        action="remove what depends on the rank (wh.rank(), host names, unseeded randomness) from step and fetches",
+    )
 
 
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:

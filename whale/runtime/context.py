@@ -90,8 +90,12 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
     """
     global _current, _runs
     if _current is not None:
-        raise ClusterError("wh.init was called twice", given="a second call in one process",
-                           expected="one call, before scopes and steps", action="call wh.shutdown() in between, or remove one")  # fmt: skip
+        raise ClusterError(
+            "wh.init was called twice",
+            given="a second call in one process",
+            expected="one call, before scopes and steps",
+            action="call wh.shutdown() in between, or remove one",
+        )
     config = config if isinstance(config, Config) else Config(config or {})
     place = process_place()
     _runs += 1
@@ -102,9 +106,10 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         if place.size > 1:
             raise ConfigError(
                 "the in-process transport runs all ranks in one process, but a launcher started several",
-                given=f"{place.size} processes ({place.launcher})", expected="one process",
+                given=f"{place.size} processes ({place.launcher})",
+                expected="one process",
                 action='start the script alone, or set communication.transport to "mpi"',
-            )  # fmt: skip
+            )
         size = config["cluster.ranks"]
         ranks = tuple(range(size))
         comms = whale_ops.in_process(name, size) if size > 1 else ()
@@ -114,9 +119,10 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         if size != place.size:
             raise ClusterError(
                 "MPI and the launcher disagree about the number of ranks",
-                given=f"MPI says {size}, {place.launcher} says {place.size}", expected="the same number",
+                given=f"MPI says {size}, {place.launcher} says {place.size}",
+                expected="the same number",
                 action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
-            )  # fmt: skip
+            )
     else:
         size, ranks, comms = 1, (0,), ()
     link = config.link
@@ -134,8 +140,12 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
 def current(what: str = "this call") -> Context:
     """The context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
     if _current is None:
-        raise ClusterError(f"{what} needs Whale to be started", given="no context",
-                           expected="wh.init() before it", action="call wh.init() at the start of the script")  # fmt: skip
+        raise ClusterError(
+            f"{what} needs Whale to be started",
+            given="no context",
+            expected="wh.init() before it",
+            action="call wh.init() at the start of the script",
+        )
     return _current
 
 
@@ -155,7 +165,7 @@ def local_rank() -> int:
 
 
 def shutdown() -> None:
-    """Ends Whale in this process: tells the other ranks that this one leaves, releases communicators. Safe to repeat."""
+    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat."""
     global _current
     context, _current = _current, None
     if context is None:

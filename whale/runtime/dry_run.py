@@ -71,9 +71,12 @@ def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -
     finally:
         runtime_context.shutdown()
     if not planned:
-        raise ProgramError("the script ended before it ran a step that takes a batch", given=script,
-                           expected="a call of a wh.function or wh.Session.run that takes or is fed a batch",
-                           action="check that the script calls its step when started alone")  # fmt: skip
+        raise ProgramError(
+            "the script ended before it ran a step that takes a batch",
+            given=script,
+            expected="a call of a wh.function or wh.Session.run that takes or is fed a batch",
+            action="check that the script calls its step when started alone",
+        )
     if out is not None:
         planned[0].save(out)
     sys.stdout.write(format_plan(planned[0]))

@@ -112,9 +112,11 @@ class Function:
         if not _capturing.get():
             raise ProgramError(
                 "a step of wh.function is called while TensorFlow builds a graph that Whale does not see",
-                op=getattr(self, "__name__", "function"), given="a call inside tf.function",
-                expected="a call from Python, or inside another wh.function", action="decorate the outer function with wh.function too",
-            )  # fmt: skip
+                op=getattr(self, "__name__", "function"),
+                given="a call inside tf.function",
+                expected="a call from Python, or inside another wh.function",
+                action="decorate the outer function with wh.function too",
+            )
         return self._python_function(*args, **kwargs)
 
 
@@ -191,9 +193,12 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
     def call(tensors: list[Any]) -> Any:
         if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
             raise ProgramError(
-                "a gradient tape outside a step cannot see into it", op=what, given="a call under a GradientTape that watches an argument",
-                expected="the tape inside the step", action="compute the gradient inside the function that wh.function decorates",
-            )  # fmt: skip
+                "a gradient tape outside a step cannot see into it",
+                op=what,
+                given="a call under a GradientTape that watches an argument",
+                expected="the tape inside the step",
+                action="compute the gradient inside the function that wh.function decorates",
+            )
         try:
             return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
         except tf.errors.OpError as error:

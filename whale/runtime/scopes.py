@@ -26,10 +26,11 @@ def entered(kind: str, devices: tuple[int, ...] | None) -> Iterator[None]:
     context = current(f"the scope wh.{kind}")
     if devices is not None and sorted(devices) != list(range(context.size)):
         raise PlanError(
-            f"wh.{kind} divides the batch over all ranks of the run", given=f"devices={list(devices)}",
+            f"wh.{kind} divides the batch over all ranks of the run",
+            given=f"devices={list(devices)}",
             expected=f"all of {list(range(context.size))}, or devices=None",
             action="leave devices out, and give ranks without a share size 0 in replica.shares",
-        )  # fmt: skip
+        )
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Numbered within a graph, so that tracing it again gives the same names.
     number = getattr(graph, "_whale_scopes", 0) if graph is not None else context.scope_count

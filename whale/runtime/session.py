@@ -43,8 +43,12 @@ class Session(tf.compat.v1.Session):
     def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
         self._whale = current("wh.Session")
         if target:
-            raise ProgramError("wh.Session runs in this process", given=f"target={target!r}", expected='target=""',
-                               action="start the script with `whale run -np N` and leave the target out")  # fmt: skip
+            raise ProgramError(
+                "wh.Session runs in this process",
+                given=f"target={target!r}",
+                expected='target=""',
+                action="start the script with `whale run -np N` and leave the target out",
+            )
         super().__init__("", graph, config)
         self._ranks_graph = tf.Graph()
         self._inner = tf.compat.v1.Session(graph=self._ranks_graph, config=config)
@@ -62,8 +66,12 @@ class Session(tf.compat.v1.Session):
             return found.plan
         finally:
             self._capture_only = False
-        raise ProgramError("nothing is computed by this run", given=repr(fetches), expected="fetches that are not fed",
-                           action="fetch a tensor or operation of the step")  # fmt: skip
+        raise ProgramError(
+            "nothing is computed by this run",
+            given=repr(fetches),
+            expected="fetches that are not fed",
+            action="fetch a tensor or operation of the step",
+        )
 
     def close(self) -> None:
         """Frees the session's variables and graphs."""
@@ -86,8 +94,12 @@ class Session(tf.compat.v1.Session):
     ) -> Any:
         """TensorFlow's session has taken fetches and feeds apart and converted values; here is where they run."""
         if handle is not None:
-            raise ProgramError("a partial run cannot be spread over ranks", given="partial_run", expected="run",
-                               action="run the step as a whole with Session.run")  # fmt: skip
+            raise ProgramError(
+                "a partial run cannot be spread over ranks",
+                given="partial_run",
+                expected="run",
+                action="run the step as a whole with Session.run",
+            )
         feeds = [(ref.deref(), np.asarray(value)) for ref, value in feed_dict.items()]
         key = (
             tuple(t.name for t in fetch_list),
@@ -156,7 +168,8 @@ def _own_variables(program: Program, position: int) -> Program:
     prefix = f"whale_rank{position}/" if position else ""
     nodes = tuple(
         replace(n, attrs={**n.attrs, "shared_name": prefix + (n.attrs.get("shared_name") or n.name)})
-        if n.op == "VarHandleOp" else n
+        if n.op == "VarHandleOp"
+        else n
         for n in program.nodes
-    )  # fmt: skip
+    )
     return program.with_nodes(nodes)

@@ -78,17 +78,26 @@ class VariableOwner:
         for rank, other in enumerate(comm.allgather_bytes("whale/replicas", b"".join(digests), timeout_s)):
             for i, entry in enumerate(self._entries.values()):
                 if other[16 * i : 16 * i + 16] != digests[i]:
-                    raise CommError("a variable differs between ranks", variable=entry.name,
-                                    given=f"rank {rank} and rank {context.rank} hold different values", expected="equal copies",
-                                    action="assign to variables on every rank, or inside a step")  # fmt: skip
+                    raise CommError(
+                        "a variable differs between ranks",
+                        variable=entry.name,
+                        given=f"rank {rank} and rank {context.rank} hold different values",
+                        expected="equal copies",
+                        action="assign to variables on every rank, or inside a step",
+                    )
 
 
 def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None:
     if np.array_equal(first, other, equal_nan=first.dtype.kind == "f"):
         return
     gap = np.max(np.abs(first.astype(np.float64) - other.astype(np.float64)))
-    raise CommError("a variable differs between ranks", variable=name, given=f"rank {rank} is {gap:.3g} away from rank 0",
-                    expected="equal copies", action="report the program; its plan is wrong")  # fmt: skip
+    raise CommError(
+        "a variable differs between ranks",
+        variable=name,
+        given=f"rank {rank} is {gap:.3g} away from rank 0",
+        expected="equal copies",
+        action="report the program; its plan is wrong",
+    )
 
 
 def _broadcast_values(captured: Sequence[CapturedVariable], context: Context) -> None:
@@ -100,8 +109,12 @@ def _broadcast_values(captured: Sequence[CapturedVariable], context: Context) ->
         by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
     for dtype, variables in by_dtype.items():
         values = ops.whale_broadcast(
-            comm=comm, inputs=[v.read_value() for v in variables], key=f"whale/first_values/{dtype}", root=0,
-            shapes=[v.shape for v in variables], ranks=[],
-        )  # fmt: skip
+            comm=comm,
+            inputs=[v.read_value() for v in variables],
+            key=f"whale/first_values/{dtype}",
+            root=0,
+            shapes=[v.shape for v in variables],
+            ranks=[],
+        )
         for variable, value in zip(variables, values):
             variable.assign(value)
