@@ -168,7 +168,7 @@ def plan_from_json(data: bytes) -> Plan:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"plan format version {version}, this build reads version {FORMAT_VERSION}: "
+            f"plan format version {version}; this build reads version {FORMAT_VERSION}: "
             "make the plan again with `whale plan`"
         )
     try:
