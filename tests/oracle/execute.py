@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.zoo.case import BATCH, SEED, Case, Program, permuted
+from tests.zoo.case import BATCH, Case, Program, permuted
 
 
-def execute(case: Case, program: Program, shuffle_rows: bool = False) -> dict[str, np.ndarray]:
+def execute(case: Case, program: Program, shuffle: int | None = None) -> dict[str, np.ndarray]:
     """Results of every step and the variables afterwards.
 
     Args:
-        shuffle_rows: give each batch in another order of rows; results per row come back in the original order. The
-            mathematical result is the same, so what differs is rounding noise.
+        shuffle: give each batch in another order of rows, drawn from this seed; results per row come back in the
+            original order. The mathematical result is the same, so what differs is rounding noise.
     """
-    generator = np.random.default_rng(SEED)
+    generator = np.random.default_rng(shuffle)
     values: dict[str, np.ndarray] = {}
     for index, batch in enumerate(program.batches(case.steps)):
-        order = generator.permutation(BATCH) if shuffle_rows else np.arange(BATCH)
+        order = np.arange(BATCH) if shuffle is None else generator.permutation(BATCH)
         for name, value in program.run_step(permuted(case, batch, order)).items():
             values[f"{index}/{name}"] = value[np.argsort(order)] if name.startswith("rows/") else value
     return values | {f"variable/{name}": value for name, value in program.variables().items()}

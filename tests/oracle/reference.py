@@ -13,9 +13,12 @@ from tests.oracle.serve import serve
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 
+# One order may be lucky: how far rounding goes is the largest of several.
+NOISE_ORDERS = 3
+
 
 def reference(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs one case; in float32 twice, the second time with the rows in another order, which gives the noise.
+    """Runs one case; in float32 again with the rows in other orders, which gives the noise.
 
     Returns:
         `floor` (learning rate x steps), `noise`, `moved` (the largest change of a floating-point variable).
@@ -32,9 +35,10 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
     save(job["path"], values)
     noise = 0.0
     if job["dtype"] == "float32" and case.rows_commute:
-        program = build(case, setting)
-        noise = difference(values, execute(case, program, shuffle_rows=True), floor).error
-        program.close()
+        for seed in range(NOISE_ORDERS):
+            program = build(case, setting)
+            noise = max(noise, difference(values, execute(case, program, shuffle=seed), floor).error)
+            program.close()
     moved = [
         float(np.max(np.abs(values[f"variable/{name}"] - value)))
         for name, value in before.items()

@@ -106,6 +106,8 @@ class Case:
         rows_commute: permuting the rows of a batch does not change the mathematical result (false for dropout).
         row_inputs: inputs whose dimension 0 is the batch.
         steps: how many steps a run takes.
+        least_split_fraction: share of the FLOPs in products that a plan with several ranks must divide; less than the
+            usual 0.9 only where the case says why.
         heavy: takes several seconds to trace; a sample of the matrix takes few of its runs.
     """
 
@@ -118,6 +120,7 @@ class Case:
     rows_commute: bool = True
     row_inputs: tuple[str, ...] = ("x", "y")
     steps: int = 4
+    least_split_fraction: float = 0.9
     heavy: bool = False
 
 

@@ -49,14 +49,27 @@ def mobilenet(setting: Setting) -> Program:
 
 
 def conv1d(setting: Setting) -> Program:
-    """Causal and dilated one-dimensional convolutions."""
+    """Causal and strided one-dimensional convolutions."""
+    return _conv1d(setting, strides=2)
+
+
+def dilated(setting: Setting) -> Program:
+    """A dilated convolution: its gradients, and the convolution of Keras 2, go through SpaceToBatchND.
+
+    That op puts blocks outside rows in dimension 0. A layout divides the outer part of a dimension, so these products
+    run whole on every rank.
+    """
+    return _conv1d(setting, dilation_rate=2)
+
+
+def _conv1d(setting: Setting, **options: int) -> Program:
     layers = tf.keras.layers
     with setting.scope():
         model = tf.keras.Sequential(
             [
                 layers.Input((12, 5)),
                 layers.Conv1D(8, 3, padding="causal", activation="relu"),
-                layers.Conv1D(8, 3, dilation_rate=2, padding="same", activation="tanh"),
+                layers.Conv1D(8, 3, padding="same", activation="tanh", **options),
                 layers.AveragePooling1D(2),
                 layers.Flatten(),
                 layers.Dense(CLASSES),
@@ -107,6 +120,7 @@ CASES = (
     Case("convnet", convnet),
     Case("mobilenet", mobilenet, dtypes=("float64",), steps=2, heavy=True),
     Case("conv1d", conv1d),
+    Case("dilated", dilated, least_split_fraction=0.3),
     Case("separable", separable),
     Case("autoencoder", autoencoder),
 )
