@@ -27,7 +27,8 @@ def main(ops: Sequence[str]) -> int:
                 print(f"{kind:8}{finding}")
     wrong = sum(f.kind == "wrong" for f in findings)
     print(
-        f"{len({c.op for c in cases})} op types, {len(cases)} cases, {sum(p.strategies for p in proofs)} strategies run: "
+        f"{len({c.op for c in cases})} op types, {len(cases)} cases, "
+        f"{sum(p.strategies for p in proofs)} strategies run: "
         f"{wrong} wrong, {len(findings) - wrong} missing"
     )
     return 1 if wrong else 0

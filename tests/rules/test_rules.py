@@ -240,7 +240,8 @@ def test_a_rule_that_does_not_fit_says_which_op():
 
 def test_importing_rules_is_quick_and_free_of_tensorflow():
     code = (
-        "import sys, time, whale.ir.program, whale.ir.layout; t = time.perf_counter(); import whale.rules; whale.rules.all_rules();"
+        "import sys, time, whale.ir.program, whale.ir.layout; t = time.perf_counter(); "
+        "import whale.rules; whale.rules.all_rules();"
         "print(time.perf_counter() - t, 'tensorflow' in sys.modules)"
     )
     best = 1.0

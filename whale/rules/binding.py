@@ -224,8 +224,11 @@ def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, in
         grown = frozenset(j for j, term in enumerate(outterms) if places[n + j] is None and not term.same)
         if grown and flag != "+":
             continue  # a dimension of a run that this output lacks
-        unknown = frozenset(i for i in range(n) if places[i] and i not in lists
-                            and (shapes[i] is None or shapes[i][places[i][0]] is None))  # fmt: skip
+        unknown = frozenset(
+            i
+            for i, (place, shape) in enumerate(zip(places[:n], shapes))
+            if place is not None and i not in lists and (shape is None or shape[place[0]] is None)
+        )
         cuts[label] = Cut(sizes.get(label), tuple(places[:n]), tuple(places[n:]), grown, unknown)
     return cuts
 
@@ -278,7 +281,7 @@ def _place(place: Place, units: tuple[int, ...]) -> Placement:
 
 def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
                        wanted: Sequence[Placement | None], why: str) -> list[Strategy]:  # fmt: skip
-    """Strategies in which the operands that ``passes`` names are partial, where one of them (or an output wanted) is."""
+    """Strategies in which the operands that ``passes`` names are partial, where one of them, or a wanted output, is."""
     found: list[Strategy] = []
     n = len(binding.inputs)
     for one in passes:

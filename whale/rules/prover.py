@@ -290,7 +290,7 @@ def _find_missing(case: Case, evaluate: Evaluate, allowed: set[tuple[str, ...]],
 def _agreeing(
     case: Case, evaluate: Evaluate, combination: Sequence[Placement], seeds: Sequence[int]
 ) -> list[str] | None:
-    """Placements of the outputs under which the local results make up the whole, for every draw; None: there are none."""
+    """Placements of the outputs in which the local results make up the whole for every draw; None: there are none."""
     common: list[set[str]] | None = None
     for seed in seeds:
         inputs = case.draw(seed)

@@ -14,7 +14,8 @@ def seeded(op: OpView) -> str:
 
 RULES = (
     rule(
-        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal ParameterizedTruncatedNormal RandomShuffle "
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal ParameterizedTruncatedNormal "
+        "RandomShuffle "
         "RandomGamma RandomPoisson RandomPoissonV2 RandomCrop Multinomial UniformCandidateSampler AllCandidateSampler "
         "LogUniformCandidateSampler LearnedUnigramCandidateSampler FixedUnigramCandidateSampler "
         "ThreadUnsafeUnigramCandidateSampler SampleDistortedBoundingBox SampleDistortedBoundingBoxV2",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import Union
 
 import numpy as np
 
@@ -31,7 +30,7 @@ CONTROL_FLOW = frozenset({
     "RefEnter", "RefExit", "RefSwitch", "RefMerge", "RefNextIteration",
 })  # fmt: skip
 
-Text = Union[str, None, Callable[[OpView], str | None]]
+Text = str | None | Callable[[OpView], str | None]
 Known = Callable[[OpView, Strategy, int], tuple[np.ndarray | None, ...]]
 
 
@@ -165,7 +164,12 @@ def _bound(line: str, inputs: tuple[TensorType, ...], outputs: tuple[TensorType,
     return bind(parse(line), inputs, outputs, hint)
 
 
-def _element_hint(inputs: tuple[TensorType, ...], current: tuple, outputs: tuple[TensorType, ...], wanted: tuple) -> int | None:  # fmt: skip
+def _element_hint(
+    inputs: tuple[TensorType, ...],
+    current: tuple[Placement, ...],
+    outputs: tuple[TensorType, ...],
+    wanted: tuple[Placement | None, ...],
+) -> int | None:
     """Least rank of the elements of lists, from where lists are cut; None when no list is cut."""
     pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
     ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Split)]
@@ -191,9 +195,15 @@ def _can_be(partial: Placement, dtype: str) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def _strategies(rule: LineRule, line: str, texts: tuple[str | None, str | None, str | None], inputs: tuple[TensorType, ...],
-                outputs: tuple[TensorType, ...], current: tuple[Placement, ...],
-                wanted: tuple[Placement | None, ...]) -> tuple[Strategy, ...]:  # fmt: skip
+def _strategies(
+    rule: LineRule,
+    line: str,
+    texts: tuple[str | None, str | None, str | None],
+    inputs: tuple[TensorType, ...],
+    outputs: tuple[TensorType, ...],
+    current: tuple[Placement, ...],
+    wanted: tuple[Placement | None, ...],
+) -> tuple[Strategy, ...]:
     binding = _bound(line, inputs, outputs, _element_hint(inputs, current, outputs, wanted))
     why = f"rule {rule.op}"
     found = cut_strategies(binding, current, wanted, rule.reduce, why)

@@ -51,7 +51,7 @@ def _slice_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry of a strided slice: its position in begin/end, the dimensions it reads and makes, taken whole or not."""
+    """One entry of a strided slice: its place in begin/end, the dimensions it reads and makes, taken whole or not."""
 
     entry: int | None
     source: int | None
