@@ -163,8 +163,8 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
     if strategy.once:
         if not all(p == O for p in strategy.outputs) or not all(p in (B, O) for p in strategy.inputs):
             raise _fail(node, strategy, "B or O operands and O results on the first rank")
-        if rule_of(node.op) is None and holds_variable(program, node) and O not in strategy.inputs:
-            raise _fail(node, f"{strategy}, on the first rank only", "every rank: all of them hold the variable")
+        if node.stateful and O not in strategy.inputs and _runs_everywhere(program, node, strategy, parts):
+            raise _fail(node, f"{strategy}, on the first rank only", "on every rank: what it changes is on all of them")
         return
     if handles_lists(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
@@ -180,6 +180,14 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
     options = rule.strategies(view(program, node, parts), strategy.inputs)
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
         raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
+
+
+def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
+    """Whether a stateful op has to run on all ranks: its rule says how, or it holds a variable."""
+    rule = rule_of(node.op)
+    if rule is None:
+        return holds_variable(program, node)
+    return bool(rule.strategies(view(program, node, parts), strategy.inputs))
 
 
 def _check_groups(program: Program, plan: Plan) -> None:
