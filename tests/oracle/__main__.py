@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from pathlib import Path
 
+import tensorflow as tf
 from rich.progress import track
 
 from tests.oracle.compare import Outcome, compare
@@ -90,7 +90,7 @@ def table(outcomes: dict[Run, Outcome | None], failures: dict[Run, list[str]]) -
     lines = [
         "# The oracle's matrix",
         "",
-        f"Written by `make oracle` with TensorFlow {importlib.metadata.version('tensorflow-cpu')}; do not edit. Every"
+        f"Written by `make oracle` with TensorFlow {tf.__version__}; do not edit. Every"
         " cell is the error of one run against one device: the largest of max|difference| / max(max|w|, learning rate"
         " x steps) over losses, metrics, gradients and weights. A column is a number of ranks and the rows of the batch"
         " of 8 that each has (as equal as possible when not given). The split FLOPs are the smallest share, among the"
