@@ -11,7 +11,16 @@ from tests.programs import body, mlp
 from whale.ir.layout import B, Strategy, split
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
-from whale.ir.text import format_node, format_plan, format_program, format_value, human_bytes, parse_node, parse_program
+from whale.ir.text import (
+    format_node,
+    format_plan,
+    format_program,
+    format_value,
+    human_bytes,
+    human_flops,
+    parse_node,
+    parse_program,
+)
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 
 RELAXED = settings(
@@ -111,10 +120,22 @@ def test_programs_with_functions_and_variables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")]
 )
 def test_bytes_for_people(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 FLOP"), (1728, "1.73 kFLOP"), (2.5e9, "2.50 GFLOP"), (4e15, "4000.00 TFLOP")]
+)
+def test_flops_for_people(count: float, text: str) -> None:
+    assert human_flops(count) == text
+
+
+def test_what_runs_once_is_counted_as_that() -> None:
+    plan = Plan("p", "f", 2, strategies={"": {"print": Strategy((B,), (), "", once=True), "x": Strategy((), (B,), "")}})
+    assert "1 first rank only, 1 on every rank" in format_plan(plan)
 
 
 def test_a_plan_of_one_rank_says_that_nothing_is_divided() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Partial, Split
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
@@ -284,10 +284,19 @@ def parse_program(text: str) -> Program:
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+        if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_flops(count: float) -> str:
+    """1500 -> '1.50 kFLOP'."""
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TFLOP"
 
 
 def _verb(r: Reshard) -> str:
@@ -310,12 +319,12 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     nodes = [s for g in plan.strategies.values() for s in g.values()]
     kinds: Counter[str] = Counter()
     for s in nodes:
-        placements = s.outputs or s.inputs
-        kinds["divided" if any(isinstance(p, Split) for p in s.inputs + s.outputs) else
-              "partial" if any(str(p)[0] == "P" for p in placements) else
-              "first rank only" if any(str(p) == "O" for p in placements) else "on every rank"] += 1  # fmt: skip
+        kinds["first rank only" if s.once else
+              "divided" if any(isinstance(p, Split) for p in s.inputs + s.outputs) else
+              "partial" if any(isinstance(p, Partial) for p in s.outputs or s.inputs) else
+              "on every rank"] += 1  # fmt: skip
     share = (
-        f"{100 * plan.split_flops_fraction:.1f} % of {plan.total_flops / 1e6:.2f} MFLOP "
+        f"{100 * plan.split_flops_fraction:.1f} % of {human_flops(plan.total_flops)} "
         "in products and convolutions divided"
     )
     out.append("Nodes    " + ", ".join(f"{n} {k}" for k, n in kinds.most_common()) + f"; {share}")

@@ -1,0 +1,159 @@
+"""Which inputs carry the batch, task graphs, and functions of their own for every loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import Builder, body, mlp
+from whale.errors import PlanError
+from whale.ir.layout import split
+from whale.ir.plan import TaskGraph
+from whale.ir.program import Program
+from whale.ir.values import Func
+from whale.passes.annotate import annotate, task_graphs
+from whale.passes.batch import batch_inputs
+from whale.passes.specialise import specialise
+
+
+def _inputs(**shapes: tuple[int | None, ...]) -> Program:
+    b = Builder()
+    for name, shape in shapes.items():
+        b.input(name, shape)
+    return b.build([])
+
+
+def test_inputs_that_share_the_first_ones_rows() -> None:
+    program = _inputs(rate=(), x=(8, 4), mask=(8,), table=(6, 8))
+    found = batch_inputs(program, 3)
+    assert [(b.name, b.placement) for b in found] == [("x", split(0, (3, 3, 2))), ("mask", split(0, (3, 3, 2)))]
+    assert {b.origin for b in found} == {"rule: dimension 0 has the size of the first input's"}
+
+
+def test_marked_inputs_and_shares() -> None:
+    program = _inputs(x=(8, 4), aux=(8,), late=(6, 1))
+    (found,) = batch_inputs(program, 2, shares=(6, 0), marked=("late",))
+    assert (found.name, found.placement, found.origin) == ("late", split(0, (6, 0)), "user (batch.inputs)")
+
+
+def test_no_input_with_rows() -> None:
+    assert batch_inputs(_inputs(rate=(), unknown=(None, 3)), 2) == ()
+    assert batch_inputs(_inputs(), 2) == ()
+
+
+def test_strings_and_handles_carry_no_batch() -> None:
+    b = Builder()
+    b.input("names", (8,), "string")
+    b.input("handles", (8,), "resource")
+    assert batch_inputs(b.build([]), 2) == ()
+
+
+@pytest.mark.parametrize(
+    ("shares", "given"),
+    [((4, 3), "shares [4, 3] (sum 7) for 2 ranks, batch of 8 rows"),
+     ((8,), "shares [8] (sum 8) for 2 ranks, batch of 8 rows"),
+     ((4, 2, 2), "shares [4, 2, 2] (sum 8) for 2 ranks, batch of 8 rows")],
+)  # fmt: skip
+def test_shares_that_do_not_fit(shares: tuple[int, ...], given: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        batch_inputs(_inputs(x=(8, 4)), 2, shares=shares)
+    assert caught.value.facts["input"] == "x" and caught.value.facts["given"] == given
+    assert caught.value.facts["expected"] == "2 numbers that add up to 8, for example [4, 4]"
+    assert caught.value.action == "change replica.shares or the batch size"
+
+
+def test_marked_inputs_of_different_sizes_need_shares_for_each() -> None:
+    with pytest.raises(PlanError, match="input: late"):
+        batch_inputs(_inputs(x=(8,), late=(6,)), 2, shares=(5, 3), marked=("x", "late"))
+
+
+@pytest.mark.parametrize(
+    ("name", "action"), [("xx", "name 'x'"), ("rate", "name an input of rank 1 or more, or remove the key")]
+)
+def test_marked_inputs_that_cannot_be_divided(name: str, action: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        batch_inputs(_inputs(rate=(), x=(8, 4)), 2, marked=(name,))
+    assert caught.value.facts == {"given": name, "expected": "one of x"} and caught.value.action == action
+
+
+def test_marked_inputs_when_none_can_be_divided() -> None:
+    with pytest.raises(PlanError, match="no input: none has a dimension 0"):
+        batch_inputs(_inputs(rate=()), 2, marked=("rate",))
+
+
+# -- task graphs
+
+
+def _towers() -> Program:
+    """Two scopes, one after the other; gradients and updates have none yet."""
+    b = Builder()
+    x = b.input("x", (8, 4))
+    b.scope = "replica_0/stage_0"
+    w = b.variable("w", (4, 4))
+    h = b.matmul(x, b.read(w, name="read_w"), name="first")
+    b.scope = "replica_0/stage_1"
+    v = b.variable("v", (4, 2))
+    out = b.matmul(h, b.read(v, name="read_v"), name="second")
+    b.scope = ""
+    d_v = b.matmul(h, b.op("Square", out, name="square"), a=True, name="d_v")
+    rate = b.const(0.1, name="rate")
+    updates = [b.update("ResourceApplyGradientDescent", v, rate, d_v, name="update_v")]
+    updates.append(
+        b.update("ResourceApplyGradientDescent", w, rate, b.const([[0.0] * 4] * 4, name="zero"), name="update_w")
+    )
+    return b.build([out], updates)
+
+
+def test_updates_join_the_scope_of_their_variable() -> None:
+    program = annotate(_towers())
+    scope = {n.name: n.scope for n in program.nodes}
+    first, second = "replica_0/stage_0", "replica_0/stage_1"
+    assert scope["update_v"] == second and scope["update_w"] == first
+    assert scope["d_v"] == first, "its first annotated operand is the first stage's output"
+    assert scope["square"] == second and scope["zero"] == first and scope["x"] == first
+    assert {v.node: v.scope for v in program.variables} == {"w": first, "v": second}
+    assert "" not in scope.values()
+
+
+def test_annotating_twice_changes_nothing() -> None:
+    once = annotate(_towers())
+    assert annotate(once) == once
+
+
+def test_a_program_without_scopes_is_left_alone() -> None:
+    program = mlp()
+    assert annotate(program) is program
+    assert task_graphs(program, (0, 1)) == (TaskGraph("(default)", "replica", (0, 1), len(program.nodes)),)
+
+
+def test_one_task_graph_per_scope() -> None:
+    rows = task_graphs(annotate(_towers()), (0, 1))
+    assert [(t.scope, t.kind) for t in rows] == [("replica_0/stage_0", "stage"), ("replica_0/stage_1", "stage")]
+    assert sum(t.nodes for t in rows) == len(_towers().nodes)
+
+
+# -- functions
+
+
+def test_every_loop_has_functions_of_its_own() -> None:
+    """Two loops share a body, and the body holds a branch: nothing is called from two places afterwards."""
+    then, (t,) = body("then", ())
+    other, (e,) = body("other", ())
+    step, (x,) = body("step", ())
+    chosen = step.branch(
+        step.op("Less", x, step.const(1.0)), then.build([then.op("Neg", t)]), other.build([e]), x, name="pick"
+    )
+    stop, (i,) = body("stop", ())
+    cond = stop.build([stop.op("Less", i, stop.const(3.0))])
+    b = Builder()
+    b.functions |= step.functions
+    inner = step.build([chosen])
+    first = b.loop(cond, inner, b.const(0.0), name="a")
+    second = b.loop(cond, inner, first, name="b")
+    program = specialise(b.build([second]))
+    assert set(program.functions) == {
+        "a/cond", "a/body", "a/body/pick/then_branch", "a/body/pick/else_branch",
+        "b/cond", "b/body", "b/body/pick/then_branch", "b/body/pick/else_branch",
+    }  # fmt: skip
+    assert program.by_name["a"].attrs["body"] == Func("a/body")
+    assert program.functions["b/body"].by_name["pick"].attrs["then_branch"] == Func("b/body/pick/then_branch")
+    assert all(f.functions == {} and name == f.name for name, f in program.functions.items())
