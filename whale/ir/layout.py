@@ -12,21 +12,42 @@ from functools import lru_cache
 import numpy as np
 
 REDUCTIONS = ("sum", "max", "min", "prod")
-_PLACEMENT = re.compile(rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\]")
+_PLACEMENT = re.compile(rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0)."""
+    """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0).
+
+    With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
+    every run, in order: so lies the batch in two batches put behind each other, or inside a flattened (time, batch).
+    """
 
     dim: int
     sizes: tuple[int, ...]
+    blocks: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Size of the whole dimension."""
+        return self.blocks * sum(self.sizes)
+
+    def local(self, coordinate: int) -> int:
+        """Size of the dimension on ``coordinate``."""
+        return self.blocks * self.sizes[coordinate]
 
     def offset(self, coordinate: int) -> int:
+        """Where ``coordinate`` begins within a run."""
         return sum(self.sizes[:coordinate])
 
+    def indices(self, coordinate: int) -> np.ndarray:
+        """The indices of the dimension that ``coordinate`` holds, in its local order."""
+        run = np.arange(self.offset(coordinate), self.offset(coordinate) + self.sizes[coordinate])
+        return (np.arange(self.blocks)[:, None] * sum(self.sizes) + run).reshape(-1)
+
     def __str__(self) -> str:
-        return f"S({self.dim})[{','.join(map(str, self.sizes))}]"
+        text = f"S({self.dim})[{','.join(map(str, self.sizes))}]"
+        return text if self.blocks == 1 else f"{text}*{self.blocks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +103,9 @@ class Strategy:
 
 
 @lru_cache(maxsize=65536)
-def split(dim: int, sizes: tuple[int, ...]) -> Split:
+def split(dim: int, sizes: tuple[int, ...], blocks: int = 1) -> Split:
     """The one object for this split (equal placements are identical, which makes comparing them cheap)."""
-    return Split(dim, sizes)
+    return Split(dim, sizes, blocks)
 
 
 def even_sizes(size: int, parts: int) -> tuple[int, ...]:
@@ -117,22 +138,22 @@ def local_shape(shape: tuple[int | None, ...] | None, placement: Placement, coor
     """Shape that ``coordinate`` holds of a tensor of global ``shape``."""
     if shape is None or not isinstance(placement, Split):
         return shape
-    return shape[: placement.dim] + (placement.sizes[coordinate],) + shape[placement.dim + 1 :]
+    return shape[: placement.dim] + (placement.local(coordinate),) + shape[placement.dim + 1 :]
 
 
 def parse_placement(text: str) -> Placement:
     """Inverse of ``str(placement)``.
 
     Raises:
-      ValueError: ``text`` is none of ``S(d)[n,...]``, ``B``, ``P(op)``, ``O``.
+      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``, ``B``, ``P(op)``, ``O``.
     """
     match = _PLACEMENT.fullmatch(text)
     if match is None:
-        raise ValueError(f"not a placement: {text!r}; expected S(dim)[sizes], B, P(op) or O")
+        raise ValueError(f"not a placement: {text!r}; expected S(dim)[sizes], S(dim)[sizes]*blocks, B, P(op) or O")
     if match["op"]:
         return Partial(match["op"])
     if match["dim"]:
-        return split(int(match["dim"]), tuple(int(s) for s in match["sizes"].split(",") if s))
+        return split(int(match["dim"]), tuple(int(s) for s in match["sizes"].split(",") if s), int(match["blocks"] or 1))
     return B if text == "B" else O
 
 
@@ -153,7 +174,14 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
         return 0
     if isinstance(target, Broadcast):
         return others * tensor_bytes
+    if isinstance(source, Split) and isinstance(target, Split) and (in_runs(source) or in_runs(target)):
+        return others * tensor_bytes  # goes by way of the whole tensor
     return tensor_bytes - tensor_bytes * _staying(source, target) // _positions(source, target)
+
+
+def in_runs(placement: Placement) -> bool:
+    """Whether it is a split of a dimension that consists of several runs."""
+    return isinstance(placement, Split) and placement.blocks > 1
 
 
 def _staying(source: Placement, target: Placement) -> int:

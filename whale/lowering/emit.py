@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from whale.errors import LayoutError
-from whale.ir.layout import Broadcast, Owner, Partial, Placement, Split, identity_value, local_shape
+from whale.ir.layout import B, Broadcast, Owner, Partial, Placement, Split, identity_value, in_runs, local_shape, split
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
@@ -217,6 +217,8 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}"
     )
     have, want = r.source, r.target
+    if in_runs(have) or in_runs(want):
+        return _by_runs(e, name, r, t, source)
     local = source()
     if isinstance(have, Owner):
         return _from_first(e, name, local, r, t)
@@ -261,6 +263,25 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         expected="a change by way of B",
         action="make the plan again",
     )
+
+
+def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+    """A change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
+    have, want = r.source, r.target
+    if isinstance(have, Split) and isinstance(want, Split):
+        whole = emit_reshard(e, replace(r, target=B), t, source)
+        return emit_reshard(e, replace(r, source=B), t, lambda: whole)
+    cut = have if isinstance(have, Split) else want
+    assert isinstance(cut, Split) and t.shape is not None
+    shape = t.shape[: cut.dim] + (cut.blocks, sum(cut.sizes)) + t.shape[cut.dim + 1 :]
+    view, run = TensorType(t.dtype, shape), split(cut.dim + 1, cut.sizes)
+    before, after = (run, want) if have is cut else (have, run)
+    local = source()
+    if local is not None:
+        local = e.reshape(name + "/runs", local, t.dtype, local_shape(shape, before, e.rank))
+    inner = replace(r, ref=Ref(f"{r.ref.node}/runs", r.ref.index), source=before, target=after)
+    got = emit_reshard(e, inner, view, lambda: local)
+    return None if got is None else e.reshape(name, got, t.dtype, local_shape(t.shape, want, e.rank))
 
 
 def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:

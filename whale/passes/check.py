@@ -104,7 +104,7 @@ def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, p
         raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
     if t.dtype in UNMOVABLE:
         return
-    if t.shape is None or placement.dim >= len(t.shape) or t.shape[placement.dim] != sum(placement.sizes):
+    if t.shape is None or placement.dim >= len(t.shape) or t.shape[placement.dim] != placement.extent:
         raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up")
 
 

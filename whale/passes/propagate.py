@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, split
+from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, in_runs, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
@@ -202,6 +202,8 @@ class _Propagation:
             return 0.0 if source == B else _INFINITE
         if type(wanted) is Split and not _fits(wanted, tensor.shape):
             return _INFINITE
+        if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
+            return _INFINITE
         if not tensor.is_static and type(source) is not Broadcast and type(wanted) is not Broadcast:
             return _INFINITE  # sizes that only the run knows can be gathered or reduced whole, nothing finer
         if type(source) is Partial and type(wanted) is Partial:
@@ -238,10 +240,10 @@ class _Propagation:
             if type(placement) is not Broadcast or out.dtype in UNMOVABLE or not out.is_static or not out.shape:
                 continue
             for s in splits:
-                size = sum(s.sizes)
+                size = s.extent
                 dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == size]
                 if dims:
-                    self.result.preferred[ref] = split(dims[0], s.sizes)
+                    self.result.preferred[ref] = split(dims[0], s.sizes, s.blocks)
                     break
 
     # -- loops and branches
@@ -318,7 +320,7 @@ def _divides(option: Strategy) -> bool:
 
 
 def _fits(wanted: Split, shape: tuple[int | None, ...] | None) -> bool:
-    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == sum(wanted.sizes)
+    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent
 
 
 def _join(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:

@@ -11,8 +11,11 @@ from whale.ir.values import Dims, TensorType
 from whale.rules.base import Strategy
 from whale.rules.notation import Line, Passes, Term
 
-# Where a label stands in a tensor: (dimension, product of what is inside it); None: the tensor lacks it.
-Place = tuple[int, int] | None
+# Where a label stands in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
+# None: the tensor lacks it.
+Place = tuple[int, int, int] | None
+# A label of a dimension that can be cut, with those two products.
+Part = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A line bound to an op. ``dims``: per tensor, per dimension the (label, inner product) that can be cut there."""
+    """A line bound to an op. ``dims``: per tensor, per dimension the parts that can be cut there, outermost first."""
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
     cuts: dict[str, Cut]
-    input_dims: tuple[tuple[tuple[str, int] | None, ...], ...]
-    output_dims: tuple[tuple[tuple[str, int] | None, ...], ...]
+    input_dims: tuple[tuple[tuple[Part, ...], ...], ...]
+    output_dims: tuple[tuple[tuple[Part, ...], ...], ...]
 
 
 def _spread(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
@@ -142,11 +145,11 @@ def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, 
         blocked = False
     shapes = [None if y.dtype == "variant" else y.shape for y in types]
     sizes = _sizes(line, named, shapes)
-    dims = [_outer(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
+    dims = [_parts(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
     n = len(inputs)
     lists = frozenset(i for i, y in enumerate(inputs) if y.dtype == "variant")
     cuts = {} if blocked else _cuts(line, named, dims, shapes, sizes, outterms, n, lists)
-    keep = [tuple(d if d is not None and d[0] in cuts else None for d in row) for row in dims]
+    keep = [tuple(tuple(part for part in parts if part[0] in cuts) for parts in row) for row in dims]
     return Binding(interms, outterms, cuts, tuple(keep[:n]), tuple(keep[n:]))
 
 
@@ -187,37 +190,51 @@ def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]
     return sizes
 
 
-def _outer(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[str, int] | None]:
-    """Per dimension its outermost label and the product of the rest; None where there is none or it is unknown."""
-    found: list[tuple[str, int] | None] = []
+def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
+    """Per dimension its labels whose place in it is known, with the products of what is inside and outside of them."""
+    found: list[tuple[Part, ...]] = []
     for at, names in enumerate(labels):
-        if not names:
-            found.append(None)
-            continue
-        outer, inner = str(names[0]), 1
-        for x in names[1:]:
-            inner *= x if isinstance(x, int) else sizes.get(x, 0)
         size = shape[at] if shape is not None else None
-        if len(names) > 1 and size is not None and outer in sizes and sizes[outer]:
-            inner = size // sizes[outer]
-        broadcast = size == 1 and sizes.get(outer, 1) != 1
-        found.append(None if inner == 0 or broadcast else (outer, inner))
+        counts = [x if isinstance(x, int) else sizes.get(x) for x in names]
+        if len(names) == 1:
+            label = str(names[0])
+            broadcast = size == 1 and sizes.get(label, 1) != 1
+            found.append(() if isinstance(names[0], int) or broadcast else ((label, 1, 1),))
+            continue
+        parts: list[Part] = []
+        for k, label in enumerate(names):
+            inner, outer = _product(counts[k + 1 :]), _product(counts[:k])
+            if k == 0 and inner is None and size is not None and sizes.get(str(label)):
+                inner = size // sizes[str(label)]
+            if isinstance(label, str) and inner and outer:
+                parts.append((label, inner, outer))
+        found.append(tuple(parts))
     return found
+
+
+def _product(counts: Sequence[int | None]) -> int | None:
+    """None when one of them is unknown."""
+    result = 1
+    for count in counts:
+        if count is None:
+            return None
+        result *= count
+    return result
 
 
 def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, int], outterms: tuple[Term, ...],
           n: int, lists: frozenset[int]) -> dict[str, Cut]:  # fmt: skip
-    inner = {x for row in named for names in row for x in names[1:]}
-    order = dict.fromkeys(d[0] for row in dims for d in row if d is not None)
+    order = dict.fromkeys(part[0] for row in dims for parts in row for part in parts)
     cuts: dict[str, Cut] = {}
     for label in order:
         flag = _flag_of(line, label)
-        if flag == "^" or label in inner:
+        if flag == "^":
             continue
-        places = [
-            next(((at, d[1]) for at, d in enumerate(row) if d is not None and d[0] == label), None) for row in dims
+        places: list[Place] = [
+            next(((at, *part[1:]) for at, parts in enumerate(row) for part in parts if part[0] == label), None)
+            for row in dims
         ]
-        lost = [j for j, row in enumerate(named) if any(names and names[0] == label for names in row) and not places[j]
+        lost = [j for j, row in enumerate(named) if any(label in names for names in row) and not places[j]
                 and not (label[0] == "*" and j < n)]  # fmt: skip
         if lost:
             continue  # a compound dimension of unknown inner size carries it
@@ -233,50 +250,51 @@ def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, in
     return cuts
 
 
-def _units(pl: Split, row: tuple) -> tuple[str, tuple[int, ...]] | None:
-    if pl.dim >= len(row) or row[pl.dim] is None:
-        return None
-    label, inner = row[pl.dim]
-    if inner == 1:
-        return label, pl.sizes
-    if any(s % inner for s in pl.sizes):
-        return None
-    return label, tuple(s // inner for s in pl.sizes)
+def _units(
+    pl: Split, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
+) -> tuple[str, tuple[int, ...], int] | None:
+    """The label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no label."""
+    for label, inner, outer in row[pl.dim] if pl.dim < len(row) else ():
+        if pl.blocks % outer or any(s % inner for s in pl.sizes):
+            continue
+        units, blocks = tuple(s // inner for s in pl.sizes), pl.blocks // outer
+        size = cuts[label].size
+        if (size is None and blocks == 1) or size == sum(units) * blocks:
+            return label, units, blocks
+    return None
 
 
 def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
                    why: str) -> list[Strategy]:  # fmt: skip
     """One strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
-    seeds: dict[tuple[str, tuple[int, ...]], None] = {}
+    seeds: dict[tuple[str, tuple[int, ...], int], None] = {}
     for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
         for row, pl in zip(rows, placements):
             if isinstance(pl, Split):
-                seed = _units(pl, row)
+                seed = _units(pl, row, binding.cuts)
                 if seed is not None:
                     seeds[seed] = None
     found: list[Strategy] = []
-    for label, units in seeds:
+    for label, units, blocks in seeds:
         cut = binding.cuts[label]
-        if cut.size is not None and sum(units) != cut.size:
-            continue
         if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
             continue  # an empty share would have to run the kernel for the output that is whole
-        placed = [_place(p, units) for p in cut.inputs]
+        placed = [_place(p, units, blocks) for p in cut.inputs]
         if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue
         for i, term in enumerate(binding.inputs):
             if placed[i] is B:
                 placed[i] = _rest(term, current[i])
-        outs = tuple(Partial(reduce) if j in cut.grown else _place(p, units) for j, p in enumerate(cut.outputs))
+        outs = tuple(Partial(reduce) if j in cut.grown else _place(p, units, blocks) for j, p in enumerate(cut.outputs))
         found.append(Strategy(tuple(placed), outs, f"{why}: {label} split"))
     return found
 
 
-def _place(place: Place, units: tuple[int, ...]) -> Placement:
+def _place(place: Place, units: tuple[int, ...], blocks: int) -> Placement:
     if place is None:
         return B
-    dim, inner = place
-    return split(dim, units if inner == 1 else tuple(u * inner for u in units))
+    dim, inner, outer = place
+    return split(dim, units if inner == 1 else tuple(u * inner for u in units), blocks * outer)
 
 
 def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],

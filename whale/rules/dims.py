@@ -15,6 +15,11 @@ def names(prefix: str, count: int) -> list[str]:
     return [f"{prefix}{i}" for i in range(count)]
 
 
+def times(runs: int, label: str) -> str:
+    """A dimension of ``runs`` runs of ``label``."""
+    return label if runs == 1 else f"({runs} {label})"
+
+
 def term(items: Iterable[str]) -> str:
     """A term of these items; ``.`` where there are none (a scalar)."""
     return " ".join(items) or "."

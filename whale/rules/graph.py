@@ -14,7 +14,7 @@ _LIST_OPS = frozenset({"Identity", "ZerosLike", "StopGradient", "Snapshot", "Add
 
 
 def handles_lists(node: Node) -> bool:
-    """Whether the node passes lists on, zeroes them or adds them element by element (elements stay where they are)."""
+    """Whether the node passes lists on, zeroes them or adds them; elements stay where they are."""
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 

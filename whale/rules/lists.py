@@ -26,7 +26,7 @@ def _element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) ->
         return UNCHANGED
     # The attribute leaves out the dimension that is concatenated.
     dims = list(shape.dims)
-    dims[placement.dim - 1] = placement.sizes[coordinate]
+    dims[placement.dim - 1] = placement.local(coordinate)
     return Local(attrs={"element_shape": Shape(tuple(dims))})
 
 

@@ -107,16 +107,16 @@ def _parse_dims(text: str, term: str, flags: dict[str, str], *, output: bool) ->
             members: list[str | int] = []
             for word in match["group"].split():
                 member = _MEMBER.match(word)
-                if member is None or (not members and word[0].isdigit()):
+                if member is None:
                     raise _fail(text, "a compound dimension cannot be read", f"({match['group']})",
-                                "(outer inner ...): a label first, then labels or sizes")  # fmt: skip
+                                "(outer inner ...): labels or sizes")  # fmt: skip
                 if word.isdigit():
                     members.append(int(word))
                 else:
                     _note_flag(text, flags, member[1], member[2], output=output)
                     members.append(member[1])
-            if not members:
-                raise _fail(text, "a compound dimension is empty", "()", "(outer inner ...)")
+            if not any(isinstance(member, str) for member in members):
+                raise _fail(text, "a compound dimension has no label", f"({match['group']})", "(outer inner ...)")
             items.append(Item(tuple(members)))
     if sum(i.star and i.labels == ("*",) for i in items) > 1:
         raise _fail(text, "a term has two '*'", repr(term), "one '*'; name further runs: 'a* b*'")

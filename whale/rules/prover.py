@@ -90,8 +90,7 @@ def shard(array: np.ndarray, placement: Placement, parts: int, draw: np.random.G
       ValueError: the array cannot lie that way.
     """
     if isinstance(placement, Split):
-        cuts = np.cumsum(placement.sizes)[:-1]
-        return np.split(array, cuts, axis=placement.dim)
+        return [np.take(array, placement.indices(i), axis=placement.dim) for i in range(len(placement.sizes))]
     if not isinstance(placement, Partial):
         return [array] * parts
     return _partial_parts(array, placement.op, parts, draw)
@@ -121,7 +120,11 @@ def _partial_parts(array: np.ndarray, op: str, parts: int, draw: np.random.Gener
 def unshard(parts: Sequence[np.ndarray], placement: Placement) -> np.ndarray:
     """The whole tensor that the coordinates' parts stand for."""
     if isinstance(placement, Split):
-        return np.concatenate(parts, axis=placement.dim)
+        joined = np.concatenate(parts, axis=placement.dim)
+        if placement.blocks == 1:
+            return joined
+        order = np.concatenate([placement.indices(i) for i in range(len(placement.sizes))])
+        return np.take(joined, np.argsort(order), axis=placement.dim)
     if isinstance(placement, Partial):
         joined = np.stack(parts)
         if joined.dtype.kind == "b":
@@ -181,6 +184,13 @@ def _shares(size: int | None, parts: int) -> Iterator[tuple[int, ...]]:
     yield from sorted(s for s in found if sum(s) == size and min(s) >= 0)
 
 
+def _splits(dim: int, size: int | None, parts: int) -> Iterator[Split]:
+    """The dimension as one run, and as several where it has a divisor."""
+    for blocks in (1, 2, 3, 4):
+        if size is not None and size % blocks == 0 and (blocks == 1 or size // blocks > 1):
+            yield from (split(dim, sizes, blocks) for sizes in _shares(size // blocks, parts))
+
+
 def _proposals(rule: LineRule, op: OpView) -> list[Strategy]:
     """Every strategy that some placement of an operand, or a wanted output, brings about."""
     n, found = len(op.inputs), {}
@@ -197,12 +207,12 @@ def _proposals(rule: LineRule, op: OpView) -> list[Strategy]:
             ask([*whole[:i], Partial(kind), *whole[i + 1 :]])
     for i, t in enumerate(op.inputs):
         for d, size in enumerate(t.shape or ()):
-            for sizes in _shares(size, op.parts):
-                ask([*whole[:i], split(d, sizes), *whole[i + 1 :]])
+            for cut in _splits(d, size, op.parts):
+                ask([*whole[:i], cut, *whole[i + 1 :]])
     for j, t in enumerate(op.outputs if rule.produces_any else ()):
         for d, size in enumerate(t.shape or ()):
-            for sizes in _shares(size, op.parts):
-                ask(whole, [None] * j + [split(d, sizes)])
+            for cut in _splits(d, size, op.parts):
+                ask(whole, [None] * j + [cut])
     return list(found.values())
 
 

@@ -92,5 +92,5 @@ def _element_shape(op: OpView, strategy: Strategy, coordinate: int, i: int) -> n
     if value.ndim == 0:
         return None
     value = value.copy()
-    value[placement.dim] = placement.sizes[coordinate]
+    value[placement.dim] = placement.local(coordinate)
     return value

@@ -9,7 +9,7 @@ import numpy as np
 from whale.ir.layout import Split
 from whale.ir.values import Dims, TensorType, numpy_dtype
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy, local_input_shape, local_output_shape
-from whale.rules.dims import axis, constant, freeze, names, same, term
+from whale.rules.dims import axis, constant, freeze, names, same, term, times
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
@@ -156,7 +156,7 @@ def transpose(op: OpView) -> str:
 
 
 def concat(op: OpView) -> str:
-    """the axis, which is whole"""
+    """the axis, along which each value has a number of runs"""
     first = op.node.op == "Concat"
     shape = op.inputs[1 if first else 0].shape
     if shape is None:
@@ -165,11 +165,24 @@ def concat(op: OpView) -> str:
     if at is None:
         return REPLICATED
     labels = names("a", len(shape))
-    # Sizes along the axis differ between operands, so each operand would need its own label: '*' runs around it do.
-    lead, tail = term(labels[:at]) if at else "", " ".join(labels[at + 1 :])
-    values = [f"{lead} j{n}^ {tail}".strip() for n in range(len(op.inputs) - 1)]
-    operands = [".", *values] if first else [*values, "."]
-    return f"{', '.join(operands)} -> {f'{lead} j^ {tail}'.strip()}"
+    values = op.inputs[1:] if first else op.inputs[:-1]
+    parts, whole = _runs([v.shape[at] if v.shape is not None else None for v in values])
+    lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
+    texts = [f"{lead} {part} {tail}".strip() for part in parts]
+    operands = [".", *texts] if first else [*texts, "."]
+    return f"{', '.join(operands)} -> {f'{lead} {whole} {tail}'.strip()}"
+
+
+def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
+    """Dimensions put one behind the other: each as a number of runs of one label ``j``, and what they make together.
+
+    Frozen where the sizes are unknown.
+    """
+    known = [s for s in sizes if s is not None]
+    run = math.gcd(*known) if known else 0
+    if len(known) < len(sizes) or run == 0 or 0 in known:
+        return [f"j{n}^" for n in range(len(sizes))], "j^"
+    return [times(s // run, "j") for s in known], times(sum(known) // run, "j")
 
 
 def _concat_values(op: OpView) -> str:
@@ -199,7 +212,7 @@ def unpack(op: OpView) -> str:
 
 
 def split_op(op: OpView) -> str:
-    """the axis, which is whole"""
+    """the axis, along which each result has a number of runs"""
     value, where = (1, 0) if op.node.op == "Split" else (0, 2)
     before = op.inputs[value].shape
     if before is None:
@@ -209,9 +222,20 @@ def split_op(op: OpView) -> str:
         return REPLICATED
     labels = names("a", len(before))
     lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
-    operand = term(freeze(labels, [at]))
-    results = ", ".join(f"{lead} j{n}^ {tail}".strip() for n in range(len(op.outputs)))
+    parts, whole = _runs([t.shape[at] if t.shape is not None else None for t in op.outputs])
+    operand = f"{lead} {whole} {tail}".strip()
+    results = ", ".join(f"{lead} {part} {tail}".strip() for part in parts)
     return (f"., {operand}" if value else f"{operand}, ., .") + f" -> {results}"
+
+
+def _split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Sizes of the results along the axis, when that is cut."""
+    placement, rank = strategy.inputs[0], len(op.inputs[0].shape or ())
+    if not isinstance(placement, Split) or placement.dim != axis(op, 2, rank):
+        return UNCHANGED
+    shapes = [local_output_shape(op, strategy, i, coordinate) for i in range(len(op.outputs))]
+    sizes = [-1 if shape is None else shape[placement.dim] for shape in shapes]
+    return Local(consts={1: np.array(sizes, numpy_dtype(op.inputs[1].dtype))})
 
 
 def _repeats(op: OpView) -> list[int | None] | None:
@@ -231,16 +255,16 @@ def tile(op: OpView) -> str:
     if before is None or repeats is None:
         return REPLICATED
     left, right = [], []
-    for n, (size, times) in enumerate(zip(before, repeats)):
-        if times == 1:
+    for n, (size, count) in enumerate(zip(before, repeats)):
+        if count == 1:
             left.append(f"a{n}")
             right.append(f"a{n}")
         elif size == 1:
             left.append("1")
             right.append(f"t{n}")
-        elif size is not None and times is not None:
-            left.append(f"a{n}^")
-            right.append(f"(t{n} {size})")
+        elif size is not None and count is not None:
+            left.append(f"a{n}")
+            right.append(f"(t{n} a{n})")
         else:
             left.append(f"a{n}^")
             right.append(f"b{n}^")
@@ -306,7 +330,7 @@ RULES = (
     rule("Pack ParallelConcat", pack, copy="all"),
     rule("Unpack", unpack, copy="0"),
     rule("Split", split_op, copy="1"),
-    rule("SplitV", split_op, copy="0"),
+    rule("SplitV", split_op, copy="0", local=_split_sizes),
     rule("Tile", tile, copy="0", local=_local_multiples, produces_any=True),
     rule("BroadcastTo", broadcast_to, copy="0", produces_any=True),
     rule("Fill", "[out0], . -> p*", copy="1", produces_any=True),

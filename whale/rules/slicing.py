@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from whale.ir.layout import Split
 from whale.ir.values import Dims, numpy_dtype
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.rules.dims import constant, freeze, names, same, term
+from whale.rules.dims import constant, freeze, names, same, term, times
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
@@ -33,20 +34,64 @@ def slice_op(op: OpView) -> str:
     left = _kept(before, after)
     if left is None:
         return REPLICATED
-    if begin is not None and size is not None:
-        whole = [b == 0 and (s == -1 or same(s, n)) for b, s, n in zip(begin, size, before or ())]
-        left = [f"a{n}" if w else f"a{n}^" for n, w in enumerate(whole)]
-    return f"{term(left)}, ., . -> {_pairwise(left)}"
+    if begin is None or size is None:
+        return f"{term(left)}, ., . -> {_pairwise(left)}"
+    right = []
+    for n, (b, s, whole) in enumerate(zip(begin, size, before or ())):
+        if b == 0 and (s == -1 or same(s, whole)):
+            left[n] = f"a{n}"
+            right.append(left[n])
+            continue
+        run = _run(b, whole - b if s == -1 and whole is not None else s, whole)
+        left[n], kept = (f"a{n}^", f"b{n}^") if run is None else run.labels(f"a{n}")
+        right.append(kept)
+    return f"{term(left)}, ., . -> {term(right)}"
 
 
-def _slice_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    placement, size = strategy.outputs[0], constant(op, 2)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A slice that takes ``kept`` of ``all`` equal runs of a dimension, from run ``first``."""
+
+    first: int
+    kept: int
+    all: int
+
+    def labels(self, label: str) -> tuple[str, str]:
+        """The dimension sliced, and what is kept of it."""
+        return times(self.all, label), times(self.kept, label)
+
+    def local(self, placement: Split, coordinate: int) -> tuple[int, int]:
+        """(begin, end) on a coordinate, given how the dimension that is sliced lies."""
+        run = placement.local(coordinate) // self.all
+        return self.first * run, (self.first + self.kept) * run
+
+
+def _run(begin: int, size: int, whole: int | None) -> _Run | None:
+    """The slice in runs as long as possible; None when it is not known or falls apart into single elements."""
+    if whole is None or size <= 0 or begin < 0:
+        return None
+    run = math.gcd(begin, size, whole)
+    return None if run <= 1 else _Run(begin // run, size // run, whole // run)
+
+
+def _slice_bounds_local(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    placement, begin, size = strategy.inputs[0], constant(op, 1), constant(op, 2)
     if not isinstance(placement, Split):
         return UNCHANGED
     if size is None:
         size = [-1 if n is None else n for n in op.outputs[0].shape or ()]
-    size[placement.dim] = placement.sizes[coordinate]
-    return Local(consts={2: np.array(size, numpy_dtype(op.inputs[2].dtype))})
+    size[placement.dim] = -1 if size[placement.dim] == -1 else placement.local(coordinate)
+    consts = {2: np.array(size, numpy_dtype(op.inputs[2].dtype))}
+    whole = (op.inputs[0].shape or ())[placement.dim]
+    kept = (op.outputs[0].shape or ())[placement.dim]
+    if begin is not None and kept is not None and not same(kept, whole):
+        run = _run(begin[placement.dim], kept, whole)
+        assert run is not None, op.node.name
+        begin[placement.dim], end = run.local(placement, coordinate)
+        size[placement.dim] = end - begin[placement.dim]
+        bounds = enumerate((begin, size), start=1)
+        consts = {i: np.array(value, numpy_dtype(op.inputs[i].dtype)) for i, value in bounds}
+    return Local(consts=consts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +103,16 @@ class _Entry:
     result: int | None
     whole: bool
     stride: int = 1
+    run: _Run | None = None
 
-    def label(self) -> str:
-        """The label of the dimension sliced: whole strides of it can be cut."""
-        name = f"a{self.source}" if self.whole else f"a{self.source}^"
-        return name if self.stride == 1 else f"({name} {self.stride})"
+    def labels(self) -> tuple[str, str]:
+        """(label of the dimension sliced, of the result): whole strides of it can be cut, or whole runs."""
+        if self.run is not None:
+            return self.run.labels(f"a{self.source}")
+        if not self.whole:
+            return f"a{self.source}^", f"b{self.result}^"
+        name = f"a{self.source}"
+        return (name if self.stride == 1 else f"({name} {self.stride})"), name
 
 
 def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
@@ -96,13 +146,23 @@ def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
             last = bit("end", k) or (end is not None and size is not None and end[k] >= size)
             stride = strides[k] if strides is not None else 0
             whole = first and last and (stride == 1 or (stride > 1 and size is not None and size % stride == 0))
-            found.append(_Entry(k, source, result, whole, stride if whole else 1))
+            run = None
+            bounded = (first or begin is not None) and (last or end is not None)
+            if not whole and stride == 1 and size is not None and bounded:
+                low = 0 if first else _position(begin[k], size)  # type: ignore[index]
+                high = size if last else _position(end[k], size)  # type: ignore[index]
+                run = _run(low, high - low, size)
+            found.append(_Entry(k, source, result, whole, stride if whole else 1, run))
             source, result = source + 1, result + 1
     if not seen_ellipsis:
         for _ in range(len(shape) - source):
             found.append(_Entry(None, source, result, True))
             source, result = source + 1, result + 1
     return found
+
+
+def _position(bound: int, size: int) -> int:
+    return min(max(bound + size if bound < 0 else bound, 0), size)
 
 
 def _is_start(begin: int, size: int | None) -> bool:
@@ -116,10 +176,11 @@ def _strided(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
         return None
     left, right = [], []
     for e in entries:
+        before, after = e.labels()
         if e.source is not None:
-            left.append(e.label())
+            left.append(before)
         if e.result is not None:
-            right.append("1" if e.source is None else f"a{e.source}" if e.whole else f"b{e.result}^")
+            right.append("1" if e.source is None else after)
     return term(left), term(right)
 
 
@@ -142,17 +203,18 @@ def strided_slice_update(op: OpView) -> str:
 
 
 def _bounds(op: OpView, shape: Dims | None, placement: object, coordinate: int) -> Local:
-    """``end`` of the cut dimension, where it is not masked: the local size (``begin`` is 0)."""
+    """Bounds of the cut dimension, where they are not masked: all of it, or the local part of the runs."""
     if not isinstance(placement, Split) or shape is None:
         return UNCHANGED
-    entry = next(e.entry for e in _entries(op, shape) or () if e.source == placement.dim)
-    if entry is None:
+    entry = next(e for e in _entries(op, shape) or () if e.source == placement.dim)
+    if entry.entry is None:
         return UNCHANGED
+    bounds = entry.run.local(placement, coordinate) if entry.run else (0, placement.local(coordinate))
     consts: dict[int, np.ndarray] = {}
-    for operand, mask, value in ((1, "begin_mask", 0), (2, "end_mask", placement.sizes[coordinate])):
+    for operand, mask, value in ((1, "begin_mask", bounds[0]), (2, "end_mask", bounds[1])):
         given = constant(op, operand)
-        if given is not None and not int(op.attr(mask, 0)) >> entry & 1:
-            given[entry] = value
+        if given is not None and not int(op.attr(mask, 0)) >> entry.entry & 1:
+            given[entry.entry] = value
             consts[operand] = np.array(given, numpy_dtype(op.inputs[operand].dtype))
     return Local(consts=consts)
 
@@ -219,8 +281,37 @@ def space(op: OpView) -> str:
     return "b h^ w^ c^ -> b y^ x^ d^"
 
 
+def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
+    """Terms of the side with the plain batch and of the side whose batch has one run per position in a block."""
+    shapes, block = (op.inputs[0].shape, op.outputs[0].shape), constant(op, 1)
+    rank = op.inputs[1].shape[0] if op.inputs[1].shape else None
+    if shapes[0] is None or shapes[1] is None or rank is None:
+        return None
+    small, large = shapes[batch], shapes[1 - batch]
+    runs = math.prod(block) if block is not None else None
+    if runs is None and small[0] and large[0] is not None:
+        runs = large[0] // small[0]
+    if runs is None:
+        return None
+    channels = [f"c{n}" for n in range(len(small) - 1 - rank)]
+    plain = term(["n", *(f"x{n}^" for n in range(rank)), *channels])
+    return plain, term([times(runs, "n"), *(f"y{n}^" for n in range(rank)), *channels])
+
+
+def space_to_batch(op: OpView) -> str:
+    """the block: the batch gets one run per position in it"""
+    found = _batch_of_blocks(op, 0)
+    return REPLICATED if found is None else f"{found[0]}, ., . -> {found[1]}"
+
+
+def batch_to_space(op: OpView) -> str:
+    """the block: the batch has one run per position in it"""
+    found = _batch_of_blocks(op, 1)
+    return REPLICATED if found is None else f"{found[1]}, ., . -> {found[0]}"
+
+
 RULES = (
-    rule("Slice", slice_op, copy="0", local=_slice_sizes),
+    rule("Slice", slice_op, copy="0", local=_slice_bounds_local),
     rule("StridedSlice", strided_slice, copy="0", local=_slice_bounds),
     rule("StridedSliceGrad", strided_slice_grad, lin="4", local=_grad_bounds),
     rule("TensorStridedSliceUpdate", strided_slice_update, copy="0&4", local=_slice_bounds),
@@ -232,5 +323,7 @@ RULES = (
     rule("Roll", roll, copy="0"),
     rule("ReverseSequence", reverse_sequence, copy="0"),
     rule("SpaceToDepth DepthToSpace", space, copy="0"),
+    rule("SpaceToBatchND", space_to_batch, lin="0"),
+    rule("BatchToSpaceND", batch_to_space, copy="0"),
     rule("SpaceToBatch BatchToSpace", "b^ h^ w^ c, . -> d^ y^ x^ c", lin="0"),
 )
