@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,10 @@ from whale.ir.values import Func, TensorType
 LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("If", "StatelessIf")
 _REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+# A node at work: yields whether it moved, returns its outputs.
+Running = Generator[bool, None, tuple[Any, ...]]
 
 
 class InterpreterError(AssertionError):
@@ -183,7 +187,7 @@ class _Run:
     ):
         self.root, self.program, self.rank, self.exchange, self.seed = root, program, rank, exchange, seed
         self.values: dict[Ref, Any] = {}
-        self.waiting: dict[str, Iterator[Any]] = {}
+        self.waiting: dict[str, Running] = {}
         self.done: set[str] = set()
         self.left = {n.name: n for n in prune(program).nodes}  # TensorFlow does not run what nobody needs
         self.arguments = dict(zip(program.inputs, args))
@@ -239,7 +243,7 @@ class _Run:
 
     # -- one node
 
-    def _start(self, node: Node, operands: list[Any]) -> Iterator[Any]:
+    def _start(self, node: Node, operands: list[Any]) -> Running:
         if node.op in _COLLECTIVES:
             ticket = self.exchange.post(self.rank.number, node, operands[1:])
             while ticket not in self.exchange.results:
@@ -260,7 +264,7 @@ class _Run:
             return (yield from self._call(chosen, operands[1:]))
         return self._simple(node, operands)
 
-    def _call(self, func: Func, args: Sequence[Any]) -> Iterator[Any]:
+    def _call(self, func: Func, args: Sequence[Any]) -> Running:
         inner = _Run(self.root, self.root.functions[func.name], self.rank, self.exchange, args, self.seed)
         while True:
             moved = inner.advance()
@@ -268,11 +272,12 @@ class _Run:
                 return tuple(inner.values[r] for r in inner.program.outputs)
             yield moved
 
-    def _loop(self, node: Node, state: Sequence[Any]) -> Iterator[Any]:
+    def _loop(self, node: Node, start: Sequence[Any]) -> Running:
+        state = tuple(start)
         while True:
             (again,) = yield from self._call(node.attrs["cond"], state)
             if not bool(again):
-                return tuple(state)
+                return state
             state = yield from self._call(node.attrs["body"], state)
 
     def _simple(self, node: Node, operands: list[Any]) -> tuple[Any, ...]:

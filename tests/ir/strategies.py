@@ -83,7 +83,10 @@ programs = graphs(st.dictionaries(names, graphs(st.just({})), max_size=2))
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 placements: st.SearchStrategy[Placement] = st.one_of(
-    st.just(B), st.just(O), st.sampled_from(REDUCTIONS).map(Partial), st.builds(split, st.integers(0, 4), sizes)
+    st.just(B),
+    st.just(O),
+    st.sampled_from(REDUCTIONS).map(Partial),
+    st.builds(split, st.integers(0, 4), sizes, st.integers(1, 3)),
 )
 strategies = st.builds(Strategy, st.lists(placements, max_size=3).map(tuple),
                        st.lists(placements, max_size=2).map(tuple),

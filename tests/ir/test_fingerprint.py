@@ -120,5 +120,5 @@ def test_equal_programs_have_equal_fingerprints(program: Program) -> None:
     again = parse_program(format_program(program))
     assert fingerprint(again) == fingerprint(program)
     assert node_digests(again) == node_digests(program)
-    shuffled = replace(program, functions=dict(reversed(program.functions.items())))
+    shuffled = replace(program, functions=dict(reversed(list(program.functions.items()))))
     assert fingerprint(shuffled) == fingerprint(program)

@@ -32,9 +32,11 @@ def test_what_is_printed_reads_back_equal(placement: Placement) -> None:
     assert parse_placement(str(placement)) == placement
 
 
-@pytest.mark.parametrize("text", ["", "S", "S()", "S(0)", "S(0)[1,]", "S(0)[1,,2]", "S(0)[-1]", "S(-1)[1]", "S(0)[1", "P",
-                                  "P()",
-                                  "P(mean)", "P(sum", "P(sumx", "b", "B ", "BB"])  # fmt: skip
+_NO_PLACEMENTS = """S S() S(0) S(0)[1,] S(0)[1,,2] S(0)[-1] S(-1)[1] S(0)[1 S(0)[1]* S(0)[1]*x S(0)[1]*0 S(0)*2[1]
+P P() P(mean) P(sum P(sumx P(sum)*2 b BB B*2 O*1"""
+
+
+@pytest.mark.parametrize("text", ["", "B ", *_NO_PLACEMENTS.split()])
 def test_what_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a placement"):
         parse_placement(text)
@@ -49,6 +51,16 @@ def test_even_sizes(size: int, parts: int) -> None:
     sizes = even_sizes(size, parts)
     assert sum(sizes) == size and len(sizes) == parts
     assert max(sizes) - min(sizes) <= 1 and sorted(sizes, reverse=True) == list(sizes)
+
+
+def test_a_dimension_of_several_runs() -> None:
+    """Two batches behind each other: a coordinate holds its part of both."""
+    s = split(1, (3, 0, 2), 2)
+    assert str(s) == "S(1)[3,0,2]*2" and s.extent == 10
+    assert [s.local(i) for i in range(3)] == [6, 0, 4]
+    assert [s.indices(i).tolist() for i in range(3)] == [[0, 1, 2, 5, 6, 7], [], [3, 4, 8, 9]]
+    assert local_shape((2, 10), s, 2) == (2, 4)
+    assert s != split(1, (3, 0, 2)) and split(1, (3, 2)).indices(1).tolist() == [3, 4]
 
 
 def test_equal_splits_are_one_object_and_know_their_offsets() -> None:
@@ -74,17 +86,13 @@ def test_local_shape(shape, placement: Placement, coordinate: int, expected) -> 
 )
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_the_identity_changes_nothing(op: str, dtype: str) -> None:
-    if dtype == "bool" and op in ("sum", "prod"):
+    combine = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]  # bool: or, and
+    if dtype == "bool":
         values = np.array([False, True])
-        combine = {"sum": np.logical_or, "prod": np.logical_and}[op]
+    elif np.dtype(dtype).kind == "f":
+        values = np.array([-np.inf, np.finfo(dtype).min, -1.0, 0.0, 2.5, np.inf], dtype)
     else:
-        combine = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
-        if dtype == "bool":
-            values = np.array([False, True])
-        elif np.dtype(dtype).kind == "f":
-            values = np.array([-np.inf, np.finfo(dtype).min, -1.0, 0.0, 2.5, np.inf], dtype)
-        else:
-            values = np.array([np.iinfo(dtype).min, 0, 3, np.iinfo(dtype).max], dtype)
+        values = np.array([np.iinfo(dtype).min, 0, 3, np.iinfo(dtype).max], dtype)
     identity = np.array(identity_value(op, dtype), dtype)
     np.testing.assert_array_equal(combine(values, identity), values)
     np.testing.assert_array_equal(combine(identity, values), values)
@@ -102,8 +110,9 @@ def _holds(placement: Placement, coordinate: int, shape: tuple[int, ...]) -> np.
     """Which elements ``coordinate`` has (S, B, O) before or needs after."""
     mask = np.zeros(shape, bool)
     if isinstance(placement, Split):
-        at = placement.offset(coordinate)
-        mask[(slice(None),) * placement.dim + (slice(at, at + placement.sizes[coordinate]),)] = True
+        run = np.zeros(sum(placement.sizes), bool)
+        run[placement.offset(coordinate) : placement.offset(coordinate) + placement.sizes[coordinate]] = True
+        mask[(slice(None),) * placement.dim + (np.tile(run, placement.blocks),)] = True
     elif placement == B or (placement == O and coordinate == 0):
         mask[...] = True
     return mask
@@ -120,14 +129,18 @@ def moves(draw) -> tuple[tuple[int, int], int, Placement, Placement]:
     cut = st.lists(st.integers(0, 4), min_size=parts, max_size=parts)
     sizes = [draw(cut), draw(cut)]
     assume(all(sum(s) for s in sizes))
-    shape = (sum(sizes[0]), sum(sizes[1]))
+    blocks = draw(st.lists(st.integers(1, 2), min_size=2, max_size=2))
+    shape = (blocks[0] * sum(sizes[0]), blocks[1] * sum(sizes[1]))
 
     def placement() -> Placement:
         kind = draw(st.sampled_from("BOSSS"))
         if kind != "S":
-            return {"B": B, "O": O}[kind]
+            return B if kind == "B" else O
         dim = draw(st.integers(0, 1))
-        return split(dim, tuple(draw(st.permutations(sizes[dim]))))
+        wanted = tuple(draw(st.permutations(sizes[dim])))
+        if draw(st.booleans()):
+            return split(dim, wanted, blocks[dim])
+        return split(dim, tuple(blocks[dim] * n for n in wanted))
 
     return shape, parts, placement(), placement()
 
@@ -136,6 +149,10 @@ def moves(draw) -> tuple[tuple[int, int], int, Placement, Placement]:
 def test_moves_without_partial_sums_cost_what_ranks_lack(move) -> None:
     shape, parts, source, target = move
     tensor_bytes = ITEM_BYTES * shape[0] * shape[1]
+    runs = [p for p in (source, target) if isinstance(p, Split) and p.blocks > 1]
+    if runs and source != target and isinstance(source, Split) and isinstance(target, Split):
+        assert moved_bytes(source, target, tensor_bytes, parts) == (parts - 1) * tensor_bytes, "by way of the whole"
+        return
     assert moved_bytes(source, target, tensor_bytes, parts) == _lacking(source, target, shape, parts)
 
 

@@ -222,8 +222,10 @@ class RandomPropagation(_Propagation):
         if not shape:
             return placement
         dim = self.seed.randrange(len(shape))
-        marks = sorted(self.seed.randint(0, shape[dim] or 0) for _ in range(self.parts - 1))
-        return split(dim, tuple(b - a for a, b in zip([0, *marks], [*marks, shape[dim] or 0])))
+        blocks = 2 if (shape[dim] or 0) % 2 == 0 and self.seed.random() < 0.2 else 1
+        run = (shape[dim] or 0) // blocks
+        marks = sorted(self.seed.randint(0, run) for _ in range(self.parts - 1))
+        return split(dim, tuple(b - a for a, b in zip([0, *marks], [*marks, run])), blocks)
 
     def _cost(self, node: Any, option: Choice, touched: int, flops: int) -> float:
         reachable = all(self.reshard_cost(r, p) < float("inf") for r, p in zip(node.inputs, option.inputs))
