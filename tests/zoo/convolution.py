@@ -120,7 +120,7 @@ CASES = (
     Case("convnet", convnet),
     Case("mobilenet", mobilenet, dtypes=("float64",), steps=2, heavy=True),
     Case("conv1d", conv1d),
-    Case("dilated", dilated, least_split_fraction=0.3),
+    Case("dilated", dilated),
     Case("separable", separable),
     Case("autoencoder", autoencoder),
 )

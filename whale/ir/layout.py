@@ -8,11 +8,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import overload
 
 import numpy as np
 
+from whale.ir.values import Dims
+
 REDUCTIONS = ("sum", "max", "min", "prod")
-_PLACEMENT = re.compile(rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?")
+_PLACEMENT = re.compile(
+    rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)"
+    r"|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,11 @@ def identity_value(op: str, dtype: str) -> object:
     return -np.inf if op == "max" else np.inf
 
 
-def local_shape(shape: tuple[int | None, ...] | None, placement: Placement, coordinate: int):
+@overload
+def local_shape(shape: tuple[int, ...], placement: Placement, coordinate: int) -> tuple[int, ...]: ...
+@overload
+def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None: ...
+def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None:
     """Shape that ``coordinate`` holds of a tensor of global ``shape``."""
     if shape is None or not isinstance(placement, Split):
         return shape
@@ -153,7 +163,8 @@ def parse_placement(text: str) -> Placement:
     if match["op"]:
         return Partial(match["op"])
     if match["dim"]:
-        return split(int(match["dim"]), tuple(int(s) for s in match["sizes"].split(",") if s), int(match["blocks"] or 1))
+        sizes = tuple(int(s) for s in match["sizes"].split(",") if s)
+        return split(int(match["dim"]), sizes, int(match["blocks"] or 1))
     return B if text == "B" else O
 
 

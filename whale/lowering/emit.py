@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from whale.errors import LayoutError
 from whale.ir.layout import B, Broadcast, Owner, Partial, Placement, Split, identity_value, in_runs, local_shape, split
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref
-from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
+from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype, static_shape
 
 COMMUNICATOR = "whale/communicator"
 COMMUNICATION = frozenset(
@@ -43,7 +44,13 @@ class Emitter:
     communicates: bool = False
 
     def add(
-        self, name: str, op: str, inputs: Sequence[Ref], attrs: dict, outputs: Sequence[TensorType], stateful=False
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[Ref],
+        attrs: dict[str, Any],
+        outputs: Sequence[TensorType],
+        stateful: bool = False,
     ) -> Ref:
         """Adds a node; returns its first output."""
         self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful)
@@ -127,7 +134,7 @@ class Emitter:
 
         ``source`` is None on the other ranks, which contribute a share of size zero of another dimension.
         """
-        shape = tuple(t.shape or ())
+        shape = static_shape(t)
         work = shape + (1,) if len(shape) == 1 else shape
         other = 0 if target.dim != 0 else 1
         if source is None:
@@ -170,7 +177,7 @@ class Emitter:
             pieces.append(self.comm_op(f"{name}/recv_{peer}", "WhaleRecv", (), t, attrs, (TensorType(t.dtype, shape),)))
         out = TensorType(t.dtype, local_shape(t.shape, want, self.rank))
         if not pieces:
-            return self.const(name, np.zeros(out.shape or (), numpy_dtype(t.dtype)))
+            return self.const(name, np.zeros(static_shape(out), numpy_dtype(t.dtype)))
         if len(pieces) == 1:
             return pieces[0]
         operands = (*pieces, self.const(name + "/axis", np.array(have.dim, np.int32)))
@@ -272,8 +279,9 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
         whole = emit_reshard(e, replace(r, target=B), t, source)
         return emit_reshard(e, replace(r, source=B), t, lambda: whole)
     cut = have if isinstance(have, Split) else want
-    assert isinstance(cut, Split) and t.shape is not None
-    shape = t.shape[: cut.dim] + (cut.blocks, sum(cut.sizes)) + t.shape[cut.dim + 1 :]
+    assert isinstance(cut, Split)
+    whole_shape = static_shape(t)
+    shape = whole_shape[: cut.dim] + (cut.blocks, sum(cut.sizes)) + whole_shape[cut.dim + 1 :]
     view, run = TensorType(t.dtype, shape), split(cut.dim + 1, cut.sizes)
     before, after = (run, want) if have is cut else (have, run)
     local = source()
@@ -281,7 +289,7 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
         local = e.reshape(name + "/runs", local, t.dtype, local_shape(shape, before, e.rank))
     inner = replace(r, ref=Ref(f"{r.ref.node}/runs", r.ref.index), source=before, target=after)
     got = emit_reshard(e, inner, view, lambda: local)
-    return None if got is None else e.reshape(name, got, t.dtype, local_shape(t.shape, want, e.rank))
+    return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
 
 
 def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:

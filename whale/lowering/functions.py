@@ -106,7 +106,7 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
     function.signature.name = name
     function.signature.is_stateful = True
     first = mains[0].signature
-    inputs = []
+    inputs: list[str] = []
     for argument in first.input_arg[:shared]:
         function.signature.input_arg.add(name=f"shared_{len(inputs)}", type=argument.type)
         inputs.append(f"shared_{len(inputs)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -114,11 +115,17 @@ class _Localiser:
 
         mark([r.node for r in outputs] + list(effects))
         added = []
-        for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION]):
+        for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION or self._talks(node)]):
             if name not in live:
                 added.append(name)
                 mark([name])
         return added
+
+    def _talks(self, node: Node) -> bool:
+        """Whether it is a loop or branch with communication inside."""
+        if node.op not in LOOPS and node.op not in BRANCHES:
+            return False
+        return any(func.name in self.talks for func in called_functions(node))
 
     def _check(self, what: str) -> str:
         e = self.emitter
@@ -176,10 +183,11 @@ class _Localiser:
                 continue
             done.add(r.group)
             members = self.plan.groups[r.group]
+            assert isinstance(r.source, Partial), r
             sources = [self.get(m.ref, m.source) for m in members]
             types = [self.program.type_of(m.ref) for m in members]
             name = f"whale/group_{r.group}"
-            self.emitter.all_reduce(name, [s for s in sources if s is not None], types, r.source.op, name)  # type: ignore[union-attr]
+            self.emitter.all_reduce(name, [s for s in sources if s is not None], types, r.source.op, name)
 
     def _output(self, ref: Ref, i: int) -> Ref:
         returned = self.plan.returned.get(self.graph)
@@ -222,8 +230,9 @@ class _Localiser:
             op = view(self.program, node, self.plan.size)
             if not node.stateful:
                 known = known_outputs(op, strategy, self.rank)
-                if known and all(value is not None for value in known):
-                    self._constants(node, strategy, known)
+                values = [value for value in known if value is not None]
+                if values and len(values) == len(known):
+                    self._constants(node, strategy, values)
                     return
             rule = rule_of(node.op)
             assert rule is not None, node.op
@@ -264,9 +273,9 @@ class _Localiser:
     def _absent(self, name: str) -> bool:
         return self.rank != 0 and self.strategies[name].once
 
-    def _constants(self, node: Node, strategy: Strategy, known) -> None:
+    def _constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
         """This rank's share is empty: its results are constants and no kernel sees zero rows."""
-        for i, (ref, value) in enumerate(zip(node.refs(), known)):
+        for i, (ref, value) in enumerate(zip(node.refs(), values)):
             name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
             const = self.emitter.const(name, value)
             self.local[(ref, strategy.outputs[i])] = const
@@ -279,10 +288,12 @@ class _Localiser:
             return t  # a list's placement is that of its elements
         return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
 
-    def _control_flow(self, node: Node, outputs: tuple[TensorType, ...], attrs) -> tuple[dict, str]:
+    def _control_flow(
+        self, node: Node, outputs: tuple[TensorType, ...], attrs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], str]:
         changed = dict(attrs)
         changed["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
-        if any(func.name in self.talks for func in called_functions(node)):
+        if self._talks(node):
             # Communication makes it stateful, and iterations must reach it in one order on all ranks.
             self.emitter.communicates = True
             if node.op in LOOPS:
