@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import graphlib
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.programs import Builder, body, mlp
+from whale.errors import ProgramError
 from whale.ir.program import Node, Ref, function_refs, prune, topological
-from whale.ir.values import Func, Tensor, TensorType, item_bytes, numpy_dtype
+from whale.ir.values import Func, Tensor, TensorType, item_bytes, numpy_dtype, static_shape
 
 
 def test_lookups() -> None:
@@ -47,6 +51,28 @@ def test_sorting_puts_operands_and_controls_first(order: list[int]) -> None:
 def test_a_sorted_graph_keeps_its_order() -> None:
     program = mlp()
     assert topological(program.by_name) == program.nodes
+
+
+def test_all_processes_sort_alike() -> None:
+    """Ranks hash strings differently, and have to arrive at the same order."""
+    script = (
+        "from whale.ir.program import Node, Ref, topological\n"
+        "nodes = [Node(f'n{i}', 'Op', tuple(Ref(f'm{i * k % 9}') for k in range(5)), ('m3', 'm7')) for i in range(9)]\n"
+        "nodes += [Node(f'm{i}', 'Op') for i in range(9)]\n"
+        "print([n.name for n in topological({n.name: n for n in nodes})])\n"
+    )
+    orders = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(orders) == 1
 
 
 def test_a_cycle_is_refused() -> None:
@@ -105,3 +131,15 @@ def test_types_count_elements_and_bytes() -> None:
     assert not TensorType("float32", (None, 3)).is_static and TensorType("float32", (None, 3)).elements == 3
     assert not TensorType("float32").is_static and TensorType("float32", ()).is_static
     assert str(TensorType("int8", (None, 3))) == "int8[?,3]" and str(TensorType("int8")) == "int8[*]"
+
+
+def test_static_shape() -> None:
+    assert static_shape(TensorType("float32", (2, 0, 3))) == (2, 0, 3)
+    assert static_shape(TensorType("float32", ())) == ()
+
+
+@pytest.mark.parametrize("shape", [None, (2, None)])
+def test_a_shape_that_is_not_static_is_refused(shape) -> None:
+    with pytest.raises(ProgramError, match="unknown") as info:
+        static_shape(TensorType("float32", shape))
+    assert info.value.facts["given"] == str(TensorType("float32", shape))

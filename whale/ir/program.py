@@ -15,7 +15,7 @@ class Ref(NamedTuple):
     """Output ``index`` of node ``node``."""
 
     node: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, of which a pair has no need
 
     def __str__(self) -> str:
         return f"{self.node}:{self.index}"
@@ -124,7 +124,8 @@ def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
         seen.add(name)
     else:
         return tuple(nodes.values())
-    graph = {n.name: {r.node for r in n.inputs}.union(n.controls) for n in nodes.values()}
+    # Dictionaries keep order where sets do not: all processes have to sort alike.
+    graph = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in nodes.values()}
     return tuple(nodes[name] for name in TopologicalSorter(graph).static_order())
 
 
@@ -144,7 +145,8 @@ def prune(program: Program) -> Program:
     needed.update(program.inputs)
     nodes = tuple(n for n in program.nodes if n.name in needed)
     functions: dict[str, Program] = {}
-    todo = [f.name for n in nodes for _, f in function_refs(n)]
+    # Attributes are decoded when they are read, which is worth it only where there is a function to find.
+    todo = [f.name for n in nodes for _, f in function_refs(n)] if program.functions else []
     while todo:
         name = todo.pop()
         if name in functions or name not in program.functions:

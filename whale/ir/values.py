@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from whale.errors import ProgramError
+
 Dims = tuple[int | None, ...]
 
 _ITEM_BYTES = {
@@ -111,3 +113,19 @@ class TensorType:
         if self.shape is None:
             return f"{self.dtype}[*]"
         return f"{self.dtype}[{','.join('?' if d is None else str(d) for d in self.shape)}]"
+
+
+def static_shape(t: TensorType) -> tuple[int, ...]:
+    """The sizes of ``t``, for what cannot do without.
+
+    Raises:
+      ProgramError: the rank or a size is unknown.
+    """
+    if not t.is_static:
+        raise ProgramError(
+            "a tensor whose sizes have to be known before the run has unknown ones",
+            given=str(t),
+            expected="a size for every dimension",
+            action="give the step inputs of static shapes",
+        )
+    return tuple(d for d in t.shape or () if d is not None)
