@@ -119,15 +119,15 @@ class Plan:
                 fingerprint=self.fingerprint,
                 size=self.size,
                 devices=list(self.devices),
-                task_graphs=[[t.scope, t.kind, list(t.devices), t.nodes] for t in self.task_graphs],
-                batch_inputs=[[b.name, str(b.placement), b.origin] for b in self.batch_inputs],
+                task_graphs=[(t.scope, t.kind, list(t.devices), t.nodes) for t in self.task_graphs],
+                batch_inputs=[(b.name, str(b.placement), b.origin) for b in self.batch_inputs],
                 strategy_table=[
                     ([str(p) for p in s.inputs], [str(p) for p in s.outputs], s.why, s.once) for s in table
                 ],
                 graphs=graphs,
                 returned={g: [str(p) for p in placements] for g, placements in self.returned.items()},
                 reshards=[
-                    [r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin]
+                    (r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin)
                     for r in self.reshards
                 ],
                 unruled=dict(self.unruled),

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,11 @@ def parse_node(line: str) -> Node:
     return Node(name, op, inputs, tuple(controls), attrs, outputs, scope, r.has("!"))
 
 
+def _program_of(parts: Mapping[str, Any]) -> Program:
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in parts.items()}
+    return Program(**fields)
+
+
 def parse_program(text: str) -> Program:
     """Inverse of ``format_program``.
 
@@ -271,7 +277,7 @@ def parse_program(text: str) -> Program:
             raise ValueError(
                 f"cannot read {line!r}: expected `input`, `variable`, `return`, `effects`, or `name = Op(...)`"
             )
-    programs = {key: Program(**{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()}) for key, g in graphs}
+    programs = {key: _program_of(g) for key, g in graphs}
     if None not in programs:
         raise ValueError("no line starts with `program`; expected the text that format_program writes")
     main = programs.pop(None)
