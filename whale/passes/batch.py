@@ -26,7 +26,9 @@ def batch_inputs(
       PlanError: a marked input does not exist or has no dimension 0, or the shares do not add up to the batch.
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
-    candidates = {n: t for n, t in types.items() if t.shape and t.shape[0] is not None and t.dtype not in UNMOVABLE}
+    candidates = {
+        n: t.shape[0] for n, t in types.items() if t.shape and t.shape[0] is not None and t.dtype not in UNMOVABLE
+    }
     for name in marked:
         if name not in candidates:
             near = difflib.get_close_matches(name, candidates, 1)
@@ -38,13 +40,11 @@ def batch_inputs(
             )
     if not candidates:
         return ()
-    chosen = list(marked) or [
-        n for n, t in candidates.items() if t.shape[0] == next(iter(candidates.values())).shape[0]
-    ]
+    chosen = list(marked) or [n for n, size in candidates.items() if size == next(iter(candidates.values()))]
     origin = "user (batch.inputs)" if marked else "rule: dimension 0 has the size of the first input's"
     rows = []
     for name in chosen:
-        size = candidates[name].shape[0]
+        size = candidates[name]
         if shares and (len(shares) != parts or sum(shares) != size):
             raise PlanError(
                 "the batch cannot be split as `replica.shares` asks",

@@ -15,7 +15,7 @@ import numpy as np
 
 from whale.errors import ProgramError
 from whale.ir.program import Node, Program, Ref, topological
-from whale.ir.values import DType, Tensor, TensorType, numpy_dtype
+from whale.ir.values import Dims, DType, Tensor, TensorType, numpy_dtype, static_shape
 
 _FORWARD = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
 _BACKWARD = frozenset({"FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"})
@@ -99,16 +99,16 @@ class _Emitter:
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
         self.node, self.nodes, self.taken = node, nodes, taken
         self.program = program
-        shape = self.type_of(node.inputs[0 if node.op in _FORWARD else 1]).shape
-        if shape is None or None in shape:
+        kind = self.type_of(node.inputs[0 if node.op in _FORWARD else 1])
+        if not kind.is_static:
             raise ProgramError(
                 "batch normalisation over a batch of unknown size cannot be divided",
                 op=node.name,
-                given=f"shape {shape}",
+                given=f"shape {kind.shape}",
                 expected="a size for every dimension",
                 action="give the step inputs of static shapes",
             )
-        self.shape = shape
+        shape = static_shape(kind)
         layout = node.attrs.get("data_format") or "NHWC"
         channel = layout.index("C")
         self.axes = tuple(i for i in range(len(shape)) if i != channel)
@@ -124,7 +124,7 @@ class _Emitter:
         return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
 
     def add(
-        self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: tuple[int, ...], dtype: str = "", **attrs: Any
+        self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any
     ) -> Ref:
         """A new node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
         kind = TensorType(dtype or self.dtype, shape)
@@ -148,9 +148,12 @@ class _Emitter:
         return self.const(suffix, np.asarray(value, numpy_dtype(self.dtype)))
 
     def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
-        shape = max(self.type_of(a).shape, self.type_of(b).shape, key=len)
-        if len(self.type_of(a).shape) == len(self.type_of(b).shape):
-            shape = tuple(map(max, self.type_of(a).shape, self.type_of(b).shape))
+        x, y = self.type_of(a), self.type_of(b)
+        shape: Dims
+        if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
+            shape = tuple(max(m, n) for m, n in zip(static_shape(x), static_shape(y)))
+        else:
+            shape = max(x.shape, y.shape, key=len)
         return self.add(suffix, op, (a, b), shape)
 
     def cast(self, suffix: str, source: Ref, dtype: str) -> Ref:

@@ -77,7 +77,7 @@ class _Folder:
         self.taken: set[str] | None = None
         self.program = program
         self.moved: dict[Ref, Ref] = {}
-        self.values: dict[Ref, np.ndarray] = {}
+        self.values: dict[Ref, np.ndarray | _Lazy] = {}
         self.partial: dict[Ref, np.ndarray] = {}
         self.types: dict[Ref, TensorType] = {}
         self.loose: set[Ref] = set()
@@ -179,12 +179,13 @@ class _Folder:
 
     def _evaluate(self, node: Node) -> list[np.ndarray | None]:
         values = [self._value(r) for r in node.inputs]
-        if all(v is not None for v in values) and all(t.elements <= LARGEST_ELEMENTS for t in node.outputs):
-            results = [_as_type(v, t) for v, t in zip(_run(node, values), node.outputs)]
+        whole = _complete(values)
+        if whole is not None and all(t.elements <= LARGEST_ELEMENTS for t in node.outputs):
+            results = [_as_type(v, t) for v, t in zip(_run(node, whole), node.outputs)]
             return [v if v is not None and v.size <= LARGEST_ELEMENTS else None for v in results]
         if node.op in _PARTIAL and self.partial:
-            known = [self._known(r) for r in node.inputs]
-            if any(v is None for v in known):
+            known = _complete([self._known(r) for r in node.inputs])
+            if known is None:
                 return [None] * len(node.outputs)
             # Operands that steer the op (bounds, axes, shapes) must be known themselves.
             steering = _steering(node.op, len(values))
@@ -242,6 +243,12 @@ class _Lazy:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+
+
+def _complete(values: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
+    """``values`` if none is missing."""
+    found = [v for v in values if v is not None]
+    return found if len(found) == len(values) else None
 
 
 def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:

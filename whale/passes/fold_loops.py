@@ -18,7 +18,7 @@ class _Variable(NamedTuple):
 
     graph: str
     node: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, of which nobody has need
 
 
 def refine_loops(program: Program, settle: Callable[[Program], Program]) -> Program:
@@ -58,7 +58,7 @@ def _candidates(program: Program) -> dict[_Variable, Dims]:
             for i, (ref, kind) in enumerate(zip(node.inputs, node.outputs)):
                 if kind.dtype not in UNMOVABLE and not kind.is_static:
                     shape = _merged(kind.shape, graph.type_of(ref).shape)
-                    if shape != kind.shape:
+                    if shape is not None and shape != kind.shape:
                         found[_Variable(name, node.name, i)] = shape
     return found
 

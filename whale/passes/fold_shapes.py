@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,17 @@ def _sizes(value: np.ndarray | None) -> Dims | None:
     return tuple(None if d < 0 else int(d) for d in value.tolist())
 
 
+def _shapes(refs: Iterable[Ref], type_of: TypeOf) -> list[Dims] | None:
+    """Shapes of ``refs``; None if the rank of one is unknown."""
+    shapes = []
+    for ref in refs:
+        shape = type_of(ref).shape
+        if shape is None:
+            return None
+        shapes.append(shape)
+    return shapes
+
+
 def _same(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
     return type_of(node.inputs[0]).shape
 
@@ -31,8 +42,8 @@ def _second(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
 
 
 def _broadcast(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
-    shapes = [type_of(r).shape for r in node.inputs]
-    if any(s is None for s in shapes):
+    shapes = _shapes(node.inputs, type_of)
+    if shapes is None:
         return None
     rank = max(len(s) for s in shapes)
     result: list[int | None] = []
@@ -43,10 +54,10 @@ def _broadcast(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
 
 
 def _reshape(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
-    target = known(node.inputs[1])
+    target = _sizes(known(node.inputs[1]))
     if target is None:
         return None
-    dims = list(_sizes(target))
+    dims = list(target)
     source = type_of(node.inputs[0])
     if dims.count(None) == 1 and source.is_static:
         rest = int(np.prod([d for d in dims if d is not None], dtype=np.int64))
@@ -73,10 +84,11 @@ def _slice(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
         return None
     result: list[int | None] = []
     for i, length in enumerate(size.tolist()):
+        extent = shape[i]
         if length >= 0:
             result.append(length)
-        elif length == -1 and begin is not None and begin[i] >= 0 and shape[i] is not None:
-            result.append(shape[i] - int(begin[i]))
+        elif length == -1 and begin is not None and begin[i] >= 0 and extent is not None:
+            result.append(extent - int(begin[i]))
         else:
             result.append(None)
     return tuple(result)
@@ -115,8 +127,8 @@ def _pack(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
 
 def _concat(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
     axis = known(node.inputs[-1])
-    shapes = [type_of(r).shape for r in node.inputs[:-1]]
-    if axis is None or any(s is None for s in shapes):
+    shapes = _shapes(node.inputs[:-1], type_of)
+    if axis is None or shapes is None:
         return None
     at = int(axis) % len(shapes[0])
     result = []

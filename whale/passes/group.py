@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whale.ir.layout import Broadcast, Partial
+from whale.ir.layout import Broadcast, Partial, Placement
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagate import GraphLayout
@@ -56,9 +56,9 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
     tensor_depth: dict[str, int] = {}
     result: dict[str, int] = {}
 
-    def through(ref: Ref, placement: object) -> int:
+    def through(ref: Ref, placement: Placement) -> int:
         base = tensor_depth[ref.node]
-        r = by_target.get((ref, placement))  # type: ignore[call-overload]
+        r = by_target.get((ref, placement))
         if r is None:
             return base
         if r.key not in result:

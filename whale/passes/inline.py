@@ -173,7 +173,9 @@ class _Splice:
     def _keep_type(self, result: Ref, wanted: TensorType) -> None:
         """Sizes that only the call knew stay known."""
         node = self.nodes.get(result.node)
-        own = node.outputs[result.index] if node is not None else wanted
+        if node is None:
+            return
+        own = node.outputs[result.index]
         better = _merged(own, wanted)
         if better != own:
             outputs = (*node.outputs[: result.index], better, *node.outputs[result.index + 1 :])

@@ -214,7 +214,7 @@ class _Propagation:
 
     def _owner(self, node: Node, why: str) -> Strategy:
         """On the first rank only. Operands come broadcast: the others need not have them, but collectives are joint."""
-        inputs = []
+        inputs: list[Placement] = []
         for ref in node.inputs:
             source = self.result.produced[ref]
             if source == O:
