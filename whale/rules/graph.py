@@ -19,7 +19,7 @@ def handles_lists(node: Node) -> bool:
 
 
 def holds_variable(program: Program, node: Node) -> bool:
-    """Whether the node takes a variable's handle: one of the program's, or in a function body any resource passed in."""
+    """Whether the node takes a variable's handle: one of the program's, or in a body any resource passed in."""
     handles = program.variable_of
     return any(
         r.node in handles or (not handles and r.node in program.inputs)

@@ -283,11 +283,11 @@ def space(op: OpView) -> str:
 
 def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
     """Terms of the side with the plain batch and of the side whose batch has one run per position in a block."""
-    shapes, block = (op.inputs[0].shape, op.outputs[0].shape), constant(op, 1)
+    before, after, block = op.inputs[0].shape, op.outputs[0].shape, constant(op, 1)
     rank = op.inputs[1].shape[0] if op.inputs[1].shape else None
-    if shapes[0] is None or shapes[1] is None or rank is None:
+    if before is None or after is None or rank is None:
         return None
-    small, large = shapes[batch], shapes[1 - batch]
+    small, large = (after, before) if batch else (before, after)
     runs = math.prod(block) if block is not None else None
     if runs is None and small[0] and large[0] is not None:
         runs = large[0] // small[0]
