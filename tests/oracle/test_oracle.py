@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.oracle.compare import compare
@@ -17,7 +19,7 @@ DIFFERENT = ("mlp", "mlp_metrics", "convnet", "gpt", "lstm", "embedding", "seede
 CORE_SPREADS = (Spread(2, (5, 3)), Spread(3))
 
 
-def sample() -> list[object]:
+def sample() -> Sequence[object]:
     native, *others = flavours()
     runs = pairwise(all_runs(CASES, native, gradients=(True, False), scoped=(False, True)), SEED)
     cases = [case_named(name) for name in DIFFERENT]

@@ -109,6 +109,7 @@ def reduced(inputs: Sequence[np.ndarray], reduction: str) -> np.ndarray:
     """What numpy makes of it, in rank order; 16-bit floats in float32, rounded once."""
     dtype = inputs[0].dtype
     wide = [x.astype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else x for x in inputs]
+    function: np.ufunc
     if dtype == np.bool_:
         function = np.logical_or if reduction in ("sum", "max") else np.logical_and
     else:

@@ -42,16 +42,16 @@ def normal(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8", "uint64", "bool", "complex64"])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (300, 1000)])
 def test_all_reduce(ops, dtype: str, shape: tuple[int, ...]) -> None:
-    dtype = tf.as_dtype(dtype)
+    kind = tf.as_dtype(dtype)
     with ranks(3) as communicators:
         results = together(
             communicators,
             ops,
-            lambda h, r: ops.whale_all_reduce(h, [tf.cast(tf.fill(shape, r + 1), dtype)], key="x")[0],
+            lambda h, r: ops.whale_all_reduce(h, [tf.cast(tf.fill(shape, r + 1), kind)], key="x")[0],
         )
     for result in results:
-        assert result.dtype == dtype.as_numpy_dtype
-        np.testing.assert_array_equal(result, np.full(shape, 6 if dtype != tf.bool else True, dtype.as_numpy_dtype))
+        assert result.dtype == kind.as_numpy_dtype
+        np.testing.assert_array_equal(result, np.full(shape, 6 if kind != tf.bool else True, kind.as_numpy_dtype))
 
 
 @pytest.mark.parametrize("reduction, expected", [("sum", 7), ("prod", 8), ("min", 1), ("max", 4)])
