@@ -101,7 +101,7 @@ class _Localiser:
                     self.get(r.ref, r.target)
 
     def _unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
-        """Communication that no output or effect of this rank depends on; it has to run all the same."""
+        """Communication that nothing which surely runs depends on; it has to run all the same."""
         nodes = self.emitter.nodes
         live: set[str] = set()
 
@@ -113,7 +113,8 @@ class _Localiser:
                     stack.extend(r.node for r in nodes[name].inputs)
                     stack.extend(nodes[name].controls)
 
-        mark([r.node for r in outputs] + list(effects))
+        # Results of a body may not be read by its caller, so they keep nothing alive there.
+        mark([r.node for r in outputs if self.graph == ""] + list(effects))
         added = []
         for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION or self._talks(node)]):
             if name not in live:
