@@ -68,9 +68,11 @@ int wait_for(Communicator* communicator, const PendingHandle& pending, const cha
   if (!pending->wait(timeout_s)) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%g", timeout_s);
+    const std::vector<int> missing = communicator->endpoint->awaited_ranks(key);
+    const std::string whom = missing.empty() ? "" : std::string(missing.size() == 1 ? " for rank " : " for ranks ") + whale::join_ranks(missing);
     const Status status = Status::Error(Code::kDeadlineExceeded,
                                         std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " + waited +
-                                            " s in " + what + " '" + key + "' of communicator '" +
+                                            " s" + whom + " in " + what + " '" + key + "' of communicator '" +
                                             communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
     communicator->endpoint->abort(status);
     pending->wait(1.0);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <set>
 
 #include "reduce.h"
 
@@ -419,11 +420,17 @@ void Endpoint::check_waits(int64_t now) {
     const std::lock_guard<std::mutex> lock(mutex_);
     stall_s = stall_s_;
   }
+  std::vector<std::pair<std::string, std::vector<int>>> awaited;
   for (const auto& [tag, operation] : active_) {
+    if (now - operation->ready_ns > kCheckEveryNs) awaited.emplace_back(operation->title(), missing_peers(*operation));
     if (operation->report_after_ns == 0) operation->report_after_ns = operation->ready_ns + static_cast<int64_t>(stall_s * 1e9);
     if (now < operation->report_after_ns) continue;
     report_stall(*operation, now);
     operation->report_after_ns = now + (now - operation->ready_ns);  // twice the time waited so far
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    awaited_ = std::move(awaited);
   }
   if (send_grace_ns_.empty() || !aborted_.ok()) return;
   for (const auto& [cookie, transit] : in_transit_) {
@@ -434,9 +441,22 @@ void Endpoint::check_waits(int64_t now) {
   }
 }
 
-void Endpoint::report_stall(const Operation& operation, int64_t now) const {
+std::vector<int> Endpoint::missing_peers(const Operation& operation) const {
   std::vector<int> missing = operation.awaited_peers();
-  if (missing.empty()) missing = pending_send_peers(&operation);
+  return missing.empty() ? pending_send_peers(&operation) : missing;
+}
+
+std::vector<int> Endpoint::awaited_ranks(const std::string& key) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::set<int> ranks;
+  for (const auto& [title, peers] : awaited_) {
+    if (title.find(key) != std::string::npos) ranks.insert(peers.begin(), peers.end());
+  }
+  return {ranks.begin(), ranks.end()};
+}
+
+void Endpoint::report_stall(const Operation& operation, int64_t now) const {
+  const std::vector<int> missing = missing_peers(operation);
   std::fprintf(stderr, "whale: rank %d has waited %.0f s in %s for rank%s %s; look at what %s doing\n", rank_,
                static_cast<double>(now - operation.ready_ns) * 1e-9, operation.title().c_str(), missing.size() == 1 ? "" : "s",
                join_ranks(missing).c_str(), missing.size() == 1 ? "it is" : "they are");

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "operation.h"
@@ -43,6 +44,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void cancel(uint64_t id, Status status);
   // Fails all pending and future operations of all ranks with this message.
   void abort(Status status);
+  // Ranks that operations whose key contains `key` have waited for, as of the last look at them.
+  std::vector<int> awaited_ranks(const std::string& key) const;
   // Says good-bye to the other ranks; operations of this rank fail from now on.
   void leave();
   // Whether all ranks have left and nothing of this rank is under way any more.
@@ -105,6 +108,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void depart();
   void peer_left(int peer);
   void check_waits(int64_t now);
+  std::vector<int> missing_peers(const Operation& operation) const;
   void report_stall(const Operation& operation, int64_t now) const;
   std::vector<int> pending_send_peers(const Operation* operation) const;
   void remember_finished(const Operation& operation);
@@ -116,13 +120,14 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   const std::function<void()> wake_;
   Recorder recorder_;
 
-  std::mutex mutex_;  // guards the members up to the next comment
+  mutable std::mutex mutex_;  // guards the members up to the next comment
   std::vector<Entry> inbox_;
   std::unordered_map<std::string, uint64_t> calls_;
   std::unordered_map<uint64_t, Reservation> reservations_;
   uint64_t next_id_ = 1;
   LinkModel link_;
   double stall_s_ = 60;
+  std::vector<std::pair<std::string, std::vector<int>>> awaited_;  // title -> missing ranks, as of the last check_waits
   std::atomic<bool> closed_{false};
 
   // Engine thread only.
