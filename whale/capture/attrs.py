@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -65,7 +65,7 @@ def decode_func(proto: Any) -> Func:
     return Func(proto.name, {k: decode(v) for k, v in proto.attr.items() if not k.startswith("_")})
 
 
-_DECODERS = {
+_DECODERS: dict[str, Callable[[Any], Any]] = {
     "b": bool,
     "i": int,
     "f": float,

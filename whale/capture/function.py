@@ -38,7 +38,7 @@ def capture_function(
       CaptureError: ``fn`` asks for XLA compilation, an argument's shape is unknown, or the trace fails to be static.
     """
     python_fn, signature, autograph = _python_function(fn)
-    name = name or getattr(python_fn, "__name__", "step")
+    program_name = name or str(getattr(python_fn, "__name__", "step"))
     arguments = take_apart(python_fn, args, kwargs or {})
     specs = _specs(arguments, signature)
 
@@ -46,10 +46,10 @@ def capture_function(
         positional, keywords = arguments.rebuild(tensors)
         return python_fn(*positional, **keywords)
 
-    call.__name__ = name
+    call.__name__ = program_name
     with gradient_scopes():
         concrete = tf.function(call, autograph=autograph).get_concrete_function(*specs)
-    return _captured(concrete, name)
+    return _captured(concrete, program_name)
 
 
 def _python_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any, bool]:

@@ -100,6 +100,8 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
     place = process_place()
     _runs += 1
     name = f"whale{_runs}"
+    ranks: tuple[int, ...]
+    comms: Sequence[whale_ops.Communicator]
     if _dry is not None:
         size, ranks, comms = 1, (0,), ()
     elif config["communication.transport"] == "in-process":

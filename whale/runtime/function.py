@@ -63,7 +63,7 @@ class Function:
         context = self._attached()
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
             try:
-                quick = tuple([(a._shape_tuple(), a.dtype) for a in args])
+                quick: tuple[Any, ...] | None = tuple([(a._shape_tuple(), a.dtype) for a in args])
                 step = self._quick.get(quick)
             except AttributeError:
                 quick = step = None
