@@ -149,8 +149,8 @@ class Session(tf.compat.v1.Session):
             inputs.append(found[len(names) + len(program.effects) :])
         feed_list = [t for of_rank in inputs for t in of_rank]
         run = self._inner.make_callable([results, effects], feed_list)
-        position = {t.name: i for i, (t, _) in enumerate(feeds)}
-        used = [position[name] for name in captured.fed]  # a feed that the fetches do not need is not an input
+        place = {t.name: i for i, (t, _) in enumerate(feeds)}
+        used = [place[name] for name in captured.fed]  # a feed that the fetches do not need is not an input
         copies = len(inputs)
         self._runs[key] = lambda values: run(*([values[i] for i in used] * copies))[0]
         return compiled
