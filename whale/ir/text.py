@@ -349,27 +349,25 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
 
 
 def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
-    lines: list[tuple[int, str]] = []
+    lines: list[tuple[int, str, str]] = []
     by_group: dict[int, list[Reshard]] = {}
     for r in moving:
         if r.group >= 0:
             by_group.setdefault(r.group, []).append(r)
         else:
-            lines.append(
-                (
-                    r.bytes,
-                    f"{_verb(r):<14} {r.source} -> {r.target}  {r.graph + '/' if r.graph else ''}{r.ref} {r.origin}",
-                )
-            )
-    for number, members in by_group.items():
-        first = members[0]
-        lines.append(
-            (
-                sum(m.bytes for m in members),
-                f"{_verb(first):<14} {first.source} -> {first.target}  "
-                f"group {number}: {len(members)} tensors, first {first.ref}",
-            )
-        )
+            lines.append((r.bytes, _change(r), _shortened(f"{r.graph + '/' if r.graph else ''}{r.ref.node}")))
+    for members in by_group.values():
+        first = _shortened(members[0].ref.node, 28)
+        lines.append((sum(m.bytes for m in members), _change(members[0]), f"{len(members)} tensors: {first}, ..."))
     lines.sort(key=lambda row: -row[0])
-    shown = [f"  {human_bytes(moved):>10}  {text}" for moved, text in lines[:rows]]
+    shown = [f"  {human_bytes(moved):>10}  {change:<28} {what}" for moved, change, what in lines[:rows]]
     return shown + ([f"  ... and {len(lines) - rows} smaller"] if len(lines) > rows else [])
+
+
+def _change(r: Reshard) -> str:
+    return f"{_verb(r)} {r.source} -> {r.target}"
+
+
+def _shortened(name: str, limit: int = 44) -> str:
+    """The end of a long name, which tells more than its beginning."""
+    return name if len(name) <= limit else "..." + name[3 - limit :]

@@ -15,6 +15,7 @@ from whale.errors import ClusterError
 from whale.launcher.protocol import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 
+TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # Variables that a rank on another host needs; on this host they are inherited.
 _FORWARDED_PREFIXES = ("WHALE_", "TF_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "KERAS_", "PYTHON")
@@ -177,6 +178,11 @@ def environment(options: Options, address: str, token: str) -> dict[str, str]:
     result.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     result.setdefault("OMPI_MCA_btl_base_warn_component_unused", "0")
     result.setdefault("OMPI_MCA_btl_base_warn_peer_error", "0")
+    # Ranks write into pipes; what draws a progress bar asks these instead of its own stdout.
+    result.pop(TERMINAL_VARIABLE, None)
+    if os.isatty(1):
+        result[TERMINAL_VARIABLE] = "1"
+        result["COLUMNS"] = str(shutil.get_terminal_size().columns)
     # A rank started from a checkout finds whale where this process found it.
     home = str(Path(__file__).resolve().parents[2])
     if Path(home).name not in ("site-packages", "dist-packages"):

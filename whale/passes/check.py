@@ -177,7 +177,7 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
         return
     if rule is None:
         raise _fail(node, strategy, "replicated: the op has no rule")
-    options = rule.strategies(view(program, node, parts), strategy.inputs)
+    options = rule.strategies(view(program, node, parts), strategy.inputs, strategy.outputs)
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
         raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
 

@@ -18,6 +18,7 @@ from whale.passes.cost import matmul_flops
 from whale.passes.decompose import decompose, is_composite
 from whale.passes.fold import fold
 from whale.passes.group import group
+from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
 from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.reduce import place_reductions
@@ -62,6 +63,10 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
         layouts = _layouts(expanded, batch, context)
         layouts = {
             g: place_reductions(expanded if g == "" else expanded.functions[g], layout, context.size)
+            for g, layout in layouts.items()
+        }
+        layouts = {
+            g: make_in_place(expanded if g == "" else expanded.functions[g], layout, context.size)
             for g, layout in layouts.items()
         }
         reshards = explicit_reshards(expanded, layouts, context.size)
