@@ -1,6 +1,6 @@
 """How much of the all-reduce time is hidden behind the backward pass, on an emulated link between two processes.
 
-    whale run -np 2 benchmarks/overlap.py [--layers 10] [--bandwidth-MBps 400] [--latency-us 50]
+    whale run -np 2 benchmarks/overlap.py [--layers 10] [--bandwidth-MBps 1000] [--latency-us 50]
 
 The model has two gradients per layer. For every step the trace events of the op library give, per all-reduce, when
 its tensor was ready and when it ended. Hidden is the part of the union of these intervals that lies before the last
@@ -81,10 +81,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=10, help="two gradients each")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--group-bytes", type=int, default=1 << 20, help="tensors up to this size travel together")
-    parser.add_argument("--bandwidth-MBps", type=float, default=400.0)
+    parser.add_argument("--bandwidth-MBps", type=float, default=1000.0)
     parser.add_argument("--latency-us", type=float, default=50.0)
     options = parser.parse_args()
     link = f"latency_us={options.latency_us:g},bandwidth_MBps={options.bandwidth_MBps:g}"
