@@ -41,6 +41,7 @@ class Captured:
       function: the traced ConcreteFunction; None for a v1 graph.
       structured_outputs: what the user's function returned, with the trace's tensors as leaves.
       fed: of a v1 graph: names of the fed tensors that ``inputs`` take.
+      read_s: seconds that reading the trace into the program took.
     """
 
     program: Program
@@ -50,6 +51,7 @@ class Captured:
     function: Any = None
     structured_outputs: Any = None
     fed: tuple[str, ...] = ()
+    read_s: float = 0.0
 
     def pack_outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The user's return structure with ``tensors`` (in the order of ``program.outputs``) as its tensors."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -49,7 +51,9 @@ def capture_function(
     call.__name__ = program_name
     with gradient_scopes():
         concrete = tf.function(call, autograph=autograph).get_concrete_function(*specs)
-    return _captured(concrete, program_name)
+    traced_s = time.perf_counter()
+    captured = _captured(concrete, program_name)
+    return replace(captured, read_s=time.perf_counter() - traced_s)
 
 
 def _python_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any, bool]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from whale.capture.captured import Captured
 from whale.capture.function import capture_function
 from whale.capture.signature import Arguments, take_apart
 from whale.errors import ProgramError
+from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
 from whale.lowering.functions import lower_to_function
 from whale.runtime.compile import Compiled, compile_program
@@ -31,11 +33,12 @@ _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturi
 
 @dataclass(frozen=True)
 class _Step:
-    """One compiled specialisation: what to call and with what."""
+    """One compiled specialisation: what to call and with what, and how long making it took after tracing."""
 
     call: Callable[[list[Any]], Any]
     captured: Captured
     compiled: Compiled
+    seconds: Mapping[str, float]
 
 
 class Function:
@@ -88,8 +91,8 @@ class Function:
         return self._step(args, kwargs).compiled.plan
 
     def compile_seconds(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Seconds of each phase of compiling for these arguments."""
-        return dict(self._step(args, kwargs).compiled.seconds)
+        """Seconds of each phase between the end of tracing and the first call, for these arguments."""
+        return dict(self._step(args, kwargs).seconds)
 
     def _step(self, args: Any, kwargs: Any) -> _Step:
         context = self._attached()
@@ -155,7 +158,11 @@ def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: An
     captured = _with_scopes(captured)
     compiled = compile_program(captured.program, context)
     context.variables.adopt(captured.variables, context)
-    return _Step(_callable(captured, compiled, context), captured, compiled)
+    start_s = time.perf_counter()
+    with no_garbage_collection():
+        call = _callable(captured, compiled, context)
+    seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
+    return _Step(call, captured, compiled, seconds)
 
 
 def _with_scopes(captured: Captured) -> Captured:
