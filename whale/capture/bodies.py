@@ -10,6 +10,8 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph, function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 
+from whale.capture.loops import import_settled
+
 _HANDLES = (tf.resource, tf.variant)
 
 
@@ -113,7 +115,6 @@ def _imported(
     signature = function_def.signature
     with caller.as_default():
         graph_def, flat_names = function_def_to_graph.function_def_to_graph_def(function_def)
-        graph = func_graph.FuncGraph(signature.name)
     count = len(signature.input_arg)
     own_shapes = [n.attr["shape"].shape if "shape" in n.attr else None for n in graph_def.node[:count]]
     del graph_def.node[:count]
@@ -123,24 +124,31 @@ def _imported(
     # With the callees at hand TensorFlow infers shapes through calls.
     present = {f.signature.name for f in graph_def.library.function}
     graph_def.library.function.extend(library[n] for n in _callees(graph_def, library) if n not in present)
+    # The importer refuses names that no node reads.
+    read = {text for node in graph_def.node for text in node.input}
     given: dict[str, tf.Tensor] = {}
-    with graph.as_default():
-        for i, argument in enumerate(signature.input_arg):
-            shape = own_shapes[i] if arguments is None else arguments[i].shape
-            tensor = tf.compat.v1.placeholder(tf.dtypes.as_dtype(argument.type), shape, argument.name)
-            if arguments is not None and tensor.dtype in _HANDLES:
-                handle_data_util.copy_handle_data(arguments[i], tensor)
-            given[argument.name] = tensor
-            graph.inputs.append(tensor)
-        # The importer refuses names that no node reads.
-        read = {text for node in graph_def.node for text in node.input}
-        input_map: dict[str, Any] = {}
-        for name, tensor in given.items():
-            if name in read or f"{name}:0" in read:
-                input_map[f"{name}:0"] = tensor
-            if f"^{name}" in read:
-                input_map[f"^{name}"] = tensor.op
-        tf.graph_util.import_graph_def(graph_def, input_map=input_map, name="")
+
+    def imported() -> func_graph.FuncGraph:
+        with caller.as_default():
+            graph = func_graph.FuncGraph(signature.name)
+        with graph.as_default():
+            for i, argument in enumerate(signature.input_arg):
+                shape = own_shapes[i] if arguments is None else arguments[i].shape
+                tensor = tf.compat.v1.placeholder(tf.dtypes.as_dtype(argument.type), shape, argument.name)
+                if arguments is not None and tensor.dtype in _HANDLES:
+                    handle_data_util.copy_handle_data(arguments[i], tensor)
+                given[argument.name] = tensor
+                graph.inputs.append(tensor)
+            input_map: dict[str, Any] = {}
+            for name, tensor in given.items():
+                if name in read or f"{name}:0" in read:
+                    input_map[f"{name}:0"] = tensor
+                if f"^{name}" in read:
+                    input_map[f"^{name}"] = tensor.op
+            tf.graph_util.import_graph_def(graph_def, input_map=input_map, name="")
+        return graph
+
+    graph = import_settled(graph_def, imported, lambda g, name, given: body_graph(g, library, name, given).outputs)
 
     def tensor_of(text: str) -> tf.Tensor:
         return given[text] if text in given else graph.get_tensor_by_name(flat_names[text])

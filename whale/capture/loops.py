@@ -1,68 +1,106 @@
-"""Importing a graph so that the outputs of its While loops are as static as the loops' inputs allow."""
+"""Importing a graph so that the outputs of its loops and branches are as static as their inputs allow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from whale.capture.bodies import body_graph
-
 _LOOPS = frozenset({"While", "StatelessWhile"})
+_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+
+# (graph of the caller, name of a function, its arguments) -> what the function returns, typed for these arguments.
+Results = Callable[[tf.Graph, str, list[tf.Tensor]], Sequence[tf.Tensor]]
 
 
-def import_with_loops(graph_def: Any) -> tf.Graph:
-    """``graph_def`` in a new graph.
+def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Results) -> tf.Graph:
+    """The graph that ``imported`` makes of ``graph_def``, once the shapes written into it have settled.
 
-    A While records the shapes that its loop variables had when it was built; with other placeholders these are too
-    loose. Each loop is first taken to keep the shapes of its inputs. Where the body, typed so, returns another shape,
-    that dimension is loosened and the graph imported again, until all bodies agree (sizes are only ever loosened, so
-    this ends). Writes to ``graph_def``.
+    Loops and branches record the shapes that their outputs had when they were built; with other placeholders these are
+    too loose. Each loop is first taken to keep the shapes of its inputs. Where the body, typed so, returns another
+    shape, that dimension is loosened. A branch node gets what its alternatives, typed for its inputs, agree on. The
+    graph is imported again until nothing changes: sizes of loops are only ever loosened, and between two such changes
+    branches settle in the order in which they depend on each other, so this ends. Writes to ``graph_def``.
     """
-    library = {f.signature.name: f for f in graph_def.library.function}
-    loops = [n for n in graph_def.node if n.op in _LOOPS and _is_loose(n)]
-    recorded = {n.name: [tf.TensorShape(s) for s in n.attr["output_shapes"].list.shape] for n in loops}
+    loose = [n for n in graph_def.node if _is_loose(n)]
+    loops = [n for n in loose if n.op in _LOOPS]
+    branches = [n for n in loose if n.op in _BRANCHES]
+    recorded = {n.name: _recorded(n) for n in loose}
     for node in loops:
         # Without recorded shapes a While passes its inputs' shapes on.
         node.attr["output_shapes"].list.ClearField("shape")
     while True:
-        graph = tf.Graph()
-        with graph.as_default():
-            tf.graph_util.import_graph_def(graph_def, name="")
+        graph = imported()
         changed = False
         for node in loops:
             op = graph.get_operation_by_name(node.name)
-            taken = [t.shape for t in op.outputs]
-            agreed = _agreed(graph, library, node, op, recorded[node.name])
-            if any(t != a for t, a in zip(_dims(taken), _dims(agreed), strict=True)):
-                del node.attr["output_shapes"].list.shape[:]
-                node.attr["output_shapes"].list.shape.extend(s.as_proto() for s in agreed)
-                changed = True
+            changed |= _write(node, op, _kept_by_loop(graph, node, op, recorded[node.name], results))
+        for node in branches:
+            op = graph.get_operation_by_name(node.name)
+            changed |= _write(node, op, _agreed_by_branches(graph, node, op, recorded[node.name], results))
         if not changed:
             return graph
 
 
+def _recorded(node: Any) -> list[tf.TensorShape]:
+    return [tf.TensorShape(s) for s in node.attr["output_shapes"].list.shape]
+
+
 def _is_loose(node: Any) -> bool:
+    if node.op not in _LOOPS and node.op not in _BRANCHES:
+        return False
     shapes = node.attr["output_shapes"].list.shape
     return any(s.unknown_rank or any(d.size < 0 for d in s.dim) for s in shapes)
 
 
-def _dims(shapes: list[tf.TensorShape]) -> list[Any]:
+def _write(node: Any, op: tf.Operation, shapes: Sequence[tf.TensorShape]) -> bool:
+    """Records ``shapes`` unless the outputs have them already; says whether it did."""
+    if _dims([t.shape for t in op.outputs]) == _dims(shapes):
+        return False
+    del node.attr["output_shapes"].list.shape[:]
+    node.attr["output_shapes"].list.shape.extend(s.as_proto() for s in shapes)
+    return True
+
+
+def _dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
     return [None if s.rank is None else tuple(s.as_list()) for s in shapes]
 
 
-def _agreed(
-    graph: tf.Graph, library: Any, node: Any, op: tf.Operation, recorded: list[tf.TensorShape]
+def _kept_by_loop(
+    graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
     """The shapes of the loop's outputs, loosened where one turn of the body does not keep them."""
     arguments = [
         i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)
     ]
-    results = body_graph(graph, library, node.attr["body"].func.name, arguments).outputs
-    agreed = []
-    for i, (own, result) in enumerate(zip(op.outputs, results, strict=True)):
+    returned = results(graph, node.attr["body"].func.name, arguments)
+    kept = []
+    for i, (own, result) in enumerate(zip(op.outputs, returned, strict=True)):
         shape = own.shape.most_specific_common_supertype([result.shape]) if own.shape.rank is not None else own.shape
-        shape = tf.TensorShape(None) if shape is None else shape
-        # What the loop was built with holds in any case.
-        agreed.append(shape.merge_with(recorded[i]) if shape.is_compatible_with(recorded[i]) else shape)
+        kept.append(_with_recorded(shape, recorded[i]))
+    return kept
+
+
+def _agreed_by_branches(
+    graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
+) -> list[tf.TensorShape]:
+    """The shapes of the branch node's outputs that all its alternatives return."""
+    if "branches" in node.attr:
+        names = [f.name for f in node.attr["branches"].list.func]
+    else:
+        names = [node.attr[key].func.name for key in ("then_branch", "else_branch")]
+    first, *others = [results(graph, name, list(op.inputs)[1:]) for name in names]
+    agreed = []
+    for i, result in enumerate(first):
+        shape = result.shape
+        if shape.rank is not None:
+            shape = shape.most_specific_common_supertype([other[i].shape for other in others])
+        agreed.append(_with_recorded(shape, recorded[i]))
     return agreed
+
+
+def _with_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
+    """What the node was built with holds in any case."""
+    shape = tf.TensorShape(None) if shape is None else shape
+    return shape.merge_with(recorded) if shape.is_compatible_with(recorded) else shape

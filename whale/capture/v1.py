@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from whale.capture.attrs import decode
+from whale.capture.bodies import body_graph
 from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.graph import no_garbage_collection, program_from_graph
-from whale.capture.loops import import_with_loops
+from whale.capture.loops import import_settled
 from whale.errors import CaptureError
 from whale.ir.program import Ref
 from whale.ir.values import Dims, TensorType
@@ -22,6 +23,10 @@ _FRAMES = frozenset(
      "RefNextIteration"}
 )  # fmt: skip
 _REF_VARIABLES = frozenset({"Variable", "VariableV2", "TemporaryVariable"})
+_SOURCES = frozenset(
+    {"IteratorGetNext", "IteratorGetNextSync", "QueueDequeueV2", "QueueDequeueManyV2",
+     "QueueDequeueUpToV2", "PyFunc", "PyFuncStateless", "EagerPyFunc"}
+)  # fmt: skip
 
 
 def capture_graph(
@@ -45,6 +50,14 @@ class _Typed:
     better: Mapping[Ref, TensorType]
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An operation that brings data into a graph, and the names of the fed tensors that it reads."""
+
+    operation: tf.Operation
+    fed: frozenset[str]
+
+
 class GraphCapture:
     """Captures of one graph. The graph is read once (and again after it grew), shapes are inferred once per feed."""
 
@@ -55,14 +68,43 @@ class GraphCapture:
         self._defs: dict[str, Any] = {}
         self._typed: list[_Typed] = []
 
+    def sources(
+        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]
+    ) -> list[Source]:
+        """The operations behind ``fetches`` that bring data in and can run before everything else.
+
+        Iterators, dequeues and Python functions that depend on nothing but feeds and constants. What they yield has
+        a size that only a run knows; once it is there, it can be fed like the user's own batch.
+        """
+        self._read()
+        fed = {t.name: None for t in feeds}
+        tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
+        needed, _ = _needed(self._defs, tensors, [f.name for f in fetches if isinstance(f, tf.Operation)], fed)
+        found = [self._source(name, fed) for name in sorted(needed) if self._defs[name].op in _SOURCES]
+        return [source for source in found if source is not None]
+
+    def _source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
+        """The operation as a source; None when it has to wait for other work, or yields what cannot be fed."""
+        operation = self.graph.get_operation_by_name(name)
+        outputs = operation.outputs
+        if not outputs or any(t.name in fed or t.dtype in (tf.resource, tf.variant) for t in outputs):
+            return None
+        before, read = _needed(self._defs, [], [name], fed)
+        computes = all(n == name or _only_computes(self.graph.get_operation_by_name(n)) for n in before)
+        return Source(operation, frozenset(read)) if computes else None
+
     def capture(
-        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
+        self,
+        fetches: Sequence[tf.Tensor | tf.Operation],
+        feeds: Mapping[tf.Tensor, Sequence[int]],
+        done: Collection[str] = (),
     ) -> Captured:
         """The part of the graph that ``fetches`` need.
 
         Args:
           fetches: tensors become the program's outputs, operations its effects.
           feeds: static shape of each fed tensor; any tensor may be fed. Feeds that no fetch needs are left out.
+          done: names of operations that have run; all their outputs are fed.
 
         Returns:
           A Captured whose ``fed`` names the fed tensors in the order of ``inputs``.
@@ -72,10 +114,13 @@ class GraphCapture:
             not fit; a fetch is something else.
         """
         with no_garbage_collection():
-            return self._capture(fetches, feeds)
+            return self._capture(fetches, feeds, done)
 
     def _capture(
-        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
+        self,
+        fetches: Sequence[tf.Tensor | tf.Operation],
+        feeds: Mapping[tf.Tensor, Sequence[int]],
+        done: Collection[str],
     ) -> Captured:
         self._read()
         shapes = {t.name: _checked(t, shape) for t, shape in feeds.items()}
@@ -89,7 +134,7 @@ class GraphCapture:
                 expected="tf.Tensor or tf.Operation",
                 action="flatten structures, and take variables and names apart, before capturing",
             )
-        needed, reached = _needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes)
+        needed, reached = _needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes, done)
         self._refuse(needed)
         fed = {name: shapes[name] for name in shapes if name in reached}
         typed = self._find(needed, fed)
@@ -201,7 +246,9 @@ class GraphCapture:
             tensor = self.graph.get_tensor_by_name(name)
             own = tensor.op.name
             # A node whose other outputs are still computed keeps its name; the fed one gets a placeholder beside it.
-            placeholder = own if own not in included else _fresh(f"{own}/fed_{tensor.value_index}", self._defs)
+            # So does the first of several fed outputs, which may be waited for.
+            taken = own in included or any(own == other for other, _ in placeholders.values())
+            placeholder = _fresh(f"{own}/fed_{tensor.value_index}", self._defs) if taken else own
             placeholders[name] = (placeholder, shape)
             node = graph_def.node.add(name=placeholder, op="Placeholder")
             node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
@@ -215,7 +262,18 @@ class GraphCapture:
                 for i, text in enumerate(node.input):
                     if text in renamed:
                         node.input[i] = renamed[text]
-        graph = import_with_loops(graph_def)
+        library = {f.signature.name: f for f in graph_def.library.function}
+
+        def imported() -> tf.Graph:
+            graph = tf.Graph()
+            with graph.as_default():
+                tf.graph_util.import_graph_def(graph_def, name="")
+            return graph
+
+        def results(caller: tf.Graph, function: str, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+            return body_graph(caller, library, function, arguments).outputs
+
+        graph = import_settled(graph_def, imported, results)
         return _Typed(graph, placeholders, frozenset(needed), self._told(graph, included))
 
     def _told(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:
@@ -232,6 +290,12 @@ class GraphCapture:
                     dims = None if shape.rank is None else tuple(shape.as_list())
                     better[Ref(name, i)] = TensorType(new.dtype.name, dims)
         return better
+
+
+def _only_computes(operation: tf.Operation) -> bool:
+    """Whether the operation has no state, or only looks a resource up."""
+    outputs = operation.outputs
+    return not operation.op_def.is_stateful or (bool(outputs) and all(t.dtype == tf.resource for t in outputs))
 
 
 def _plain(tensor: str) -> str:
@@ -259,9 +323,13 @@ def _checked(tensor: tf.Tensor, shape: Sequence[int]) -> Dims:
 
 
 def _needed(
-    defs: Mapping[str, Any], tensors: Sequence[str], operations: Sequence[str], fed: Mapping[str, Any]
+    defs: Mapping[str, Any],
+    tensors: Sequence[str],
+    operations: Sequence[str],
+    fed: Mapping[str, Any],
+    done: Collection[str] = (),
 ) -> tuple[list[str], set[str]]:
-    """(nodes that run, fed tensors that are read) for these fetches."""
+    """(nodes that run, fed tensors that are read) for these fetches; ``done`` nodes have run, their outputs are fed."""
     plain = {_plain(name): name for name in fed}
     reached: set[str] = set()
     found: dict[str, None] = {}
@@ -273,8 +341,8 @@ def _needed(
             continue
         name = text[1:] if text[0] == "^" else text.partition(":")[0]
         if name not in found:
-            # Waiting for a fed placeholder is waiting for nothing.
-            if text[0] == "^" and defs[name].op == "Placeholder" and name in plain:
+            # Waiting for a fed placeholder, or for what has run, is waiting for nothing.
+            if text[0] == "^" and name in plain and (defs[name].op == "Placeholder" or name in done):
                 reached.add(plain[name])
                 continue
             found[name] = None

@@ -220,6 +220,8 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     Raises:
       LayoutError: no form of this change exists.
     """
+    if e.size == 1:
+        return source()  # the first rank is all ranks
     name = "whale/" + "".join(
         c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}"
     )

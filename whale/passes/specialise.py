@@ -1,11 +1,15 @@
-"""Gives every loop and branch its own copies of the functions it calls, so that each can have its own layouts."""
+"""Gives every loop and branch its own copies of the functions it calls, so that each can have its own layouts.
+
+Functions that other ops carry (datasets, iterators) run whole: they keep their names and may be shared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.program import Node, Program
+from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import Func
+from whale.rules.graph import BRANCHES, LOOPS
 
 
 def specialise(program: Program) -> Program:
@@ -23,8 +27,19 @@ def specialise(program: Program) -> Program:
         functions[name] = replace(of_graph(source[func.name], name + "/"), name=name)
         return replace(func, name=name)
 
+    def keep(name: str) -> None:
+        if name in source and name not in functions:
+            functions[name] = source[name]
+            for node in source[name].nodes:
+                for _, func in function_refs(node):
+                    keep(func.name)
+
     def of_node(node: Node, prefix: str) -> Node:
         changes: dict[str, object] = {}
+        if node.op not in LOOPS and node.op not in BRANCHES:
+            for _, func in function_refs(node):
+                keep(func.name)
+            return node
         for key, value in _function_attrs(node):
             name = f"{prefix}{node.name}/{key}"
             if isinstance(value, tuple):
@@ -38,7 +53,5 @@ def specialise(program: Program) -> Program:
 
 
 def _function_attrs(node: Node) -> list[tuple[str, Func | tuple[Func, ...]]]:
-    if node.op not in ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"):
-        return []
     keys = ("cond", "body", "then_branch", "else_branch", "branches")
     return [(key, node.attrs[key]) for key in keys if key in node.attrs]

@@ -87,6 +87,11 @@ def compile_program(program: Program, context: Context) -> Compiled:
     return Compiled(plan, expanded, ranks, number, times)
 
 
+def compile_alone(program: Program, context: Context) -> Program:
+    """The program as one rank runs it alone; not collective."""
+    return normalise(program, plan_context(context))
+
+
 def _with_number(program: Program, number: int) -> Program:
     """Keys are unique in a plan; the program's number makes them unique in the run."""
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from whale.capture.v1 import GraphCapture
+from whale.capture.captured import Captured
+from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
-from whale.ir.program import Program
+from whale.ir.program import Node, Program
 from whale.lowering.functions import lower_to_graph
-from whale.runtime.compile import Compiled, compile_program
+from whale.runtime.compile import Compiled, compile_alone, compile_program
 from whale.runtime.context import current
+from whale.runtime.elements import pack_error, pack_values, unpack_values
 from whale.runtime.faults import raise_comm_error
 
-_Run = Callable[[Sequence[Any]], list[Any]]
 _tags = itertools.count()
+_ELEMENT_TIMEOUT_S = 3600.0  # until the first rank has a batch: a pipeline may take its time to fill its buffers
+_QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
 
 class Session(tf.compat.v1.Session):
@@ -29,6 +33,10 @@ class Session(tf.compat.v1.Session):
     Every rank makes the same runs. What is fed is global (the whole batch), and so is what is fetched. The first run of
     a set of fetches and shapes compiles it. Variables live in this session's ranks: initialise or restore them through
     it.
+
+    What brings data into the graph (iterators, dequeues, Python functions of feeds and constants) runs on the first
+    rank, before the rest of the run; its values are then the batch that is divided. Queue runners fill every rank's
+    queues; the first rank's are read.
 
     Args:
       target: must be "": Whale starts the processes, TensorFlow's servers take no part.
@@ -54,6 +62,11 @@ class Session(tf.compat.v1.Session):
         self._inner = tf.compat.v1.Session(graph=self._ranks_graph, config=config)
         self._runs: dict[Hashable, _Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
+        self._sources: dict[Hashable, list[Source]] = {}
+        self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
+        self._elements = 0
+        self._one_shot: dict[tuple[int, str], tf.Tensor] = {}
+        self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph)
         self._capture_only = False
 
@@ -100,45 +113,152 @@ class Session(tf.compat.v1.Session):
                 expected="run",
                 action="run the step as a whole with Session.run",
             )
-        feeds = [(ref.deref(), np.asarray(value)) for ref, value in feed_dict.items()]
-        key = (
-            tuple(t.name for t in fetch_list),
-            tuple(op.name for op in target_list),
-            tuple((t.name, value.shape) for t, value in feeds),
-        )
-        if key not in self._plans:
-            self._plans[key] = self._compile(key, fetch_list, target_list, feeds)
+        feeds = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
+        settings = options, run_metadata
+        if target_list and not fetch_list and all(op.type in _QUEUE_WRITERS for op in target_list):
+            # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
+            return self._run_alone([], target_list, feeds, settings)
+        given, done = self._bring_in([*fetch_list, *target_list], feeds, options)
+        fetches = [t for t in fetch_list if t not in given]
+        targets = [op for op in target_list if op.name not in done]
+        values = iter(self._run_spread(fetches, targets, given, done, settings))
+        return [given[t] if t in given else next(values) for t in fetch_list]
+
+    def _bring_in(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
+    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
+        """Runs what brings data in (iterators, dequeues) on the first rank: (all that is fed then, what has run)."""
+        given, done = dict(feeds), set[str]()
+        while True:
+            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
+            if key not in self._sources:
+                with self._lock:
+                    self._sources[key] = self._captures.sources(wanted, given)
+            if not self._sources[key]:
+                # What was brought in goes first: the first input tells which size is the batch's.
+                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
+            for source in self._sources[key]:
+                outputs = list(source.operation.outputs)
+                if self._capture_only:
+                    values = [np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._expected(outputs)]
+                else:
+                    needed = {t: v for t, v in given.items() if t.name in source.fed}
+                    values = self._from_first_rank(outputs, needed, options)
+                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
+                given.update(zip(outputs, values))
+                done.add(source.operation.name)
+
+    def _expected(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
+        """The shapes of what a source will bring, by the graph or else by the last run."""
+        found: list[tuple[tf.Tensor, Sequence[int]]] = []
+        for t in outputs:
+            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
+            if shape is None:
+                raise ProgramError(
+                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    op=t.name,
+                    given=t.shape,
+                    expected="a static shape",
+                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                )
+            found.append((t, shape))
+        return found
+
+    def _from_first_rank(
+        self, outputs: Sequence[tf.Tensor], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
+    ) -> list[np.ndarray]:
+        """The values on every rank, or the first rank's error on every rank (an iterator that is at its end)."""
+        context = self._whale
+        if not context.between_processes:
+            return self._run_alone(outputs, [], feeds, (options, None))
+        key = f"whale/element/{self._elements}"
+        self._elements += 1
+        comm = context.comms[0]
+        if context.rank > 0:
+            return unpack_values(comm.broadcast_bytes(key, None, 0, _ELEMENT_TIMEOUT_S))
+        try:
+            values = self._run_alone(outputs, [], feeds, (options, None))
+        except tf.errors.OpError as error:
+            comm.broadcast_bytes(key, pack_error(error), 0, _ELEMENT_TIMEOUT_S)
+            raise
+        comm.broadcast_bytes(key, pack_values(values), 0, _ELEMENT_TIMEOUT_S)
+        return values
+
+    def _run_alone(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+    ) -> list[np.ndarray]:
+        """A run of this process only."""
+        key = ("alone", _key(fetches, targets, feeds))
+        with self._lock:
+            if key not in self._runs:
+                captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
+                program = compile_alone(captured.program, self._whale)
+                self._runs[key] = self._import([program], f"whale_alone_{next(_tags)}", captured)
+        return [np.asarray(v) for v in self._runs[key](feeds, settings)]
+
+    def _run_spread(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        done: Collection[str],
+        settings: tuple[Any, Any],
+    ) -> list[Any]:
+        """A run of all ranks; ``settings`` are the options and metadata buffers of Session.run."""
+        if not fetches and not targets:
+            return []
+        key = _key(fetches, targets, feeds)
+        with self._lock:
+            if key not in self._runs:
+                self._plans[key] = self._compile(key, fetches, targets, feeds, done)
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
         try:
-            return self._runs[key]([value for _, value in feeds])
+            return self._runs[key](feeds, settings)
         except tf.errors.OpError as error:
             raise_comm_error(error, self._whale)
             raise
 
     def _compile(
-        self, key: Hashable, fetches: Sequence[Any], targets: Sequence[Any], feeds: Sequence[tuple[Any, Any]]
+        self,
+        key: Hashable,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        done: Collection[str],
     ) -> Compiled:
-        context = self._whale
-        captured = self._captures.capture([*fetches, *targets], {t: value.shape for t, value in feeds})
-        compiled = compile_program(captured.program, context)
-        if context.size > 1:
+        captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()}, done)
+        compiled = compile_program(captured.program, self._whale)
+        if self._whale.size > 1:
             import whale_ops
 
             whale_ops.ops()
-        tag = f"whale_{compiled.number}_{next(_tags)}"
+        self._runs[key] = self._import(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}", captured)
+        return compiled
+
+    def _import(self, ranks: Sequence[Program], tag: str, captured: Captured) -> _Run:
+        """The ranks' programs side by side in the inner session's graph, as a function of what is fed."""
         inputs: list[Any] = []
         results: list[Any] = []
         effects: list[Any] = []
-        for position, program in enumerate(compiled.ranks):
-            program = _own_variables(program, position)
+        for position, program in enumerate(ranks):
+            program = _own_resources(program, position)
             names = [f"{r.node}:{r.index}" for r in program.outputs]
             elements = [*names, *program.effects, *(f"{n}:0" for n in captured.inputs)]
             prefix = f"{tag}_rank{position}"
+            # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
+            one_shot = {(position, n.name): f"{n.name}:0" for n in program.nodes if n.op == "OneShotIterator"}
+            known = {name: self._one_shot[k] for k, name in one_shot.items() if k in self._one_shot}
             with self._ranks_graph.as_default():
                 found = tf.graph_util.import_graph_def(
-                    lower_to_graph(program, prefix), return_elements=elements, name=prefix
+                    lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
                 )
+            for k, name in one_shot.items():
+                self._one_shot.setdefault(k, self._ranks_graph.get_tensor_by_name(f"{prefix}/{name}"))
             if position == 0:
                 results = found[: len(names)]
             effects += [
@@ -148,12 +268,26 @@ class Session(tf.compat.v1.Session):
             effects += [t.op for t in found[: len(names)] if position > 0]
             inputs.append(found[len(names) + len(program.effects) :])
         feed_list = [t for of_rank in inputs for t in of_rank]
-        run = self._inner.make_callable([results, effects], feed_list)
-        place = {t.name: i for i, (t, _) in enumerate(feeds)}
-        used = [place[name] for name in captured.fed]  # a feed that the fetches do not need is not an input
-        copies = len(inputs)
-        self._runs[key] = lambda values: run(*([values[i] for i in used] * copies))[0]
-        return compiled
+        call = self._inner.make_callable([results, effects], feed_list)
+
+        def run(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
+            # A feed that the fetches do not need is not an input.
+            by_name = {t.name: v for t, v in feeds.items()}
+            values = [by_name[name] for name in captured.fed] * len(inputs)
+            if settings == (None, None):
+                return call(*values)[0]
+            given = {t.ref(): v for t, v in zip(feed_list, values)}
+            return self._inner._do_run(None, effects, results, given, *settings)
+
+        return run
+
+
+_Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
+
+
+def _key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
+    shapes = tuple((t.name, v.shape) for t, v in feeds.items())
+    return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
 
 
 class _PlanOnly(BaseException):
@@ -163,13 +297,15 @@ class _PlanOnly(BaseException):
         self.plan = plan
 
 
-def _own_variables(program: Program, position: int) -> Program:
-    """Variables are found by name in the session: the user's names for the first rank, others for in-process ranks."""
+def _own_resources(program: Program, position: int) -> Program:
+    """Variables, tables, queues and iterators are found by name in the session, in every run: by the user's names for
+    the first rank, by others for in-process ranks. One without a shared name goes by its node's, as in TensorFlow."""
     prefix = f"whale_rank{position}/" if position else ""
-    nodes = tuple(
-        replace(n, attrs={**n.attrs, "shared_name": prefix + (n.attrs.get("shared_name") or n.name)})
-        if n.op == "VarHandleOp"
-        else n
-        for n in program.nodes
-    )
-    return program.with_nodes(nodes)
+
+    def own(node: Node) -> Node:
+        shared = node.attrs.get("shared_name") if node.stateful and node.op != "OneShotIterator" else None
+        if shared is None:
+            return node
+        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name)})
+
+    return program.with_nodes(tuple(map(own, program.nodes)))
