@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.values import FLOATING
-from whale.rules.base import OpView, Strategy
+from whale.ir.layout import Split
+from whale.ir.values import FLOATING, Shape
+from whale.rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.rules.registry import rule
 
 
@@ -34,13 +35,25 @@ def _nothing_known(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.
     return (None,) * len(op.outputs)
 
 
+def _asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """The shape that is asserted is an attribute, and global."""
+    placement, shape = strategy.outputs[0], op.attr("shape")
+    if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
+        return UNCHANGED
+    dims = list(shape.dims)
+    if dims[placement.dim] is not None:
+        dims[placement.dim] = placement.local(coordinate)
+    return Local(attrs={"shape": Shape(tuple(dims))})
+
+
 RULES = (
     rule(
         "Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
-        "DebugIdentity DebugIdentityV2 GuaranteeConst EnsureShape PlaceholderWithDefault",
+        "DebugIdentity DebugIdentityV2 GuaranteeConst",
         "* -> *",
         copy="0",
     ),
+    rule("EnsureShape PlaceholderWithDefault", "* -> *", copy="0", local=_asserted_shape),
     rule("IdentityN", "{?} -> {?}", known=_nothing_known),
     rule("CheckNumerics CheckNumericsV2", "* -> *", lin="0", mono="0"),
     rule("Neg Conj Real Imag", "* -> *", lin="0"),
