@@ -22,6 +22,7 @@ from whale.rules.base import replicated
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
 
 _INFINITE = float("inf")
+_MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
 
 
 @dataclass
@@ -80,6 +81,7 @@ class _Propagation:
         self.root, self.program, self.parts, self.graphs = root, program, parts, graphs
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
+        self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay
         self._replicated: dict[tuple[int, int], Strategy] = {}
 
     # -- driver
@@ -102,6 +104,7 @@ class _Propagation:
             strategies[node.name] = strategy
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
+            self._track_batch(node, strategy, current)
 
     def _all_broadcast(self, node: Node) -> Strategy:
         key = (len(node.inputs), len(node.outputs))
@@ -148,7 +151,6 @@ class _Propagation:
                 best, best_cost = option, cost
         if best is None:
             return self._owner(node, "no placement that its operands can be brought to")
-        self._track_batch(node, best, current)
         return best
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
@@ -232,16 +234,28 @@ class _Propagation:
         return Strategy(tuple(inputs), (O,) * len(node.outputs), why, once=True)
 
     def _track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
-        """Slice again after an op that had to see everything: correct whatever the dimension means, and free."""
-        splits = [p for p, wanted in zip(current, chosen.inputs) if type(p) is Split and type(wanted) is Broadcast]
-        if not splits:
+        """Slice again after ops that had to see everything: correct whatever the dimension means, and free.
+
+        Not only right behind such an op: two halves of the batch that are joined again, or the rows that a loop
+        stacked, are the batch once more.
+        """
+        found: dict[Split, None] = {}
+        for ref, placement, wanted in zip(node.inputs, current, chosen.inputs):
+            if type(wanted) is Broadcast:
+                if type(placement) is Split:
+                    found[placement] = None
+                found.update(dict.fromkeys(self.origins.get(ref, ())))
+        if not found:
             return
+        splits = tuple(found)[:_MOST_ORIGINS]
         for ref, out, placement in zip(node.refs(), node.outputs, chosen.outputs):
-            if type(placement) is not Broadcast or out.dtype in UNMOVABLE or not out.is_static or not out.shape:
+            if type(placement) is not Broadcast:
+                continue
+            self.origins[ref] = splits
+            if out.dtype in UNMOVABLE or not out.is_static or not out.shape:
                 continue
             for s in splits:
-                size = s.extent
-                dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == size]
+                dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == s.extent]
                 if dims:
                     self.result.preferred[ref] = split(dims[0], s.sizes, s.blocks)
                     break
