@@ -17,11 +17,13 @@ from networkx.algorithms.flow import boykov_kolmogorov
 
 from whale.ir.layout import B, Broadcast, Partial, Split, Strategy
 from whale.ir.program import Program, Ref
+from whale.ir.values import UNMOVABLE
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.propagate import GraphLayout
-from whale.rules.graph import BRANCHES, LOOPS
+from whale.rules.graph import BRANCHES, LOOPS, recreatable
 
 _SOURCE, _SINK = "source", "sink"
+_NEVER = 1e30  # the cost of what cannot be done
 
 
 def place_reductions(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
@@ -52,6 +54,8 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
+    forced: set[str] = set()
+    returned_partial = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is Partial}
     for node in program.nodes:
         strategy = layout.strategies[node.name]
         for i, placement in enumerate(strategy.outputs):
@@ -59,13 +63,22 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
                 continue
             ref = Ref(node.name, i)
             origin = node.name if node.name in flexible else _SOURCE
-            network.add_edge(origin, ref, capacity=move_cost(placement, B, max(1, program.type_of(ref).bytes), parts))
-            readers = program.consumers.get(ref, ())
-            for reader, operand in readers:
+            # A list or an optional stays as it was made: whoever reads it partial needs it made partial.
+            fixed = program.type_of(ref).dtype in UNMOVABLE and not recreatable(program, ref)
+            price = _NEVER if fixed else move_cost(placement, B, max(1, program.type_of(ref).bytes), parts)
+            network.add_edge(origin, ref, capacity=price)
+            fixed = fixed and origin != _SOURCE
+            if fixed and ref in returned_partial:
+                forced.add(origin)
+            for reader, operand in program.consumers.get(ref, ()):
                 if type(layout.strategies[reader.name].inputs[operand]) is not Partial:
                     network.add_edge(ref, _SINK)
                 elif reader.name in flexible:
                     network.add_edge(ref, reader.name)
+                    if fixed:
+                        network.add_edge(reader.name, origin)
+                elif fixed:
+                    forced.add(origin)
             if ref in wanted_whole:
                 network.add_edge(ref, _SINK)
         if node.name in flexible:
@@ -74,6 +87,8 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
                 network.add_edge(_SOURCE, node.name)
             elif price > 0:
                 network.add_edge(_SOURCE, node.name, capacity=price)
+    for name in forced:
+        network.add_edge(_SOURCE, name, capacity=float("inf"))
     return network
 
 
