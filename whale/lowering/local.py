@@ -120,6 +120,9 @@ class _Localiser:
             if name not in live:
                 added.append(name)
                 mark([name])
+            elif name not in effects and self._talks(nodes[name]):
+                # TensorFlow runs what a branch does beside its results only if somebody waits for the whole branch.
+                added.append(name)
         return added
 
     def _talks(self, node: Node) -> bool:
