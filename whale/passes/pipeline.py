@@ -24,6 +24,7 @@ from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
 from whale.passes.specialise import specialise
+from whale.passes.unpack import unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class PlanContext:
     dump: str = ""
 
 
-NORMALISE: tuple[Callable[[Program], Program], ...] = (inline, fold, specialise, annotate)
+NORMALISE: tuple[Callable[[Program], Program], ...] = (inline, fold, specialise, unpack, annotate)
 
 
 def normalise(program: Program, context: PlanContext) -> Program:

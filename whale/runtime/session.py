@@ -12,11 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.captured import Captured
+from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program
 from whale.lowering.functions import lower_to_graph
+from whale.passes.inline import inline
+from whale.passes.specialise import specialise
+from whale.passes.unpack import unpack
 from whale.runtime.compile import Compiled, compile_alone, compile_program
 from whale.runtime.context import current
 from whale.runtime.elements import pack_error, pack_values, unpack_values
@@ -232,7 +236,10 @@ class Session(tf.compat.v1.Session):
         done: Collection[str],
     ) -> Compiled:
         captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()}, done)
-        compiled = compile_program(captured.program, self._whale)
+        program = captured.program
+        if is_loose(program):
+            program = retype(unpack(specialise(inline(program))))
+        compiled = compile_program(program, self._whale)
         if self._whale.size > 1:
             import whale_ops
 

@@ -1,0 +1,86 @@
+"""Static types of a program that was changed since TensorFlow inferred them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from whale.capture.bodies import body_graph
+from whale.capture.encode import to_graph_def
+from whale.capture.graph import program_from_graph
+from whale.capture.loops import import_settled
+from whale.ir.program import Node, Program, Ref, function_refs
+from whale.ir.values import Func, TensorType
+
+
+def is_loose(program: Program) -> bool:
+    """Whether a branch takes values of unknown sizes out of optionals.
+
+    An optional records the sizes that its value had when the graph was built; with other inputs these are too loose.
+    """
+    return any(
+        node.op == "OptionalGetValue" and not all(t.is_static for t in node.outputs)
+        for body in program.functions.values()
+        for node in body.nodes
+    )
+
+
+def retype(program: Program) -> Program:
+    """``program`` with the types that TensorFlow infers for it as it is now; types that were static stay so."""
+    renamed = _with_plain_names(program)
+    graph_def = to_graph_def(renamed)
+    library = {f.signature.name: f for f in graph_def.library.function}
+
+    def imported() -> tf.Graph:
+        graph = tf.Graph()
+        with graph.as_default():
+            tf.graph_util.import_graph_def(graph_def, name="")
+        return graph
+
+    def results(caller: tf.Graph, function: str, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+        return body_graph(caller, library, function, arguments).outputs
+
+    graph = import_settled(graph_def, imported, results)
+
+    def tensor(ref: Ref) -> tf.Tensor:
+        return graph.get_tensor_by_name(f"{ref.node}:{ref.index}")
+
+    better: dict[Ref, TensorType] = {
+        ref: t
+        for node in program.nodes
+        for ref, t in zip(node.refs(), node.outputs)
+        if t.is_static and not tensor(ref).shape.is_fully_defined()
+    }
+    typed = program_from_graph(
+        graph,
+        name=program.name,
+        inputs=[tensor(Ref(name)) for name in program.inputs],
+        variables=[(tensor(Ref(v.node)), v.name, v.type.dtype, v.type.shape) for v in program.variables],
+        outputs=[tensor(ref) for ref in program.outputs],
+        effects=[graph.get_operation_by_name(name) for name in program.effects],
+        types=better,
+    )
+    scopes = {n.name: n.scope for n in program.nodes}
+    return replace(typed, nodes=tuple(replace(n, scope=scopes[n.name]) for n in typed.nodes))
+
+
+def _with_plain_names(program: Program) -> Program:
+    """Functions with names that a library accepts."""
+    names = {old: f"body_{i}" for i, old in enumerate(program.functions)}
+
+    def of_value(value: Any) -> Any:
+        if isinstance(value, Func):
+            return replace(value, name=names.get(value.name, value.name))
+        return tuple(map(of_value, value)) if isinstance(value, tuple) else value
+
+    def of_node(node: Node) -> Node:
+        changes = {key: of_value(node.attrs[key]) for key, _ in function_refs(node)}
+        return replace(node, attrs={**node.attrs, **changes}) if changes else node
+
+    def of_graph(graph: Program) -> Program:
+        return graph.with_nodes(tuple(map(of_node, graph.nodes)))
+
+    functions = {names[old]: replace(of_graph(body), name=names[old]) for old, body in program.functions.items()}
+    return replace(of_graph(program), functions=functions)
