@@ -334,6 +334,10 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         "in products and convolutions divided"
     )
     out.append("Nodes    " + ", ".join(f"{n} {k}" for k, n in kinds.most_common()) + f"; {share}")
+    layouts = Counter(str(p) for s in nodes for p in s.outputs)
+    shown = [f"{n} {layout}" for layout, n in layouts.most_common(6)]
+    more = [f"{len(layouts) - 6} other kinds"] if len(layouts) > 6 else []
+    out.append("Tensors  " + ", ".join(shown + more))
     moving = [r for r in plan.reshards if r.bytes]
     out.append(
         f"Communication per step: {human_bytes(plan.logical_bytes)} logical, {len(moving)} tensors in "
