@@ -202,7 +202,7 @@ class RandomPropagation(_Propagation):
     """Propagation in which every strategy whose operands can be had costs a random amount."""
 
     def __init__(self, program: Program, parts: int, seed: random.Random):
-        super().__init__(program, program, parts, {})
+        super().__init__(program, program, "", parts, {}, set())
         self.seed = seed
 
     def _all_broadcast(self, node: Node) -> Choice:

@@ -17,6 +17,7 @@ from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, S
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
+from whale.passes.meet import at_next_turn, behind_branches
 from whale.rules import rule_of
 from whale.rules.base import replicated
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
@@ -58,8 +59,43 @@ def propagate(program: Program, parts: int, batch: Mapping[str, Placement]) -> d
     Raises:
       PlanError: a tensor that cannot be sent would have to be.
     """
+    whole: set[tuple[str, Ref]] = set()
+    while True:
+        try:
+            return _propagate(program, parts, batch, whole)
+        except _NeededWhole as needed:
+            if needed.refs <= whole:
+                raise _cannot_be_sent(needed) from None
+            whole |= needed.refs
+
+
+class _NeededWhole(Exception):
+    """Tensors that cannot be sent (lists, strings) are divided, and somebody needs them whole: made whole they must be.
+
+    ``refs`` are (graph, tensor); the region that is computed on every rank grows upward from them.
+    """
+
+    def __init__(self, refs: set[tuple[str, Ref]], reader: Node, given: str) -> None:
+        super().__init__(given)
+        self.refs, self.reader, self.given = refs, reader, given
+
+
+def _cannot_be_sent(needed: _NeededWhole) -> PlanError:
+    return PlanError(
+        "an operation reads a value that is spread and can neither be sent nor be made whole",
+        op=f"{needed.reader.name} ({needed.reader.op})",
+        given=needed.given,
+        expected="operands that every rank has",
+        action="move the operation out of the divided part",
+    )
+
+
+def _propagate(
+    program: Program, parts: int, batch: Mapping[str, Placement], whole: set[tuple[str, Ref]]
+) -> dict[str, GraphLayout]:
+    """``propagate``, given which tensors have to be made whole."""
     graphs: dict[str, GraphLayout] = {}
-    main = _Propagation(program, program, parts, graphs)
+    main = _Propagation(program, program, "", parts, graphs, whole)
     for name in program.inputs:
         ref = Ref(name)
         main.result.strategies[name] = Strategy((), (B,), "input")
@@ -67,6 +103,8 @@ def propagate(program: Program, parts: int, batch: Mapping[str, Placement]) -> d
         if name in batch:
             main.result.preferred[ref] = batch[name]
     main.run()
+    for ref in program.outputs:
+        main.need(ref, B, program.by_name[ref.node])
     main.result.outputs = tuple(
         O if main.result.produced[r] == O and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
     )
@@ -77,8 +115,17 @@ def propagate(program: Program, parts: int, batch: Mapping[str, Placement]) -> d
 class _Propagation:
     """Propagation of one graph; bodies of loops and branches recurse."""
 
-    def __init__(self, root: Program, program: Program, parts: int, graphs: dict[str, GraphLayout]):
-        self.root, self.program, self.parts, self.graphs = root, program, parts, graphs
+    def __init__(
+        self,
+        root: Program,
+        program: Program,
+        name: str,
+        parts: int,
+        graphs: dict[str, GraphLayout],
+        whole: set[tuple[str, Ref]],
+    ):
+        self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs
+        self.whole = whole
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
         self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay
@@ -135,6 +182,10 @@ class _Propagation:
             options = rule.strategies(op, current)
             if getattr(rule, "produces_any", False):
                 self.remakable.update(node.refs())
+        if self.whole and any(self._is_whole(r) for r in node.refs()):
+            options = [
+                o for o in options if not any(self._is_whole(r) and p != B for r, p in zip(node.refs(), o.outputs))
+            ]
         if not options:
             why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
             return self._owner(node, why)
@@ -157,17 +208,10 @@ class _Propagation:
         """Lists passed on, zeroed or added element by element: one placement for operands and result."""
         if all(r in self.remakable for r in node.inputs):
             self.remakable.update(node.refs())
-        spread = [p for p in current if p != B]
-        wanted = spread[0] if spread else B
-        for ref, placement in zip(node.inputs, current):
-            if placement != wanted and ref not in self.remakable:
-                raise PlanError(
-                    "lists whose elements lie differently meet, and lists cannot be sent",
-                    op=f"{node.name} ({node.op})",
-                    given=f"{ref} is {placement}, another operand {wanted}",
-                    expected="one placement",
-                    action="stack the lists into tensors before combining them",
-                )
+        made = {p for r, p in zip(node.inputs, current) if r not in self.remakable} or set(current)
+        wanted = next(iter(made)) if len(made) == 1 and not any(map(self._is_whole, node.refs())) else B
+        for ref in node.inputs:
+            self.need(ref, wanted, node)
         return Strategy(
             (wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place"
         )
@@ -214,24 +258,23 @@ class _Propagation:
             wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
         return move_cost(source, wanted, max(1, tensor.bytes), self.parts)
 
+    def _is_whole(self, ref: Ref) -> bool:
+        return (self.name, ref) in self.whole
+
+    def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
+        """Raises _NeededWhole when ``ref`` cannot be sent, lies otherwise than ``wanted`` and cannot be made anew."""
+        source, t = self.result.produced[ref], self.program.type_of(ref)
+        if source in (wanted, O) or t.dtype not in UNMOVABLE or ref in self.remakable:
+            return
+        raise _NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
+
     def _owner(self, node: Node, why: str) -> Strategy:
         """On the first rank only. Operands come broadcast: the others need not have them, but collectives are joint."""
-        inputs: list[Placement] = []
         for ref in node.inputs:
-            source = self.result.produced[ref]
-            if source == O:
-                inputs.append(O)
-            elif source != B and self.program.type_of(ref).dtype in UNMOVABLE and ref not in self.remakable:
-                raise PlanError(
-                    "an operation that has to run once reads a value that is spread and cannot be sent",
-                    op=f"{node.name} ({node.op})",
-                    given=f"{ref} is {self.program.type_of(ref)}, laid out {source}",
-                    expected="operands that every rank has",
-                    action="move the operation out of the divided part",
-                )
-            else:
-                inputs.append(B)
-        return Strategy(tuple(inputs), (O,) * len(node.outputs), why, once=True)
+            if self.result.produced[ref] != O:
+                self.need(ref, B, node)
+        inputs = tuple(O if self.result.produced[r] == O else B for r in node.inputs)
+        return Strategy(inputs, (O,) * len(node.outputs), why, once=True)
 
     def _track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
         """Slice again after ops that had to see everything: correct whatever the dimension means, and free.
@@ -264,7 +307,7 @@ class _Propagation:
 
     def body(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> _Propagation:
         program = self.root.functions[name]
-        inner = _Propagation(self.root, program, self.parts, self.graphs)
+        inner = _Propagation(self.root, program, name, self.parts, self.graphs, self.whole)
         for argument, placement, free in zip(program.inputs, arguments, remakable):
             ref = Ref(argument)
             inner.result.strategies[argument] = Strategy((), (placement,), "argument")
@@ -282,13 +325,23 @@ class _Propagation:
             return self._owner(node, "a loop over what only the first rank has")
         state = [B if type(p) is Owner else p for p in current]
         free = [r in self.remakable for r in node.inputs]
-        locked = [False] * len(state)
         types = [self.program.type_of(r) for r in node.inputs]
+        function = self.root.functions[body.name]
+        names = [
+            ((self.name, Ref(node.name, i)), (body.name, Ref(function.inputs[i])), (body.name, function.outputs[i]))
+            for i in range(len(state))
+        ]
+        locked = [any(n in self.whole for n in of_one) for of_one in names]
+        for i, ref in enumerate(node.inputs):
+            if locked[i]:
+                self.need(ref, B, node)
+                state[i] = B
         for _ in range(2 * len(state) + 3):
             inner = self.body(body.name, state, free)
-            outs = [inner.result.place(r) for r in self.root.functions[body.name].outputs]
+            outs = [inner.result.place(r) for r in function.outputs]
             joined = [
-                s if lock else _join(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
+                s if lock else at_next_turn(s, o, t.dtype, f)
+                for s, o, t, f, lock in zip(state, outs, types, free, locked)
             ]
             if joined == state:
                 break
@@ -305,6 +358,8 @@ class _Propagation:
                 expected="a placement that the body keeps",
                 action="report the program; `WHALE_DUMP=dir` writes it",
             )
+        for ref, placement, of_one in zip(function.outputs, state, names):
+            inner.need(ref, placement, node, of_one)
         inner.result.outputs = tuple(state)
         self.graphs[body.name] = inner.result
         condition = self.body(cond.name, state, free)
@@ -318,11 +373,18 @@ class _Propagation:
         if any(p == O and self.program.type_of(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
             return self._owner(node, "a branch over what only the first rank has")
         free = [r in self.remakable for r in node.inputs[1:]]
+        for i, ref in enumerate(node.inputs[1:]):
+            if any((name, Ref(self.root.functions[name].inputs[i])) in self.whole for name in functions):
+                self.need(ref, B, node)
+                arguments[i] = B
         inner = [self.body(name, arguments, free) for name in functions]
         outputs: list[Placement] = []
         for i, out in enumerate(node.outputs):
             options = [b.result.place(self.root.functions[n].outputs[i]) for b, n in zip(inner, functions)]
-            outputs.append(_common(options, out.dtype))
+            outputs.append(B if self._is_whole(Ref(node.name, i)) else behind_branches(options, out.dtype))
+            for branch, name in zip(inner, functions):
+                also = (self.name, Ref(node.name, i))
+                branch.need(self.root.functions[name].outputs[i], outputs[i], node, (also,))
         for branch, name in zip(inner, functions):
             branch.result.outputs = tuple(outputs)
             self.graphs[name] = branch.result
@@ -335,34 +397,3 @@ def _divides(option: Strategy) -> bool:
 
 def _fits(wanted: Split, shape: tuple[int | None, ...] | None) -> bool:
     return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent
-
-
-def _join(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
-    """What a loop variable becomes when it enters as ``state`` and the body yields ``out``."""
-    if state == out or type(out) is Owner:
-        return state
-    if dtype in UNMOVABLE:
-        return out if free and state == B else state
-    if state == B:
-        return out  # B -> S and B -> P cost nothing
-    if out == B:
-        return B if type(state) is Partial else state
-    return state if type(state) is Split else B
-
-
-def _common(options: Sequence[Placement], dtype: str) -> Placement:
-    first = options[0]
-    if all(o == first for o in options):
-        return B if type(first) is Owner else first
-    if dtype in UNMOVABLE:
-        return next((o for o in options if o != B), B)
-    splits = {o for o in options if type(o) is Split}
-    rest = {o for o in options if type(o) not in (Split, Broadcast)}
-    if len(splits) == 1 and not rest:
-        return next(iter(splits))
-    partial = {o for o in options if type(o) is Partial}
-    return (
-        next(iter(partial))
-        if len(partial) == 1 and not splits and all(type(o) in (Partial, Broadcast) for o in options)
-        else B
-    )
