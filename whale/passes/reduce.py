@@ -82,11 +82,11 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             if ref in wanted_whole:
                 network.add_edge(ref, _SINK)
         if node.name in flexible:
-            price = _price_of_whole(program, layout, parts, node.name)
-            if price is None:
+            gathering = _price_of_whole(program, layout, parts, node.name)
+            if gathering is None:
                 network.add_edge(_SOURCE, node.name)
-            elif price > 0:
-                network.add_edge(_SOURCE, node.name, capacity=price)
+            elif gathering > 0:
+                network.add_edge(_SOURCE, node.name, capacity=gathering)
     for name in forced:
         network.add_edge(_SOURCE, name, capacity=float("inf"))
     return network
