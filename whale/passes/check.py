@@ -104,7 +104,10 @@ def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, p
         raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
     if t.dtype in UNMOVABLE:
         return
-    if t.shape is None or placement.dim >= len(t.shape) or t.shape[placement.dim] != placement.extent:
+    # Where TensorFlow does not know a size, the placement tells it: rules hand on what they were given.
+    if t.shape is not None and (
+        placement.dim >= len(t.shape) or t.shape[placement.dim] not in (None, placement.extent)
+    ):
         raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up")
 
 

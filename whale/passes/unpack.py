@@ -80,7 +80,8 @@ def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
     if node.op != "OptionalFromValue":
         return None
     types = [body.type_of(r) for r in node.inputs]
-    return node.inputs if all(t.is_static and t.dtype not in UNMOVABLE for t in types) else None
+    fits = all(t.dtype == "variant" or (t.is_static and t.dtype not in UNMOVABLE) for t in types)
+    return node.inputs if fits else None
 
 
 def _origin(graph: Program, ref: Ref) -> Node:
@@ -145,7 +146,7 @@ def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Prog
             if owner == a:
                 outputs[place] = ref
             else:
-                added = _zeros(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
+                added = _nothing(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
                 nodes += added
                 outputs[place] = Ref(added[-1].name)
         functions[name] = prune(replace(body, nodes=tuple(nodes), outputs=tuple(outputs)))
@@ -223,8 +224,10 @@ def _fresh_names(body: Program) -> Callable[[str], str]:
     return fresh
 
 
-def _zeros(name: str, t: TensorType) -> list[Node]:
-    """Nodes that make a tensor of zeros; the last one yields it."""
+def _nothing(name: str, t: TensorType) -> list[Node]:
+    """Nodes that make zeros, or an empty optional for lists and optionals; the last one yields it."""
+    if t.dtype == "variant":
+        return [Node(name, "OptionalNone", outputs=(t,))]
     dims = np.array(t.shape, np.int32)
     zero = np.zeros((), numpy_dtype(t.dtype))
     return [
