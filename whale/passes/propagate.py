@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, in_runs, split
+from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, even_sizes, in_runs, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.meet import at_next_turn, behind_branches
+from whale.passes.unsendable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
-from whale.rules.base import replicated
+from whale.rules.base import OpView, Rule, replicated
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
 
 _INFINITE = float("inf")
@@ -63,31 +64,10 @@ def propagate(program: Program, parts: int, batch: Mapping[str, Placement]) -> d
     while True:
         try:
             return _propagate(program, parts, batch, whole)
-        except _NeededWhole as needed:
+        except NeededWhole as needed:
             if needed.refs <= whole:
-                raise _cannot_be_sent(needed) from None
+                raise cannot_be_sent(needed) from None
             whole |= needed.refs
-
-
-class _NeededWhole(Exception):
-    """Tensors that cannot be sent (lists, strings) are divided, and somebody needs them whole: made whole they must be.
-
-    ``refs`` are (graph, tensor); the region that is computed on every rank grows upward from them.
-    """
-
-    def __init__(self, refs: set[tuple[str, Ref]], reader: Node, given: str) -> None:
-        super().__init__(given)
-        self.refs, self.reader, self.given = refs, reader, given
-
-
-def _cannot_be_sent(needed: _NeededWhole) -> PlanError:
-    return PlanError(
-        "an operation reads a value that is spread and can neither be sent nor be made whole",
-        op=f"{needed.reader.name} ({needed.reader.op})",
-        given=needed.given,
-        expected="operands that every rank has",
-        action="move the operation out of the divided part",
-    )
 
 
 def _propagate(
@@ -144,7 +124,7 @@ class _Propagation:
                 strategy = self._loop(node, current)
             elif node.op in BRANCHES:
                 strategy = self._branch(node, current)
-            elif not node.stateful and all(type(p) is Broadcast for p in current):
+            elif not node.stateful and all(type(p) is Broadcast for p in current) and not self._is_divisible(node):
                 strategy = self._all_broadcast(node)
             else:
                 strategy = self._choose(node, current)
@@ -194,7 +174,7 @@ class _Propagation:
         if flops:
             # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
             # because its gradient would be cheaper to make twice than to move.
-            options = [o for o in options if _divides(o)] or options
+            options = [o for o in options if _divides(o)] or self._divided(node, rule, op) or options
         best, best_cost = None, _INFINITE
         for option in options:
             cost = self._cost(node, option, touched, flops)
@@ -203,6 +183,30 @@ class _Propagation:
         if best is None:
             return self._owner(node, "no placement that its operands can be brought to")
         return best
+
+    def _is_divisible(self, node: Node) -> bool:
+        """Whether it is a product of something made from the batch."""
+        if not any(r in self.origins for r in node.inputs):
+            return False
+        return matmul_flops(node, [self.program.type_of(r) for r in node.inputs]) > 0
+
+    def _divided(self, node: Node, rule: Rule | None, op: OpView) -> list[Strategy]:
+        """Ways to divide a product whose operands are whole or partial, but made from the batch."""
+        found: dict[Strategy, None] = {}
+        for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
+            if rule is None or ref not in self.origins or not t.is_static:
+                continue
+            for dim, size in enumerate(t.shape or ()):
+                as_before = next((s for s in self.origins[ref] if s.extent == size), None)
+                cut = (
+                    split(dim, as_before.sizes, as_before.blocks)
+                    if as_before
+                    else split(dim, even_sizes(size, self.parts))
+                )
+                current: list[Placement] = [B] * len(op.inputs)
+                current[i] = cut
+                found.update((o, None) for o in rule.strategies(op, current) if _divides(o))
+        return list(found)
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
         """Lists passed on, zeroed or added element by element: one placement for operands and result."""
@@ -262,11 +266,11 @@ class _Propagation:
         return (self.name, ref) in self.whole
 
     def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
-        """Raises _NeededWhole when ``ref`` cannot be sent, lies otherwise than ``wanted`` and cannot be made anew."""
+        """Raises NeededWhole when ``ref`` cannot be sent, lies otherwise than ``wanted`` and cannot be made anew."""
         source, t = self.result.produced[ref], self.program.type_of(ref)
         if source in (wanted, O) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return
-        raise _NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
+        raise NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
 
     def _owner(self, node: Node, why: str) -> Strategy:
         """On the first rank only. Operands come broadcast: the others need not have them, but collectives are joint."""
@@ -283,24 +287,29 @@ class _Propagation:
         stacked, are the batch once more.
         """
         found: dict[Split, None] = {}
+        summed = any(type(p) is Partial for p in chosen.outputs)
         for ref, placement, wanted in zip(node.inputs, current, chosen.inputs):
-            if type(wanted) is Broadcast:
-                if type(placement) is Split:
-                    found[placement] = None
+            if type(placement) is Split and (wanted != placement or summed):
+                found[placement] = None
+            if type(wanted) is not Split:
                 found.update(dict.fromkeys(self.origins.get(ref, ())))
         if not found:
             return
         splits = tuple(found)[:_MOST_ORIGINS]
         for ref, out, placement in zip(node.refs(), node.outputs, chosen.outputs):
-            if type(placement) is not Broadcast:
+            if type(placement) is Split:
                 continue
-            self.origins[ref] = splits
+            if type(placement) is Broadcast:
+                self.origins[ref] = splits
             if out.dtype in UNMOVABLE or not out.is_static or not out.shape:
                 continue
             for s in splits:
                 dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == s.extent]
-                if dims:
+                if dims and type(placement) is Partial:
+                    self.origins[ref] = splits  # rows that were added into the batch's rows
+                elif dims:
                     self.result.preferred[ref] = split(dims[0], s.sizes, s.blocks)
+                if dims:
                     break
 
     # -- loops and branches
