@@ -30,7 +30,11 @@ def node_digest(node: Node) -> bytes:
     """Eight bytes that identify a node: name, op, operands, control edges, attributes, types."""
     h = hashlib.blake2b(digest_size=8)
     raw = getattr(node.attrs, "canonical", None)
-    attrs = raw() if raw is not None else _attrs(node.attrs)
+    if node.stateful and node.op != "VarHandleOp" and "shared_name" in node.attrs:
+        # TensorFlow draws the names of tables, queues and iterators anew in each process.
+        attrs = _attrs({k: v for k, v in node.attrs.items() if k != "shared_name"})
+    else:
+        attrs = raw() if raw is not None else _attrs(node.attrs)
     h.update(f"{node.name}\0{node.op}\0{node.inputs}\0{sorted(node.controls)}\0{node.outputs}\0{node.scope}".encode())
     h.update(attrs)
     return h.digest()

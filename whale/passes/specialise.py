@@ -1,11 +1,13 @@
 """Gives every loop and branch its own copies of the functions it calls, so that each can have its own layouts.
 
-Functions that other ops carry (datasets, iterators) run whole: they keep their names and may be shared.
+Functions that other ops carry (datasets, iterators) run whole and may be shared. They are named after the op that
+carries them, too: TensorFlow draws some of their names anew in each process.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import Func
@@ -14,8 +16,11 @@ from whale.rules.graph import BRANCHES, LOOPS
 
 def specialise(program: Program) -> Program:
     """``program`` in which no function body is called from two places; copies are named after node and attribute."""
+    if not program.functions:
+        return program
     functions: dict[str, Program] = {}
     source = dict(program.functions)
+    kept: dict[str, str] = {}
 
     def of_graph(graph: Program, prefix: str) -> Program:
         source.update(graph.functions)
@@ -27,19 +32,26 @@ def specialise(program: Program) -> Program:
         functions[name] = replace(of_graph(source[func.name], name + "/"), name=name)
         return replace(func, name=name)
 
-    def keep(name: str) -> None:
-        if name in source and name not in functions:
-            functions[name] = source[name]
-            for node in source[name].nodes:
-                for _, func in function_refs(node):
-                    keep(func.name)
+    def of_value(value: Any, name: str) -> Any:
+        """``value`` with new names for the functions in it; they are copied as they are, once each."""
+        if isinstance(value, tuple):
+            return tuple(of_value(item, f"{name}{i}") for i, item in enumerate(value))
+        if not isinstance(value, Func) or value.name not in source:
+            return value
+        if value.name not in kept:
+            kept[value.name] = name
+            body = source[value.name]
+            functions[name] = replace(body, name=name, nodes=tuple(with_kept(n, name + "/") for n in body.nodes))
+        return replace(value, name=kept[value.name])
+
+    def with_kept(node: Node, prefix: str) -> Node:
+        changes = {key: of_value(node.attrs[key], f"{prefix}{node.name}/{key}") for key, _ in function_refs(node)}
+        return replace(node, attrs={**node.attrs, **changes}) if changes else node
 
     def of_node(node: Node, prefix: str) -> Node:
         changes: dict[str, object] = {}
         if node.op not in LOOPS and node.op not in BRANCHES:
-            for _, func in function_refs(node):
-                keep(func.name)
-            return node
+            return with_kept(node, prefix)
         for key, value in _function_attrs(node):
             name = f"{prefix}{node.name}/{key}"
             if isinstance(value, tuple):

@@ -30,6 +30,7 @@ class Context:
       comms: the communicators of these ranks, in the same order; empty when there is one rank only.
       comm_name: the name under which the op library finds them.
       programs: number of programs compiled so far, equal on all ranks.
+      elements: number of times that the first rank handed out what it read, equal on all ranks.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Context:
     comm_name: str
     variables: VariableOwner
     programs: int = 0
+    elements: int = 0
     scopes: list[str] = field(default_factory=list)
     scope_count: int = 0
     failed: bool = False

@@ -41,7 +41,7 @@ def unpack_values(data: bytes) -> list[np.ndarray]:
     """
     message = msgspec.msgpack.decode(data, type=_Message)
     if message.error_code:
-        raise tf.errors.exception_type_from_error_code(message.error_code)(None, None, message.error)
+        raise tf.compat.v1.errors.exception_type_from_error_code(message.error_code)(None, None, message.error)
     return [_unpacked(v) for v in message.values]
 
 

@@ -68,7 +68,6 @@ class Session(tf.compat.v1.Session):
         self._plans: dict[Hashable, Compiled] = {}
         self._sources: dict[Hashable, list[Source]] = {}
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
-        self._elements = 0
         self._one_shot: dict[tuple[int, str], tf.Tensor] = {}
         self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph)
@@ -175,8 +174,8 @@ class Session(tf.compat.v1.Session):
         context = self._whale
         if not context.between_processes:
             return self._run_alone(outputs, [], feeds, (options, None))
-        key = f"whale/element/{self._elements}"
-        self._elements += 1
+        key = f"whale/element/{context.elements}"
+        context.elements += 1
         comm = context.comms[0]
         if context.rank > 0:
             return unpack_values(comm.broadcast_bytes(key, None, 0, _ELEMENT_TIMEOUT_S))
