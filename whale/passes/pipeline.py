@@ -18,6 +18,7 @@ from whale.passes.cost import matmul_flops
 from whale.passes.decompose import decompose, is_composite
 from whale.passes.fold import fold
 from whale.passes.group import group
+from whale.passes.hidden import refuse_hidden_updates
 from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
 from whale.passes.propagate import GraphLayout, propagate
@@ -88,6 +89,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             total_flops=total,
         )
         check(expanded, plan)
+        refuse_hidden_updates(expanded, plan)
         _dump(context, "plan", expanded, plan)
     return plan
 

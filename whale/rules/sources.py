@@ -7,7 +7,11 @@ from whale.rules.registry import rule
 
 RULES = (
     rule("Const HostConst Placeholder PlaceholderV2 NoOp Restore RestoreSlice RestoreV2 Assert", REPLICATED),
-    rule("OneShotIterator IteratorGetNext IteratorToStringHandle TensorDataset RepeatDataset", OWNER),
+    rule(
+        "OneShotIterator IteratorGetNext IteratorGetNextSync IteratorGetNextAsOptional IteratorToStringHandle "
+        "MakeIterator ReduceDataset DatasetToSingleElement TensorDataset RepeatDataset",
+        OWNER,
+    ),
     rule("StackV2 StackPushV2 StackPopV2", OWNER),
     rule(
         "TensorArrayV3 TensorArrayGradV3 TensorArrayReadV3 TensorArrayWriteV3 TensorArrayGatherV3 TensorArrayScatterV3",
