@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,6 +12,7 @@ from tensorflow.python.framework import op_def_registry
 from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
 from whale.capture.bodies import body_graph
 from whale.errors import CaptureError
+from whale.ir.collector import no_garbage_collection
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, TensorType
 
@@ -33,18 +32,6 @@ def op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
     if op_def is None:
         return None
     return op_def.is_stateful, tuple(a.name for a in op_def.attr if a.type in ("func", "list(func)"))
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Building ten thousands of small objects that all stay alive makes each collection a waste."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def program_from_graph(

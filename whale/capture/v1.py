@@ -12,9 +12,10 @@ from tensorflow.core.framework import graph_pb2
 from whale.capture.attrs import decode
 from whale.capture.bodies import body_graph
 from whale.capture.captured import Captured, CapturedVariable
-from whale.capture.graph import no_garbage_collection, program_from_graph
+from whale.capture.graph import program_from_graph
 from whale.capture.loops import import_settled
 from whale.errors import CaptureError
+from whale.ir.collector import no_garbage_collection
 from whale.ir.program import Ref
 from whale.ir.values import Dims, TensorType
 

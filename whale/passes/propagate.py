@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, even_sizes, in_runs, split
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import UNMOVABLE, Func
+from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.meet import at_next_turn, behind_branches
 from whale.passes.unsendable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
-from whale.rules.base import OpView, Rule, replicated
+from whale.rules.base import OpView, replicated
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
+from whale.rules.registry import LineRule
 
 _INFINITE = float("inf")
 _MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
@@ -190,13 +191,13 @@ class _Propagation:
             return False
         return matmul_flops(node, [self.program.type_of(r) for r in node.inputs]) > 0
 
-    def _divided(self, node: Node, rule: Rule | None, op: OpView) -> list[Strategy]:
+    def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
         """Ways to divide a product whose operands are whole or partial, but made from the batch."""
         found: dict[Strategy, None] = {}
         for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
             if rule is None or ref not in self.origins or not t.is_static:
                 continue
-            for dim, size in enumerate(t.shape or ()):
+            for dim, size in enumerate(static_shape(t)):
                 as_before = next((s for s in self.origins[ref] if s.extent == size), None)
                 cut = (
                     split(dim, as_before.sizes, as_before.blocks)
