@@ -196,6 +196,7 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
     name, outputs = lowered.name.encode(), lowered.outputs
     pack = _packer(captured)
     what = compiled.program.name
+    several = len(context.ranks) > 1
 
     def call(tensors: list[Any]) -> Any:
         if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
@@ -207,7 +208,12 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
                 action="compute the gradient inside the function that wh.function decorates",
             )
         try:
-            return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
+            if not several:
+                return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
+            context.variables.follow()
+            results = tf_ctx.call_function(name, tensors + fixed, outputs)
+            context.variables.leave()
+            return pack(results)
         except tf.errors.OpError as error:
             raise_comm_error(error, context)
             raise

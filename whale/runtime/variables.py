@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
 from whale.errors import CommError
@@ -19,14 +20,22 @@ if TYPE_CHECKING:
 
 
 class _Entry:
-    """A variable that programs of this run use: its layout (the first plan fixes it) and the copies of other ranks."""
+    """A variable that programs of this run use: its layout (the first plan fixes it) and the copies of other ranks.
 
-    __slots__ = ("copies", "handle", "layout", "name", "variable")
+    ``left`` is the first rank's value as the last step left it, when other ranks of this process have copies.
+    """
+
+    __slots__ = ("copies", "handle", "layout", "left", "name", "variable")
 
     def __init__(self, captured: CapturedVariable, copies: Sequence[Any]):
         self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
         self.layout: Placement = B
         self.copies = tuple(copies)
+        self.left = self.read() if copies else None
+
+    def read(self) -> tf.Tensor:
+        """The first rank's value: the variable's own memory until somebody writes to it."""
+        return gen_resource_variable_ops.read_variable_op(self.handle, self.variable.dtype)
 
 
 class VariableOwner:
@@ -54,6 +63,27 @@ class VariableOwner:
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
 
+    def follow(self) -> None:
+        """Gives what a script assigned since the last step to the copies too: it knows the first rank's variable only.
+
+        Between processes every rank runs the script, and there are no copies.
+        """
+        for entry in self._entries.values():
+            if not entry.copies:
+                return
+            now = entry.read()
+            if not _is_untouched(now, entry.left):
+                for copy in entry.copies:
+                    copy.assign(now)
+                entry.left = now
+
+    def leave(self) -> None:
+        """Remembers the values that a step left, for ``follow``."""
+        for entry in self._entries.values():
+            if not entry.copies:
+                return
+            entry.left = entry.read()
+
     def handles(self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int) -> list[Any]:
         """Handles of the variables behind ``nodes`` for the process's rank number ``position``."""
         by_node = {c.node: c for c in captured}
@@ -63,6 +93,7 @@ class VariableOwner:
 
     def check(self, context: Context) -> None:
         """Raises CommError when a rank's copy of a variable differs from the first rank's."""
+        self.follow()
         for entry in self._entries.values():
             mine = entry.variable.numpy()
             for rank, copy in zip(context.ranks[1:], entry.copies):
@@ -85,6 +116,15 @@ class VariableOwner:
                         expected="equal copies",
                         action="assign to variables on every rank, or inside a step",
                     )
+
+
+def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:
+    """Whether a variable still holds the value that a step left: the same memory, or for little things equal values."""
+    if not now.shape.rank or now.dtype == tf.string:
+        return bool(np.array_equal(now.numpy(), left.numpy()))
+    # While ``left`` is alive, no other value can lie where it does.
+    addresses = [t._numpy_internal().__array_interface__["data"][0] for t in (now, left)]
+    return addresses[0] == addresses[1]
 
 
 def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None:
