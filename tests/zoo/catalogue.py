@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import convolution, graphs, inputs, mlp, modules, normalization, recurrent, transformer
+from tests.zoo import convolution, graphs, inputs, mlp, modules, more, normalization, recurrent, transformer
 from tests.zoo.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -14,6 +14,7 @@ CASES: tuple[Case, ...] = (
     *inputs.CASES,
     *modules.CASES,
     *graphs.CASES,
+    *more.MORE_CASES,
 )
 
 
