@@ -17,7 +17,7 @@ from whale.ir.values import DType, Tensor, TensorType, numpy_dtype
 from whale.passes.fold_lists import refine_lists
 from whale.passes.fold_loops import refine_loops
 from whale.passes.fold_ops import EVALUATORS
-from whale.passes.fold_shapes import STATIC_SHAPE, refined
+from whale.passes.fold_shapes import STATIC_SHAPE, STATIC_SHAPES, refined
 
 LARGEST_ELEMENTS = 4096
 _FOLDED = frozenset(
@@ -106,7 +106,7 @@ class _Folder:
         if node.stateful:
             self.nodes.append(node)
             return
-        if self.loose and (op in STATIC_SHAPE) and any(not t.is_static for t in node.outputs):
+        if self.loose and (op in STATIC_SHAPE or op in STATIC_SHAPES) and any(not t.is_static for t in node.outputs):
             better = refined(node, self._type_of, self._known)
             if better != node.outputs:
                 node = replace(node, outputs=better)

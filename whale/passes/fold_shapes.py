@@ -190,6 +190,40 @@ def _matmul(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
     return (*batch, m, n)
 
 
+def _einsum(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
+    equation = str(node.attrs["equation"]).replace(" ", "")
+    shapes = _shapes(node.inputs, type_of)
+    operands, _, result = equation.partition("->")
+    if shapes is None or "." in equation:
+        return None
+    sizes: dict[str, int | None] = {}
+    for labels, shape in zip(operands.split(","), shapes):
+        for label, size in zip(labels, shape):
+            sizes[label] = size if sizes.get(label) is None else sizes[label]
+    return tuple(sizes.get(label) for label in result)
+
+
+def _gather(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
+    shapes, axis = _shapes(node.inputs[:2], type_of), known(node.inputs[2])
+    if shapes is None or axis is None or node.attrs.get("batch_dims"):
+        return None
+    at = int(axis) % len(shapes[0])
+    return (*shapes[0][:at], *shapes[1], *shapes[0][at + 1 :])
+
+
+def _arg(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
+    shape, axis = type_of(node.inputs[0]).shape, known(node.inputs[1])
+    if shape is None or axis is None:
+        return None
+    gone = int(axis) % len(shape)
+    return (*shape[:gone], *shape[gone + 1 :])
+
+
+def _cross_entropy(node: Node, type_of: TypeOf, known: Known) -> list[Dims] | None:
+    logits = type_of(node.inputs[0]).shape
+    return None if logits is None or len(logits) != 2 else [logits[:1], logits]
+
+
 def _random(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
     return _sizes(known(node.inputs[0]))
 
@@ -209,6 +243,9 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),
     **dict.fromkeys(("StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2"), _random),
     "Select": _second,
+    **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
+    "Einsum": _einsum,
+    "GatherV2": _gather,
     "Reshape": _reshape,
     "Fill": _operand(0),
     "BroadcastTo": _operand(1),
@@ -224,14 +261,24 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+# Of each output, for ops with several.
+STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(
+    ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"), _cross_entropy
+)
+
+
 def refined(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
-    """The output types of ``node`` (one of STATIC_SHAPE) with the sizes that its operands tell."""
-    own = node.outputs[0]
-    shape = STATIC_SHAPE[node.op](node, type_of, known)
-    if shape is None:
-        return node.outputs
+    """The output types of ``node`` with the sizes that its operands tell."""
+    if node.op in STATIC_SHAPES:
+        shapes = STATIC_SHAPES[node.op](node, type_of, known)
+        return node.outputs if shapes is None else tuple(map(_merged, node.outputs, shapes))
+    shape = STATIC_SHAPE[node.op](node, type_of, known) if node.op in STATIC_SHAPE else None
+    return node.outputs if shape is None else (_merged(node.outputs[0], shape), *node.outputs[1:])
+
+
+def _merged(own: TensorType, shape: Dims) -> TensorType:
     if own.shape is not None:
         if len(own.shape) != len(shape):
-            return node.outputs
+            return own
         shape = tuple(b if a is None else a for a, b in zip(own.shape, shape))
-    return (TensorType(own.dtype, shape), *node.outputs[1:])
+    return TensorType(own.dtype, shape)
