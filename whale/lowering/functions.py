@@ -54,6 +54,10 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
             renamed = replace(renamed, effects=tuple(dict.fromkeys((*renamed.effects, *wanted))))
         handles.append(variables)
         main = to_function_def(replace(renamed, inputs=renamed.inputs + variables), prefix)
+        if len(ranks) > 1:
+            # Inlined side by side, equal arithmetic of two ranks would be rewritten in two ways by TensorFlow's
+            # arithmetic optimiser, and their copies of a variable would drift apart by rounding.
+            main.attr["_noinline"].b = True
         definitions.append(main)
         mains.append(main)
     if len(ranks) > 1:
