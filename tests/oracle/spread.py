@@ -33,7 +33,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         )
         program = build(case, setting)
         values = execute(case, program)
-        check_replicas(tolerance=1e-6 if job["dtype"] == "float32" else 1e-15)
+        check_replicas()
         plan = program.plan(program.batches(1)[0])
         program.close()
     finally:

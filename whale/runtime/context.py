@@ -179,19 +179,14 @@ def shutdown() -> None:
         comm.leave()
 
 
-def check_replicas(tolerance: float = 0.0) -> None:
+def check_replicas() -> None:
     """Compares the copies of all broadcast variables; collective.
-
-    Args:
-      tolerance: largest difference between ranks of one process, relative to the variable's largest value or 1.
-        TensorFlow optimises each rank's graph on its own, and may round the last bit of equal arithmetic differently.
-        Copies in different processes have to be equal bit by bit.
 
     Raises:
       CommError: a copy differs from the first rank's, with variable, rank and largest difference.
     """
     context = current("wh.check_replicas()")
-    context.variables.check(context, tolerance)
+    context.variables.check(context)
 
 
 def _at_exit() -> None:

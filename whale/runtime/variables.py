@@ -91,13 +91,13 @@ class VariableOwner:
             return [by_node[n].handle for n in nodes]
         return [self._entries[id(by_node[n].handle)].copies[position - 1].handle for n in nodes]
 
-    def check(self, context: Context, tolerance: float) -> None:
+    def check(self, context: Context) -> None:
         """Raises CommError when a rank's copy of a variable differs from the first rank's."""
         self.follow()
         for entry in self._entries.values():
             mine = entry.variable.numpy()
             for rank, copy in zip(context.ranks[1:], entry.copies):
-                _compare(entry.name, rank, mine, copy.numpy(), tolerance)
+                _compare(entry.name, rank, mine, copy.numpy())
         if context.between_processes:
             self._check_between_processes(context)
 
@@ -127,12 +127,10 @@ def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:
     return addresses[0] == addresses[1]
 
 
-def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray, tolerance: float) -> None:
+def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None:
     if np.array_equal(first, other, equal_nan=first.dtype.kind == "f"):
         return
     gap = np.max(np.abs(first.astype(np.float64) - other.astype(np.float64)))
-    if gap <= tolerance * max(1.0, float(np.max(np.abs(first.astype(np.float64))))):
-        return
     raise CommError(
         "a variable differs between ranks",
         variable=name,
