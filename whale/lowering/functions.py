@@ -55,7 +55,7 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
         handles.append(variables)
         main = to_function_def(replace(renamed, inputs=renamed.inputs + variables), prefix)
         if len(ranks) > 1:
-            # Inlined side by side, or specialised to the results that are read (the first rank's only), equal arithmetic
+            # Inlined side by side, or specialised to the results that are read (the first rank's), equal arithmetic
             # of two ranks would be rewritten in two ways by TensorFlow's optimiser, and their copies of a variable
             # would drift apart by rounding.
             main.attr["_noinline"].b = main.attr["_nospecialize"].b = True
