@@ -65,6 +65,19 @@ KEYS: tuple[Key, ...] = (
         "rows of the global batch for each rank; empty = as equal as possible",
         minimum=0,
     ),
+    Key(
+        "sync_batch_norm",
+        "bool",
+        False,
+        "normalise batches by the statistics of the whole batch, as one device does; else by those of each rank's rows",
+    ),
+    Key(
+        "random",
+        "str",
+        "local",
+        "local: each rank draws the random rows that it holds; global: every rank draws what one device would",
+        choices=("local", "global"),
+    ),
     Key("batch.inputs", "list[str]", (), "names of the inputs whose dimension 0 is the batch; empty = found by size"),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(
@@ -217,7 +230,7 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
         value = float(value) if type(value) is int else value
         element, parts = float, (value,)
     else:
-        element, parts = {"str": str, "int": int}[key.type], (value,)
+        element, parts = {"str": str, "int": int, "bool": bool}[key.type], (value,)
     # type() instead of isinstance(): True is an int in Python, and never a number of bytes.
     if any(type(part) is not element for part in parts):
         raise wrong()
@@ -235,6 +248,8 @@ def _parse(key: Key, text: str) -> Any:
     try:
         if key.type == "int":
             return int(text)
+        if key.type == "bool":
+            return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
         if key.type == "float":
             return float(text)
         if key.type.startswith("list"):

@@ -16,7 +16,7 @@ from whale.runtime.context import check_replicas
 
 name, dtype, optimizer, shares, folder = sys.argv[1:]
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
-wh.init(wh.Config({"replica.shares": rows}))
+wh.init(wh.Config({"replica.shares": rows, "sync_batch_norm": True, "random": "global"}))
 case = case_named(name)
 setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), wh.replica)
 program = build(case, setting)

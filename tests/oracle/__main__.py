@@ -7,11 +7,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import os
+import queue
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tensorflow as tf
-from rich.progress import track
+from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from tests.oracle.compare import Outcome, compare
 from tests.oracle.matrix import SPREADS, Run, Spread, all_runs
@@ -29,12 +34,14 @@ def main() -> int:
     parser.add_argument("--optimizer", help="default: the case's first")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shares", default="", help="rows per rank, for example 5,3,0")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="pairs of workers, with --table")
     parser.add_argument("--no-gradients", action="store_true", help="do not fetch gradients")
     parser.add_argument("--scoped", action="store_true", help="build the model inside wh.replica()")
     options = parser.parse_args()
     cases = [case_named(name) for name in options.case] if options.case else list(CASES)
     if options.table:
-        return full(options.table, [run for flavour in flavours() for run in all_runs(cases, flavour)])
+        runs = [run for flavour in flavours() for run in all_runs(cases, flavour)]
+        return full(options.table, runs, options.jobs)
     if not options.case:
         parser.error("give --case or --table")
     shares = tuple(int(part) for part in options.shares.split(",") if part)
@@ -68,17 +75,31 @@ def judged(pool: Pool, run: Run) -> tuple[Outcome | None, list[str]]:
     return outcome, outcome.problems(run)
 
 
-def full(path: Path, runs: list[Run]) -> int:
-    """The full matrix; a failed run does not stop the others."""
-    outcomes: dict[Run, Outcome | None] = {}
-    failures: dict[Run, list[str]] = {}
-    with Pool() as pool:
-        # By reference, so that workers change as seldom as possible.
-        for run in track(runs, description=f"{len(runs)} runs"):
-            outcomes[run], problems = judged(pool, run)
-            if problems:
-                failures[run] = problems
-                print(f"{run}: {'; '.join(problems)}", file=sys.stderr)
+def full(path: Path, runs: list[Run], jobs: int) -> int:
+    """The full matrix; a failed run does not stop the others. ``jobs`` pairs of workers share the cases."""
+    results: dict[Run, tuple[Outcome | None, list[str]]] = {}
+    # A case stays with one pair of workers, which has its reference.
+    cases = queue.SimpleQueue[list[Run]]()
+    for _, of_case in itertools.groupby(runs, key=lambda run: (run.flavour, run.name)):
+        cases.put(list(of_case))
+
+    def work(progress: Progress, task: TaskID) -> None:
+        with Pool() as pool:
+            while not cases.empty():
+                with contextlib.suppress(queue.Empty):
+                    for run in cases.get_nowait():
+                        results[run] = judged(pool, run)
+                        progress.advance(task)
+                        if wrong := "; ".join(results[run][1]):
+                            progress.console.print(f"{run}: {wrong}", markup=False, highlight=False)
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns) as progress, ThreadPoolExecutor(jobs) as threads:
+        task = progress.add_task("runs", total=len(runs))
+        for done in [threads.submit(work, progress, task) for _ in range(jobs)]:
+            done.result()
+    outcomes = {run: results[run][0] for run in runs}
+    failures = {run: results[run][1] for run in runs if results[run][1]}
     path.write_text(table(outcomes, failures))
     print(f"{len(runs) - len(failures)} of {len(runs)} runs as one device; table in {path}")
     return int(bool(failures))

@@ -20,7 +20,13 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         `split_flops_fraction` and `logical_bytes` of the plan that ran.
     """
     case = case_named(job["case"])
-    config = {"communication.transport": "in-process", "cluster.ranks": job["ranks"], "replica.shares": job["shares"]}
+    config = {
+        "communication.transport": "in-process",
+        "cluster.ranks": job["ranks"],
+        "replica.shares": job["shares"],
+        "sync_batch_norm": True,
+        "random": "global",
+    }
     wh.init(wh.Config(config))
     try:
         setting = Setting(

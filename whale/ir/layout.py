@@ -1,4 +1,4 @@
-"""How a tensor lies over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, or ``O`` (first rank only).
+"""How a tensor lies over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
 
 Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layout`` is a tuple of them, one per axis.
 """
@@ -16,7 +16,7 @@ from whale.ir.values import Dims
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 _PLACEMENT = re.compile(
-    rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)"
+    rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|own\[(?P<rows>\d+(,\d+)*)\]"
     r"|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?"
 )
 
@@ -82,7 +82,24 @@ class Owner:
         return "O"
 
 
-Placement = Split | Broadcast | Partial | Owner
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Every coordinate holds a value of its own, of the whole shape, made from its own rows: batch statistics that are
+    local on purpose. As one value it is their average, weighted by ``rows``: a sum of which each coordinate holds
+    ``rows[i] / sum(rows)`` times its own value.
+    """
+
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"own[{','.join(map(str, self.rows))}]"
+
+    def share(self, coordinate: int) -> float:
+        """The weight of ``coordinate`` in the average."""
+        return self.rows[coordinate] / sum(self.rows)
+
+
+Placement = Split | Broadcast | Partial | Owner | Own
 Layout = tuple[Placement, ...]
 
 B = Broadcast()
@@ -155,11 +172,14 @@ def parse_placement(text: str) -> Placement:
     """Inverse of ``str(placement)``.
 
     Raises:
-      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``, ``B``, ``P(op)``, ``O``.
+      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``, ``B``, ``P(op)``, ``O``, ``own[n,...]``.
     """
     match = _PLACEMENT.fullmatch(text)
     if match is None:
-        raise ValueError(f"not a placement: {text!r}; expected S(dim)[sizes], S(dim)[sizes]*blocks, B, P(op) or O")
+        expected = "S(dim)[sizes], S(dim)[sizes]*blocks, B, P(op), O, own[rows]"
+        raise ValueError(f"not a placement: {text!r}; expected {expected}")
+    if match["rows"]:
+        return Own(tuple(map(int, match["rows"].split(","))))
     if match["op"]:
         return Partial(match["op"])
     if match["dim"]:
@@ -177,12 +197,14 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
       tensor_bytes: bytes of the whole tensor, T.
     """
     others = size - 1
-    if source == target or others == 0 or isinstance(source, Broadcast):
+    if source == target or others == 0 or isinstance(source, Broadcast) or isinstance(target, Own):
         return 0
     if isinstance(source, Partial):
         return (2 if isinstance(target, Broadcast) else 1) * others * tensor_bytes  # to another reduction by way of S
     if isinstance(target, Partial):
         return 0
+    if isinstance(source, Own):
+        return moved_bytes(P_SUM, target, tensor_bytes, size)
     if isinstance(target, Broadcast):
         return others * tensor_bytes
     if isinstance(source, Split) and isinstance(target, Split) and (in_runs(source) or in_runs(target)):

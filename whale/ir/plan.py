@@ -63,6 +63,7 @@ class Plan:
       reshards: all changes of layout that the run makes.
       returned: graph name -> placements in which the graph's outputs leave it.
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
+      exceptions: what the run computes otherwise than one device, in words.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
     """
 
@@ -76,6 +77,7 @@ class Plan:
     returned: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     reshards: tuple[Reshard, ...] = ()
     unruled: Mapping[str, int] = field(default_factory=dict)
+    exceptions: tuple[str, ...] = ()
     split_flops: int = 0
     total_flops: int = 0
 
@@ -131,6 +133,7 @@ class Plan:
                     for r in self.reshards
                 ],
                 unruled=dict(self.unruled),
+                exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
                 total_flops=self.total_flops,
             )
@@ -154,6 +157,7 @@ class _File(msgspec.Struct):
     unruled: dict[str, int]
     split_flops: int
     total_flops: int
+    exceptions: list[str] = []
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -196,6 +200,7 @@ def _plan(f: _File) -> Plan:
             for g, n, i, s, t, k, b, gr, o in f.reshards
         ),
         unruled=f.unruled,
+        exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,
         total_flops=f.total_flops,
     )

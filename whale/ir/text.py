@@ -344,6 +344,9 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
     )
     out += _traffic(plan, moving, rows)
+    if plan.exceptions:
+        out.append("Not as on one device")
+        out += [f"  {line}" for line in plan.exceptions]
     if plan.unruled:
         out.append("Ops without a rule (every rank computes them whole, or the first rank runs them)")
         table = sorted(plan.unruled.items(), key=lambda kv: -kv[1])

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 
 from whale.errors import LayoutError
-from whale.ir.layout import B, Broadcast, Owner, Partial, Placement, Split, identity_value, in_runs, local_shape, split
+from whale.ir.layout import (
+    B,
+    Broadcast,
+    Own,
+    Owner,
+    Partial,
+    Placement,
+    Split,
+    identity_value,
+    in_runs,
+    local_shape,
+    split,
+)
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype, static_shape
@@ -92,6 +104,13 @@ class Emitter:
                 (TensorType("int32", (None,)),),
             )
         return self.add(name, "Fill", (dims, scalar), {"T": DType(t.dtype), "index_type": DType("int32")}, (t,))
+
+    def weighted(self, name: str, source: Ref, t: TensorType, weight: float) -> Ref:
+        """``source`` times ``weight``; zeros, whatever ``source`` holds, where that is 0."""
+        if weight == 0:
+            return self.fill(name, source, t, "sum")
+        factor = self.const(name + "/weight", np.array(weight, numpy_dtype(t.dtype)))
+        return self.add(name, "Mul", (source, factor), {"T": DType(t.dtype)}, (t,))
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
         """This rank's slice of a tensor that every rank has."""
@@ -207,6 +226,8 @@ def _with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
 def is_joint(r: Reshard) -> bool:
     """Whether all ranks have to take part in the change, those too that do not need its result."""
     have, want = type(r.source), type(r.target)
+    if Own in (have, want):
+        return False
     return have is not Broadcast and want is not Owner and not (have is Split and want is Partial)
 
 
@@ -232,6 +253,11 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     if isinstance(have, Owner):
         return _from_first(e, name, local, r, t)
     assert local is not None, r
+    if isinstance(have, Own) and isinstance(want, Partial):
+        return e.weighted(name, local, t, have.share(e.rank))
+    if isinstance(want, Own) and isinstance(have, Partial):
+        share = want.share(e.rank)
+        return e.weighted(name, local, t, 1 / share if share else 0.0)
     if isinstance(want, Owner):
         return local if e.rank == 0 else None
     if isinstance(have, Broadcast):

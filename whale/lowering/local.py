@@ -12,10 +12,10 @@ from whale.errors import PlanError
 from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_shape
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, topological
-from whale.ir.values import UNMOVABLE, Shape, TensorType, numpy_dtype
+from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
 from whale.lowering.emit import COMMUNICATION, Emitter, emit_reshard, is_joint
 from whale.rules import rule_of
-from whale.rules.base import UNCHANGED, Local
+from whale.rules.base import UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
 
@@ -240,7 +240,7 @@ class _Localiser:
                     return
             rule = rule_of(node.op)
             assert rule is not None, node.op
-            edit = rule.localize(op, strategy, self.rank)
+            edit = rule.localize(op, _as_whole(strategy), self.rank)
         inputs = []
         for i, (ref, placement) in enumerate(zip(node.inputs, strategy.inputs)):
             if i in edit.consts:
@@ -248,6 +248,11 @@ class _Localiser:
                 continue
             found = self.get(ref, placement)
             assert found is not None, (node.name, ref, placement)
+            if i in edit.added:
+                operand = f"{name}/whale_operand_{i}"
+                t = self.program.type_of(ref)
+                both = (found, e.const(f"{operand}/added", edit.added[i]))
+                found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             inputs.append(found)
         outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
@@ -304,3 +309,9 @@ class _Localiser:
                 changed["parallel_iterations"] = 1
             return changed, node.op.removeprefix("Stateless")
         return changed, node.op
+
+
+def _as_whole(strategy: Strategy) -> Strategy:
+    """To a rank, a value of its own is a whole tensor."""
+    inputs, outputs = map(as_whole, strategy.inputs), map(as_whole, strategy.outputs)
+    return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, O, Owner, Partial, Placement, Split, Strategy, moved_bytes
+from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy, moved_bytes
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.rules import rule_of
+from whale.rules.base import as_whole, with_own
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, recreatable, view
+from whale.rules.norm import own_moments
 
 _AGAIN = "make the plan again with `whale plan`"
 
@@ -65,6 +67,8 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         for ref, placement in zip(node.inputs, strategy.inputs):
             _check_available(program, graph, node, ref, placement, produced, plan)
         _check_legal(program, node, strategy, plan.size)
+        if any(isinstance(p, Own) for p in strategy.inputs):
+            _check_contributed(program, graph, node, plan)
         for ref, placement in zip(node.refs(), strategy.outputs):
             _check_sizes(program, node, ref, placement, plan.size)
             produced[ref] = placement
@@ -155,6 +159,27 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
 
 
+def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
+    """What meets or becomes a rank's own value is what its rows contribute: nothing was reduced and put back before."""
+    strategies, seen = plan.strategies[graph], set()
+    stack = list(zip(node.inputs, strategies[node.name].inputs))
+    while stack:
+        ref, placement = stack.pop()
+        if (ref, placement) in seen or not isinstance(placement, Own | Partial):
+            continue
+        seen.add((ref, placement))
+        made = program.by_name[ref.node]
+        before = plan.reshard_of.get((graph, ref, placement))
+        if before is not None and not {type(before.source), type(placement)} <= {Own, Partial}:
+            raise _fail(made, f"{ref}, {before.source} made {placement} on the way to {node.name}", "no reduction")
+        if before is not None and Partial in (type(before.source), type(placement)) and P_SUM not in (
+            before.source, placement
+        ):
+            raise _fail(made, f"{ref} {before.source} -> {placement}", "a sum")
+        if isinstance(strategies[made.name].outputs[ref.index], Partial):
+            stack += zip(made.inputs, strategies[made.name].inputs)
+
+
 def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -> None:
     if node.op in LOOPS:
         if strategy.inputs != strategy.outputs and not strategy.once:
@@ -180,7 +205,11 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
         return
     if rule is None:
         raise _fail(node, strategy, "replicated: the op has no rule")
-    options = rule.strategies(view(program, node, parts), strategy.inputs, strategy.outputs)
+    op = view(program, node, parts)
+    options = rule.strategies(op, [as_whole(p) for p in strategy.inputs], [as_whole(p) for p in strategy.outputs])
+    if any(isinstance(p, Own) for p in strategy.inputs + strategy.outputs) and not node.stateful:
+        moments = own_moments(op, strategy.inputs[0]) if strategy.inputs else None
+        options = [found for o in options if (found := with_own(o, strategy.inputs))] + ([moments] if moments else [])
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
         raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
 

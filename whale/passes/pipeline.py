@@ -8,9 +8,9 @@ from pathlib import Path
 
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Split
+from whale.ir.layout import Own, Split
 from whale.ir.plan import Plan
-from whale.ir.program import Program
+from whale.ir.program import Program, Ref
 from whale.passes.annotate import annotate, task_graphs
 from whale.passes.batch import batch_inputs
 from whale.passes.check import check
@@ -21,22 +21,30 @@ from whale.passes.group import group
 from whale.passes.hidden import refuse_hidden_updates
 from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
-from whale.passes.propagate import GraphLayout, propagate
+from whale.passes.propagate import GraphLayout, Semantics, propagate
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
 from whale.passes.specialise import specialise
+from whale.passes.statistics import half_own, own_statistics
 from whale.passes.unpack import unpack
+from whale.rules import rule_of
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """What planning needs beside the program: ranks, their names, and the user's choices (see whale.config)."""
+    """What planning needs beside the program: ranks, their names, and the user's choices (see whale.config).
+
+    ``own_statistics`` and ``own_streams`` give up the equality with one device: batch statistics are of each rank's
+    rows, random rows are drawn by each rank.
+    """
 
     size: int
     devices: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
     marked_inputs: tuple[str, ...] = ()
     group_bytes: int = 4 << 20
+    own_statistics: bool = False
+    own_streams: bool = False
     dump: str = ""
 
 
@@ -85,6 +93,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             returned={g: layout.outputs for g, layout in layouts.items()},
             reshards=reshards,
             unruled=_unruled(expanded, layouts, reshards),
+            exceptions=_exceptions(expanded, layouts[""]) if context.size > 1 else (),
             split_flops=divided,
             total_flops=total,
         )
@@ -96,7 +105,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
 
 def expand(program: Program, batch: Sequence, context: PlanContext) -> Program:
     """``program`` with the composite ops replaced whose batch is divided; the rest stays fused."""
-    if context.size == 1 or not any(is_composite(n) for n in program.nodes):
+    if context.size == 1 or context.own_statistics or not any(is_composite(n) for n in program.nodes):
         return program
     layout = _layouts(program, batch, context)[""]
     divided = {
@@ -124,7 +133,39 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 def _layouts(program: Program, batch: Sequence, context: PlanContext) -> dict[str, GraphLayout]:
     divided = {b.name: b.placement for b in batch} if context.size > 1 else {}
-    return propagate(program, context.size, divided)
+    whole: set[Ref] = set()
+    while True:
+        statistics = own_statistics(program, whole) if context.own_statistics and divided else None
+        layouts = propagate(program, context.size, divided, Semantics(statistics, context.own_streams))
+        mixed = half_own(program, layouts[""], statistics) if statistics is not None else set()
+        if not mixed:
+            return layouts
+        whole |= mixed
+
+
+def _exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
+    """What the run computes otherwise than one device, in words."""
+    statistics = [
+        n for n in program.nodes if is_composite(n) and any(type(layout.produced[r]) is Own for r in n.refs())
+    ]
+    means = [r for r, p in layout.preferred.items() if type(p) is Own]
+    drawn = [
+        n
+        for n in program.nodes
+        if (rule := rule_of(n.op)) is not None
+        and rule.own_stream
+        and any(type(p) is Split for p in layout.strategies[n.name].outputs)
+    ]
+    fused = sum("Grad" not in n.op for n in statistics)
+    found = []
+    if means or fused:
+        found.append(
+            f"batch statistics of each rank's own rows in {fused + len(means) // 2} normalisations"
+            " (sync_batch_norm=true: of the whole batch)"
+        )
+    if drawn:
+        found.append(f"{len(drawn)} random tensors drawn by each rank for its own rows (random=global: as one device)")
+    return tuple(found)
 
 
 def _flops(program: Program, layouts: dict[str, GraphLayout]) -> tuple[int, int]:

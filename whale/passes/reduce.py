@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from whale.ir.layout import B, Broadcast, Partial, Split, Strategy
+from whale.ir.layout import B, Broadcast, Own, Partial, Split, Strategy
 from whale.ir.program import Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
@@ -55,6 +55,8 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
     network.add_nodes_from((_SOURCE, _SINK))
     wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
     forced: set[str] = set()
+    contributions = _contributions(program, layout)
+    forced |= contributions & flexible
     returned_partial = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is Partial}
     for node in program.nodes:
         strategy = layout.strategies[node.name]
@@ -71,7 +73,10 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             if fixed and ref in returned_partial:
                 forced.add(origin)
             for reader, operand in program.consumers.get(ref, ()):
-                if type(layout.strategies[reader.name].inputs[operand]) is not Partial:
+                wanted = layout.strategies[reader.name].inputs[operand]
+                if type(wanted) is Own:
+                    continue
+                if type(wanted) is not Partial:
                     network.add_edge(ref, _SINK)
                 elif reader.name in flexible:
                     network.add_edge(ref, reader.name)
@@ -90,6 +95,28 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
     for name in forced:
         network.add_edge(_SOURCE, name, capacity=float("inf"))
     return network
+
+
+def _contributions(program: Program, layout: GraphLayout) -> set[str]:
+    """Nodes whose partial sums meet or become each rank's own values: they must stay what each rank contributed."""
+    stack: list[str] = []
+    for node in program.nodes:
+        strategy = layout.strategies[node.name]
+        for ref, placement in zip(node.inputs, strategy.inputs):
+            if type(placement) is Own:
+                stack += [ref.node] if type(layout.produced[ref]) is Partial else []
+                stack += [node.name] if any(type(p) is Partial for p in strategy.outputs) else []
+    found: set[str] = set()
+    while stack:
+        name = stack.pop()
+        if name in found:
+            continue
+        found.add(name)
+        node = program.by_name[name]
+        for ref, placement in zip(node.inputs, layout.strategies[name].inputs):
+            if type(placement) is Partial and type(layout.produced[ref]) is Partial:
+                stack.append(ref.node)
+    return found
 
 
 def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str) -> float | None:

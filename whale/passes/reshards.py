@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.ir.layout import B, Broadcast, Partial, Placement, moved_bytes
+from whale.ir.layout import P_SUM, B, Broadcast, Own, Partial, Placement, moved_bytes
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagate import GraphLayout
@@ -37,6 +37,17 @@ def _of_tensor(
     graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
 ) -> list[Reshard]:
     tensor = program.type_of(ref)
+    own = {t: why for t, why in targets.items() if type(t) is Own}
+    if own:
+        # What each rank contributed, before any of it is reduced.
+        rest = {t: why for t, why in targets.items() if type(t) is not Own}
+        rows = _of_tensor(graph, program, ref, source, rest, parts) if rest else []
+        return rows + [_row(graph, ref, source, t, 0, why) for t, why in own.items()]
+    if type(source) is Own:
+        # As one value it is a weighted sum over the ranks.
+        first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
+        rest = {t: why for t, why in targets.items() if t != P_SUM}
+        return [first] + (_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
     whole = next((t for t in targets if type(t) is Broadcast), None)
     if whole is None and (
         (isinstance(source, Partial) and any(isinstance(t, Partial) for t in targets))
@@ -49,7 +60,9 @@ def _of_tensor(
     rows = []
     for target in sorted(targets, key=lambda t: type(t) is not Broadcast):
         start = whole if whole is not None and target != whole else source
-        moved = moved_bytes(start, target, tensor.bytes, parts)
-        key = f"{graph}/{ref}>{target}"
-        rows.append(Reshard(graph, ref, start, target, key, moved, origin=f"for {targets[target]}"))
+        rows.append(_row(graph, ref, start, target, moved_bytes(start, target, tensor.bytes, parts), targets[target]))
     return rows
+
+
+def _row(graph: str, ref: Ref, source: Placement, target: Placement, moved: int, why: str) -> Reshard:
+    return Reshard(graph, ref, source, target, f"{graph}/{ref}>{target}", moved, origin=f"for {why}")

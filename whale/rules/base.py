@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from whale.ir.layout import B, Placement, Strategy, local_shape
+from whale.ir.layout import B, Own, Placement, Strategy, local_shape
 from whale.ir.program import Node
 from whale.ir.values import Dims, TensorType
 
@@ -49,12 +49,14 @@ class Local:
       consts: operand number -> a fresh local constant (shapes, multiples, slice bounds).
       op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
       divide_by: the first output is divided by this afterwards (the global count of a mean).
+      added: operand number -> what is added to it (a seed of the rank's own).
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
     consts: Mapping[int, np.ndarray] = field(default_factory=dict)
     op: str | None = None
     divide_by: float | None = None
+    added: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 UNCHANGED = Local()
@@ -86,6 +88,29 @@ class Rule(Protocol):
 def replicated(op: OpView) -> Strategy:
     """Every coordinate computes the whole op."""
     return Strategy((B,) * len(op.inputs), (B,) * len(op.outputs), "replicated")
+
+
+def as_whole(placement: Placement) -> Placement:
+    """A value of its own is a whole tensor to the rank that holds it."""
+    return B if type(placement) is Own else placement
+
+
+def with_own(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
+    """``option``, which takes some operands whole, for operands that each rank has as its own value.
+
+    Any op without side effects may do that: what it makes of whole operands is then each rank's own as well, what it
+    makes of rows or partial sums stays such. None: ``current`` are own values of different rows, or ``option`` wants
+    one of them in another placement.
+    """
+    own = {p for p in current if type(p) is Own}
+    if len(own) != 1:
+        return None
+    inputs = tuple([c if type(c) is Own else p for p, c in zip(option.inputs, current)])
+    if any(type(c) is Own and p != B for p, c in zip(option.inputs, current)):
+        return None
+    one = next(iter(own))
+    outputs = tuple([one if p == B else p for p in option.outputs])
+    return Strategy(inputs, outputs, option.why)
 
 
 def local_input_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:

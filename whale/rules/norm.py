@@ -1,8 +1,9 @@
-"""Normalisations. Training batch norm is cut by channels only: its statistics are over the whole batch (the form that
-is cut by batch is decomposed elsewhere)."""
+"""Normalisations. Training batch norm is cut by channels: its statistics are over the whole batch (the form that is cut
+by batch is decomposed elsewhere), or each rank's own."""
 
 from __future__ import annotations
 
+from whale.ir.layout import P_SUM, B, Own, Placement, Split, Strategy
 from whale.rules.base import OpView
 from whale.rules.convolution import image
 from whale.rules.registry import rule
@@ -40,6 +41,23 @@ def fused_batch_norm_grad(op: OpView) -> str:
     if len(op.inputs) == 6:
         reserve.append("c" if op.inputs[5].shape is None else ".")
     return f"{x}, {x}, c, {', '.join(reserve)} -> {image(op, 'x', 'c', b.rstrip('+'), _default(op))}, c, c, =., =."
+
+
+_FORWARD = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
+_BACKWARD = frozenset({"FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"})
+
+
+def own_moments(op: OpView, rows: Placement) -> Strategy | None:
+    """A training batch norm, or its gradient, whose statistics are those of each rank's rows; None for other ops."""
+    if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not sum(rows.sizes):
+        return None
+    own = Own(rows.sizes)
+    if op.node.op in _FORWARD:
+        return Strategy((rows, B, B, B, B), (rows, *[own] * (len(op.outputs) - 1)), "statistics of its own rows")
+    if op.node.op in _BACKWARD:
+        saved = [own] * (len(op.inputs) - 3)
+        return Strategy((rows, rows, B, *saved), (rows, P_SUM, P_SUM, P_SUM, P_SUM), "statistics of its own rows")
+    return None
 
 
 RULES = (

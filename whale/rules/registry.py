@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib import import_module
 
@@ -47,6 +47,8 @@ class LineRule:
       known: outputs that are known without running the op.
       produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
       any_partial: the output is right as a partial of any kind (empty lists).
+      own_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
+        own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
     """
 
     op: str
@@ -59,9 +61,12 @@ class LineRule:
     known: Known | None = field(default=None, repr=False)
     produces_any: bool = False
     any_partial: bool = False
+    own_stream: str = ""
 
-    def line_of(self, op: OpView) -> str:
-        """The line of the notation that holds for this op."""
+    def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
+        """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
+        if self.own_stream and any(isinstance(p, Split) for p in outputs):
+            return self.own_stream
         return self.spec if isinstance(self.spec, str) else self.spec(op)
 
     def strategies(
@@ -75,7 +80,7 @@ class LineRule:
         Raises:
           RuleError: the rule does not fit the op.
         """
-        line = self.line_of(op)
+        line = self.line_of(op, wanted)
         if line == OWNER:
             return []
         texts = (self.lin, self.mono, self.copy)
@@ -93,7 +98,7 @@ class LineRule:
         """See ``Rule.localize``."""
         if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
-        line = parse(self.line_of(op))
+        line = parse(self.line_of(op, strategy.outputs))
         consts: dict[int, np.ndarray] = {}
         if any(t.kind == "role" for t in line.inputs):
             consts = roles.constants(line, op, strategy, coordinate)
@@ -102,7 +107,7 @@ class LineRule:
         more = self.local(op, strategy, coordinate)
         if not consts:
             return more
-        return Local(more.attrs, {**consts, **more.consts}, more.op, more.divide_by)
+        return replace(more, consts={**consts, **more.consts})
 
     def text(self) -> str:
         """The rule in one line, for people."""
@@ -113,7 +118,7 @@ class LineRule:
             if value is not None:
                 words.append(f"{name}={'by op' if callable(value) else value}")
         words += [f"reduce={self.reduce}"] * (self.reduce != "sum")
-        words += [n for n in ("produces_any", "any_partial") if getattr(self, n)]
+        words += [n for n in ("produces_any", "any_partial", "own_stream") if getattr(self, n)]
         return "  ".join(words)
 
 
@@ -129,10 +134,12 @@ def rule(
     known: Known | None = None,
     produces_any: bool = False,
     any_partial: bool = False,
+    own_stream: str = "",
 ) -> tuple[LineRule, ...]:
     """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
     return tuple(
-        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial) for n in names.split()
+        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, own_stream)
+        for n in names.split()
     )
 
 

@@ -45,6 +45,8 @@ def plan_context(context: Context) -> PlanContext:
         shares=tuple(config["replica.shares"]),
         marked_inputs=tuple(config["batch.inputs"]),
         group_bytes=config["communication.group_bytes"],
+        own_statistics=not config["sync_batch_norm"],
+        own_streams=config["random"] == "local",
         dump=config["dump"] if context.rank == 0 else "",
     )
 
