@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whale.ir.layout import Broadcast, Partial, Placement
+from whale.ir.layout import Broadcast, Own, Partial, Placement
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagate import GraphLayout
@@ -63,7 +63,9 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
             return base
         if r.key not in result:
             start = base if r.source == layout.produced[ref] else through(ref, r.source)
-            result[r.key] = start + (r.bytes > 0 or isinstance(r.source, Partial))
+            # A sum of unknown size has no bytes here, but moves some.
+            moves = r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, Own | Partial))
+            result[r.key] = start + moves
         return result[r.key]
 
     for node in program.nodes:
