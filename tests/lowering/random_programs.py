@@ -17,7 +17,8 @@ from tests.programs import Builder
 from whale.ir.layout import P_MAX, P_SUM, B, O, Placement, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.propagate import GraphLayout, Semantics, _Propagation
+from whale.passes.own import Semantics
+from whale.passes.propagate import GraphLayout, _Propagation
 from whale.passes.propagate import Strategy as Choice
 
 Draw = Callable[[Any], Any]

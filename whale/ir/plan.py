@@ -63,8 +63,8 @@ class Plan:
       reshards: all changes of layout that the run makes.
       returned: graph name -> placements in which the graph's outputs leave it.
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
-      exceptions: what the run computes otherwise than one device, in words.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
+      exceptions: what the run computes otherwise than one device, in words.
     """
 
     program: str
@@ -77,9 +77,9 @@ class Plan:
     returned: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     reshards: tuple[Reshard, ...] = ()
     unruled: Mapping[str, int] = field(default_factory=dict)
-    exceptions: tuple[str, ...] = ()
     split_flops: int = 0
     total_flops: int = 0
+    exceptions: tuple[str, ...] = ()
 
     @property
     def logical_bytes(self) -> int:

@@ -21,7 +21,8 @@ from whale.passes.group import group
 from whale.passes.hidden import refuse_hidden_updates
 from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
-from whale.passes.propagate import GraphLayout, Semantics, propagate
+from whale.passes.own import Semantics
+from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
 from whale.passes.specialise import specialise

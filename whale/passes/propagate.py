@@ -10,20 +10,19 @@ by ``whale.passes.reduce``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy, even_sizes, in_runs, split
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import FLOATING, UNMOVABLE, Func, static_shape
+from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.meet import at_next_turn, behind_branches
-from whale.passes.statistics import OwnStatistics
+from whale.passes.own import AS_ONE_DEVICE, OwnRows, Semantics
 from whale.passes.unsendable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
-from whale.rules.base import OpView, as_whole, replicated, with_own
+from whale.rules.base import OpView, replicated
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
-from whale.rules.norm import own_moments
 from whale.rules.registry import LineRule
 
 _INFINITE = float("inf")
@@ -53,21 +52,8 @@ class GraphLayout:
         return self.preferred.get(ref) or self.produced[ref]
 
 
-@dataclass(frozen=True)
-class Semantics:
-    """What is each rank's own on purpose, and so not what one device computes.
-
-    Attributes:
-      statistics: batch statistics of each rank's rows; None: of the whole batch.
-      streams: random tensors that hold rows are drawn by each rank from a stream of its own.
-    """
-
-    statistics: OwnStatistics | None = None
-    streams: bool = False
-
-
 def propagate(
-    program: Program, parts: int, batch: Mapping[str, Placement], semantics: Semantics = Semantics()
+    program: Program, parts: int, batch: Mapping[str, Placement], semantics: Semantics = AS_ONE_DEVICE
 ) -> dict[str, GraphLayout]:
     """Strategies for the program (key "") and each function body it calls.
 
@@ -132,10 +118,7 @@ class _Propagation:
     ):
         self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs
         self.whole = whole
-        self.semantics = semantics
-        self.rows = rows  # size of the batch -> how it is divided
-        self.statistics = (semantics.statistics if name == "" else None) or OwnStatistics()
-        self.own: dict[Ref, Split] = {}  # mean of own moments -> how the rows lie that they are of
+        self.own = OwnRows(program, parts, semantics if name == "" else replace(semantics, statistics=None), rows)
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
         self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay
@@ -150,7 +133,7 @@ class _Propagation:
             if node.name in strategies:
                 continue
             current = [preferred.get(r) or produced[r] for r in node.inputs]
-            if node.name in self.statistics.spread and (spread := self._spread(node, current)):
+            if (spread := self.own.spread(node, [produced[r] for r in node.inputs])) is not None:
                 strategy = spread
             elif node.op in LOOPS:
                 strategy = self._loop(node, current)
@@ -164,8 +147,7 @@ class _Propagation:
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
             self._track_batch(node, strategy, current)
-            if node.op == "Mean" and Ref(node.name) in self.statistics.statistic:
-                self._keep_own(node, strategy)
+            preferred.update(self.own.kept(node, strategy))
 
     def _all_broadcast(self, node: Node) -> Strategy:
         key = (len(node.inputs), len(node.outputs))
@@ -177,33 +159,6 @@ class _Propagation:
         elif getattr(rule_of(node.op), "produces_any", False):
             self.remakable.update(node.refs())
         return found
-
-    # -- what is each rank's own
-
-    def _keep_own(self, node: Node, strategy: Strategy) -> None:
-        """A mean over rows stays each rank's own: readers see it so."""
-        ref, rows = Ref(node.name), strategy.inputs[0]
-        if type(rows) is Split and type(strategy.outputs[0]) is Partial and any(rows.sizes):
-            self.own[self.statistics.statistic[ref].mean] = rows
-            self.result.preferred[ref] = Own(rows.sizes)
-
-    def _spread(self, node: Node, current: Sequence[Placement]) -> Strategy | None:
-        """What is made of own statistics, put over the rows again: each rank's own value over its own rows."""
-        rows = self.own.get(self.statistics.spread[node.name].mean)
-        if (
-            rows is None
-            or type(self.result.produced[node.inputs[0]]) not in (Partial, Own)
-            or any(p != B for p in current[1:])
-        ):
-            return None
-        mine: list[Placement] = [Own(rows.sizes), *current[1:]]
-        rule = rule_of(node.op)
-        assert rule is not None
-        for option in rule.strategies(view(self.program, node, self.parts), [B] * len(mine), (rows,)):
-            found = with_own(option, mine)
-            if option.outputs == (rows,) and found is not None:
-                return found
-        return None
 
     # -- one node
 
@@ -220,7 +175,7 @@ class _Propagation:
             # run everywhere it does the same on all ranks.
             options = [replicated(op)] if not node.stateful or holds_variable(self.program, node) else []
         else:
-            options = self._options(rule, op, current)
+            options = self.own.options(rule, op, current)
             if getattr(rule, "produces_any", False):
                 self.remakable.update(node.refs())
         if self.whole and any(self._is_whole(r) for r in node.refs()):
@@ -245,42 +200,10 @@ class _Propagation:
             return self._owner(node, "no placement that its operands can be brought to")
         return best
 
-    def _options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
-        """What the rule allows, and the same for operands that are each rank's own."""
-        if rule.own_stream and self.semantics.streams:
-            drawn = self._own_stream(rule, op, current)
-            if drawn is not None:
-                return [drawn]
-        options = rule.strategies(op, [as_whole(p) for p in current])
-        if self.semantics.statistics is not None and not self.name and current:
-            moments = own_moments(op, current[0])
-            if moments is not None:
-                return [moments]
-        if op.node.stateful or not any(type(p) is Own for p in current):
-            return options
-        floating = all(t.dtype in FLOATING for t in op.outputs)
-        lifted = [found for o in options if floating and (found := with_own(o, current)) is not None]
-        return lifted + options
-
-    def _own_stream(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> Strategy | None:
-        """A random tensor that has the batch's rows, each rank drawing its own."""
-        shape = op.outputs[0].shape or ()
-        for dim, size in enumerate(shape):
-            rows = self.rows.get(size or 0)
-            if rows is None:
-                continue
-            wanted = split(dim, rows.sizes, rows.blocks)
-            for option in rule.strategies(op, current, (wanted,)):
-                if option.outputs == (wanted,):
-                    return option
-        return None
-
     def _may_be_divided(self, node: Node) -> bool:
-        rule = rule_of(node.op)
-        return self._is_divisible(node) or (self.semantics.streams and rule is not None and rule.own_stream != "")
-
-    def _is_divisible(self, node: Node) -> bool:
-        """Whether it is a product of something made from the batch."""
+        """Whether it is divided for its own sake: a product of something made from the batch, random rows."""
+        if self.own.draws(node):
+            return True
         if not any(r in self.origins for r in node.inputs):
             return False
         return matmul_flops(node, [self.program.type_of(r) for r in node.inputs]) > 0
@@ -414,7 +337,9 @@ class _Propagation:
 
     def body(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> _Propagation:
         program = self.root.functions[name]
-        inner = _Propagation(self.root, program, name, self.parts, self.graphs, self.whole, self.semantics, self.rows)
+        inner = _Propagation(
+            self.root, program, name, self.parts, self.graphs, self.whole, self.own.semantics, self.own.rows
+        )
         for argument, placement, free in zip(program.inputs, arguments, remakable):
             ref = Ref(argument)
             inner.result.strategies[argument] = Strategy((), (placement,), "argument")
