@@ -1,4 +1,4 @@
-"""What is each rank's own on purpose, and how propagation treats it: statistics of its rows, random numbers for them."""
+"""What is each rank's own on purpose, and how propagation treats it: statistics of its rows, random rows."""
 
 from __future__ import annotations
 
