@@ -53,10 +53,10 @@ def test_specs_must_be_static() -> None:
         capture_function(lambda x: x, [1, 2])
 
 
-def test_compiled_function_is_refused() -> None:
-    with pytest.raises(CaptureError, match="XLA") as error:
-        capture_function(tf.function(lambda x: x, jit_compile=True), [1.0])
-    assert "jit_compile" in error.value.action
+def test_a_compiled_function_stays_a_compiled_call() -> None:
+    program = capture_function(tf.function(lambda x: x, jit_compile=True), [1.0]).program
+    (call,) = [n for n in program.nodes if n.op.endswith("PartitionedCall")]
+    assert call.attrs["_XlaMustCompile"] is True
 
 
 def test_autograph_rewrites_python_control_flow() -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.capture.roundtrip import rebuilt
 from whale.capture.function import capture_function
 from whale.errors import ProgramError
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import DType, Func, TensorType
 from whale.passes.inline import CALLS, inline
 
@@ -113,14 +113,19 @@ def test_recursion_is_refused() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_compiled_functions_are_refused_by_value(compiled: bool) -> None:
-    inner = tf.function(lambda x: x * 2.0, jit_compile=compiled)
-    program = capture_function(lambda x: inner(x) + 1.0, [np.float32(3)]).program
-    if compiled:
-        with pytest.raises(ProgramError, match="jit_compile=False"):
-            inline(program)
-    else:
-        assert not {n.op for n in inline(program).nodes} & CALLS
+def test_what_needs_xla_in_compiled_functions_is_marked(compiled: bool) -> None:
+    def inner(x: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(3):
+            x = tf.nn.tanh(tf.nn.conv2d(x, k, 1, "SAME"))
+        return tf.nn.max_pool2d(tf.transpose(x, [0, 3, 1, 2]), 2, 2, "VALID", data_format="NCHW")
+
+    compiled_inner = tf.function(inner, jit_compile=compiled)
+    image, kernel = np.zeros((1, 4, 4, 2), np.float32), np.zeros((3, 3, 2, 2), np.float32)
+    flat = inline(capture_function(lambda x, k: compiled_inner(x, k) + 1.0, [image, kernel]).program)
+    graphs = [flat, *flat.functions.values()]
+    assert not {n.op for g in graphs for n in g.nodes} & CALLS
+    marked = {n.op for g in graphs for n in g.nodes if n.attrs.get(COMPILED)}
+    assert marked == ({"Conv2D", "MaxPool"} if compiled else set())
 
 
 def test_nested_calls_under_a_tape_and_in_a_loop() -> None:

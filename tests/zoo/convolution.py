@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.case import BATCH, Case, Program, Setting
+from tests.zoo.case import BATCH, Case, Program, Setting, flavour
 from tests.zoo.keras_step import classifier_batch, classifier_loss, keras_program
 
 CLASSES = 4
@@ -116,6 +116,26 @@ def autoencoder(setting: Setting) -> Program:
     return keras_program(setting, model, loss, ("x",), batch)
 
 
+def grouped(setting: Setting) -> Program:
+    """A residual block with a grouped convolution, and three dimensions with the channels first.
+
+    TensorFlow has no CPU kernels for the gradients of the first and for the second; Keras has XLA compile them.
+    """
+    layers = tf.keras.layers
+    with setting.scope():
+        entry = layers.Input((6, 6, 4))
+        before = layers.Conv2D(8, 1, strides=2)(entry)
+        hidden = layers.Conv2D(8, 1, activation="relu")(entry)
+        hidden = layers.Conv2D(8, 3, strides=2, padding="same", groups=4, use_bias=False)(hidden)
+        hidden = layers.ReLU()(layers.BatchNormalization()(hidden))
+        hidden = layers.Add()([before, layers.Conv2D(8, 1)(hidden)])
+        if flavour() == "keras3":
+            hidden = layers.Reshape((8, 1, 3, 3))(layers.Permute((3, 1, 2))(hidden))
+            hidden = layers.Conv3D(4, (1, 2, 2), activation="tanh", data_format="channels_first")(hidden)
+        model = tf.keras.Model(entry, layers.Dense(CLASSES)(layers.Flatten()(hidden)))
+    return keras_program(setting, model, classifier_loss, ("x", "y"), classifier_batch(setting, (6, 6, 4), CLASSES))
+
+
 CASES = (
     Case("convnet", convnet),
     Case("mobilenet", mobilenet, dtypes=("float64",), steps=2, heavy=True),
@@ -123,4 +143,5 @@ CASES = (
     Case("dilated", dilated),
     Case("separable", separable),
     Case("autoencoder", autoencoder),
+    Case("grouped", grouped, heavy=True),
 )

@@ -37,16 +37,19 @@ def capture_function(
       name: name of the program; default the function's.
 
     Raises:
-      CaptureError: ``fn`` asks for XLA compilation, an argument's shape is unknown, or the trace fails to be static.
+      CaptureError: an argument's shape is unknown, or the trace fails to be static.
     """
     python_fn, signature, autograph = _python_function(fn)
     program_name = name or str(getattr(python_fn, "__name__", "step"))
     arguments = take_apart(python_fn, args, kwargs or {})
     specs = _specs(arguments, signature)
+    # A function that asks for XLA stays a call that asks for it, as where it is called from another function.
+    asks_for_xla = getattr(fn, "_jit_compile", None)
+    called = tf.function(python_fn, jit_compile=True, autograph=autograph) if asks_for_xla else python_fn
 
     def call(*tensors: tf.Tensor) -> Any:
         positional, keywords = arguments.rebuild(tensors)
-        return python_fn(*positional, **keywords)
+        return called(*positional, **keywords)
 
     call.__name__ = program_name
     with gradient_scopes():
@@ -60,14 +63,6 @@ def _python_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any, b
     """(the Python function, its input_signature or None, whether autograph rewrites it)."""
     if not hasattr(fn, "python_function"):
         return fn, None, True
-    if getattr(fn, "_jit_compile", None):
-        raise CaptureError(
-            "the function asks to be compiled by XLA",
-            op=getattr(fn.python_function, "__name__", "function"),
-            given="jit_compile=True",
-            expected="jit_compile=False: communication cannot sit inside a compiled region",
-            action="remove jit_compile=True from tf.function",
-        )
     return fn.python_function, getattr(fn, "input_signature", None), bool(getattr(fn, "_autograph", True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from whale.errors import ProgramError
 from whale.ir.program import Node, Program, Ref, function_refs, topological
 from whale.ir.values import TensorType
+from whale.passes.compiled import asks_for_xla, called_from, marked
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
@@ -15,10 +16,11 @@ def inline(program: Program) -> Program:
     """``program`` with every PartitionedCall and StatefulPartitionedCall replaced by its function's nodes.
 
     A body's nodes are called ``call/inner``. What waited for the call waits for all that the body does; what the call
-    waited for precedes the body's stateful nodes. Bodies of While, If and Case are inlined inside.
+    waited for precedes the body's stateful nodes. Bodies of While, If and Case are inlined inside. A function that
+    asks for XLA compilation is inlined as well; nodes that need XLA are marked (see whale.passes.compiled).
 
     Raises:
-      ProgramError: a call asks for XLA compilation, calls itself, or its function is not in the program.
+      ProgramError: a call calls itself, or its function is not in the program.
     """
     return _Inliner(program).run()
 
@@ -28,6 +30,7 @@ class _Inliner:
         self.program = program
         self.done: dict[str, Program] = {}
         self.active: list[str] = []
+        self.compiled: set[str] = set()  # functions of loops and branches inside compiled functions
 
     def run(self) -> Program:
         program = self.program
@@ -42,7 +45,7 @@ class _Inliner:
                     if func.name in program.functions and func.name not in kept:
                         kept[func.name] = self._function(func.name, node)
                         todo.append(kept[func.name])
-        return replace(flat, functions=kept)
+        return replace(flat, functions={n: marked(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
         """The function ``name``, inlined inside."""
@@ -72,22 +75,14 @@ class _Inliner:
         splice = _Splice(program)
         for node in program.nodes:
             if node.op in CALLS:
-                _refuse_xla(node)
-                splice.call(node, self._function(node.attrs["f"].name, node))
+                body = self._function(node.attrs["f"].name, node)
+                if asks_for_xla(node):
+                    self.compiled |= called_from(body, self.program.functions)
+                    body = marked(body)
+                splice.call(node, body)
             else:
                 splice.keep(node)
         return splice.result()
-
-
-def _refuse_xla(call: Node) -> None:
-    if call.attrs.get("_XlaMustCompile"):
-        raise ProgramError(
-            "a function asks to be compiled by XLA, and communication cannot sit inside a compiled region",
-            op=call.name,
-            given=f"jit_compile=True on function {call.attrs['f'].name}",
-            expected="jit_compile=False",
-            action="pass jit_compile=False to that tf.function (Keras: model.compile(..., jit_compile=False))",
-        )
 
 
 class _Splice:
@@ -198,4 +193,3 @@ def _merged(own: TensorType, other: TensorType) -> TensorType:
     if other.shape is None or len(other.shape) != len(own.shape):
         return own
     return TensorType(own.dtype, tuple(b if a is None else a for a, b in zip(own.shape, other.shape)))
-

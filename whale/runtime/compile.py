@@ -13,6 +13,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.lowering.compiled import compile_marked
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
 from whale.runtime.context import Context
@@ -84,14 +85,14 @@ def compile_program(program: Program, context: Context) -> Compiled:
     what = f"`{program.name}` (program {number} of the run)"
     with no_garbage_collection():
         ranks = tuple(localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks)
-        ranks = tuple(_with_number(r, number) for r in ranks)
+        ranks = tuple(compile_marked(_with_number(r, number)) for r in ranks)
     lap("localise")
     return Compiled(plan, expanded, ranks, number, times)
 
 
 def compile_alone(program: Program, context: Context) -> Program:
     """The program as one rank runs it alone; not collective."""
-    return normalise(program, plan_context(context))
+    return compile_marked(normalise(program, plan_context(context)))
 
 
 def _with_number(program: Program, number: int) -> Program:

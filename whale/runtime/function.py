@@ -57,7 +57,8 @@ class Function:
         if instance is None:
             return self
         if instance not in self._bound:
-            self._bound[instance] = Function(functools.partial(self._python_function, weakref.proxy(instance)))
+            method = functools.partial(self._python_function, weakref.proxy(instance))
+            self._bound[instance] = Function(tf.function(method, jit_compile=True) if self._asks_for_xla() else method)
         return self._bound[instance]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +121,10 @@ class Function:
                 expected="a call from Python, or inside another wh.function",
                 action="decorate the outer function with wh.function too",
             )
-        return self._python_function(*args, **kwargs)
+        return (self._fn if self._asks_for_xla() else self._python_function)(*args, **kwargs)
+
+    def _asks_for_xla(self) -> bool:
+        return bool(getattr(self._fn, "_jit_compile", None))
 
 
 def function(fn: Callable[..., Any] | None = None) -> Any:

@@ -1,0 +1,61 @@
+"""Ops without CPU kernels that came from functions compiled by XLA: compiled again, with local shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+
+
+@pytest.fixture(params=[(5, 3, 0), (0, 8)], ids=str)
+def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    shares = list(request.param)
+    wh.init(
+        wh.Config({"communication.transport": "in-process", "cluster.ranks": len(shares), "replica.shares": shares})
+    )
+    yield
+    wh.shutdown()
+
+
+class Net(tf.Module):
+    """A grouped convolution in a loop and pooling with the channels first: both need XLA on the CPU."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(0)
+        self.kernel = tf.Variable(generator.normal(size=(3, 3, 2, 4)) / 4)
+        self.top = tf.Variable(generator.normal(size=(4, 3)))
+
+    def loss(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(2):
+            x = tf.tanh(tf.nn.conv2d(x, self.kernel, 1, "SAME"))
+        pooled = tf.nn.max_pool2d(tf.transpose(x, [0, 3, 1, 2]), 2, 2, "VALID", data_format="NCHW")
+        logits = tf.reduce_mean(pooled, [2, 3]) @ self.top
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+
+    def gradients(self, x: tf.Tensor, y: tf.Tensor, loss: Callable[..., Any]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        with tf.GradientTape() as tape:
+            value = loss(x, y)
+        return value, tape.gradient(value, [self.kernel, self.top])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("whole", [True, False], ids=["step", "part"])
+def test_compiled_functions_equal_one_device(ranks: None, whole: bool) -> None:
+    net = Net()
+    loss = net.loss if whole else tf.function(net.loss, jit_compile=True)
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        return net.gradients(x, y, loss)
+
+    generator = np.random.default_rng(1)
+    x, y = generator.normal(size=(8, 4, 4, 4)), generator.integers(0, 3, 8)
+    one_device = tf.function(step, jit_compile=True)
+    spread = wh.function(one_device if whole else step)
+    for found, expected in zip(tf.nest.flatten(spread(x, y)), tf.nest.flatten(one_device(x, y)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert spread.plan(x, y).split_flops_fraction > 0.9

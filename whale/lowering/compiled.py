@@ -1,0 +1,67 @@
+"""Nodes that only XLA can run on the CPU: each becomes the call of a function that is compiled, with local shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.program import COMPILED, Node, Program, Ref
+from whale.ir.values import DType, Func
+
+
+def compile_marked(program: Program) -> Program:
+    """``program`` (one rank's) with every marked node (see whale.passes.compiled) in a compiled function of its own."""
+    functions: dict[str, Program] = {}
+    main = _in_functions(program, "", functions)
+    bodies = {name: _in_functions(body, name, functions) for name, body in program.functions.items()}
+    return replace(main, functions={**bodies, **functions}) if functions else program
+
+
+def _in_functions(program: Program, graph: str, functions: dict[str, Program]) -> Program:
+    """One graph with calls; the functions called are added to ``functions``."""
+    if not any(map(_is_marked, program.nodes)):
+        return program
+    nodes = []
+    for node in program.nodes:
+        if _is_marked(node):
+            name = f"compiled/{graph}/{node.name}"
+            node, functions[name] = _call(program, node, name)
+        nodes.append(node)
+    return program.with_nodes(tuple(nodes))
+
+
+def _is_marked(node: Node) -> bool:
+    return bool(node.outputs) and bool(node.attrs.get(COMPILED))
+
+
+def _call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
+    """(the call in place of ``node``, the function); constants go along, since XLA has to know shapes it is given."""
+    nodes: dict[str, Node] = {}
+    passed: dict[Ref, Ref] = {}
+    operands = []
+    for ref in node.inputs:
+        producer = program.by_name[ref.node]
+        if producer.op == "Const":
+            nodes[ref.node] = replace(producer, controls=())
+            operands.append(ref)
+            continue
+        if ref not in passed:
+            kind = program.type_of(ref)
+            argument = f"argument_{len(passed)}"
+            nodes[argument] = Node(argument, "Placeholder", attrs={"dtype": DType(kind.dtype)}, outputs=(kind,))
+            passed[ref] = Ref(argument)
+        operands.append(passed[ref])
+    attrs = {key: value for key, value in node.attrs.items() if key != COMPILED}
+    inner = replace(node, inputs=tuple(operands), controls=(), attrs=attrs)
+    nodes[inner.name] = inner
+    body = Program(function, tuple(nodes.values()), tuple(r.node for r in passed.values()), outputs=inner.refs())
+    call_attrs = {
+        "Tin": tuple(DType(program.type_of(ref).dtype) for ref in passed),
+        "Tout": tuple(DType(kind.dtype) for kind in node.outputs),
+        "f": Func(function),
+        "config": "",
+        "config_proto": b"",
+        "executor_type": "",
+        COMPILED: True,
+    }
+    call = replace(node, op="PartitionedCall", inputs=tuple(passed), attrs=call_attrs)
+    return call, body
