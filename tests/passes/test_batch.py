@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from tests.programs import Builder, body, mlp
@@ -12,6 +15,7 @@ from whale.ir.program import Program
 from whale.ir.values import Func
 from whale.passes.annotate import annotate, task_graphs
 from whale.passes.batch import batch_inputs
+from whale.passes.pipeline import PlanContext, make_plan, normalise
 from whale.passes.specialise import specialise
 
 
@@ -33,6 +37,32 @@ def test_marked_inputs_and_shares() -> None:
     program = _inputs(x=(8, 4), aux=(8,), late=(6, 1))
     (found,) = batch_inputs(program, 2, shares=(6, 0), marked=("late",))
     assert (found.name, found.placement, found.origin) == ("late", split(0, (6, 0)), "user (batch.inputs)")
+
+
+def test_marked_inputs_that_this_program_does_not_read() -> None:
+    """One configuration serves all programs of a run: a prediction takes no labels."""
+    (found,) = batch_inputs(_inputs(x=(8, 4)), 2, marked=("x", "labels"))
+    assert found.name == "x"
+
+
+def test_shares_tell_the_batch_from_other_inputs() -> None:
+    program = _inputs(indices=(23, 2), values=(23,), x=(8, 4), y=(8,))
+    found = batch_inputs(program, 3, shares=(5, 3, 0))
+    assert [b.name for b in found] == ["x", "y"]
+    assert {b.origin for b in found} == {"rule: dimension 0 has the rows of replica.shares"}
+
+
+@pytest.mark.parametrize("settings", [{"shares": (5, 3)}, {"marked_inputs": ("x",)}])
+def test_a_run_that_divides_nothing_has_no_batch(settings: dict[str, Any]) -> None:
+    """A value to load into a variable is whole, whatever its size; what is computed from its rows is not."""
+    context = PlanContext(2, **settings)
+    b = Builder()
+    value, handle = b.input("value", (6, 4)), b.variable("w", (6, 4))
+    load = b.update("AssignVariableOp", handle, value)
+    assert make_plan(normalise(b.build([], [load]), context), context).batch_inputs == ()
+    product = b.matmul(value, b.const(np.ones((4, 2))))
+    with pytest.raises(PlanError, match=r"input: value|given: x"):
+        make_plan(normalise(b.build([product], [load]), context), context)
 
 
 def test_no_input_with_rows() -> None:

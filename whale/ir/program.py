@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from whale.ir.values import Func, Tensor, TensorType
 
-
 # TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
 COMPILED = "_XlaMustCompile"
 

@@ -19,19 +19,22 @@ def batch_inputs(
 
     Args:
       shares: rows per rank; empty means as equal as possible.
-      marked: names of the inputs to take; empty means the inputs of rank >= 1 whose dimension 0 has the size of the
-        first such input's.
+      marked: names of the inputs to take, as far as this program has them; empty means the inputs of rank >= 1 whose
+        dimension 0 has as many rows as the shares together, or else the size of the first such input's.
 
     Raises:
-      PlanError: a marked input does not exist or has no dimension 0, or the shares do not add up to the batch.
+      PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; or the shares do not add
+        up to the batch.
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
     candidates = {
         n: t.shape[0] for n, t in types.items() if t.shape and t.shape[0] is not None and t.dtype not in UNMOVABLE
     }
+    present = [name for name in marked if name in candidates]
     for name in marked:
-        if name not in candidates:
-            near = difflib.get_close_matches(name, candidates, 1)
+        # Not every program of a run reads all that is marked: a prediction takes no labels.
+        near = difflib.get_close_matches(name, [n for n in candidates if n not in marked], 1)
+        if name not in candidates and (name in types or near or not present):
             raise PlanError(
                 "an input that `batch.inputs` names cannot carry the batch",
                 given=name,
@@ -40,8 +43,13 @@ def batch_inputs(
             )
     if not candidates:
         return ()
-    chosen = list(marked) or [n for n, size in candidates.items() if size == next(iter(candidates.values()))]
-    origin = "user (batch.inputs)" if marked else "rule: dimension 0 has the size of the first input's"
+    batch = sum(shares) if sum(shares) in candidates.values() else next(iter(candidates.values()))
+    chosen = present or [n for n, size in candidates.items() if size == batch]
+    origin = "rule: dimension 0 has the size of the first input's"
+    if marked:
+        origin = "user (batch.inputs)"
+    elif shares:
+        origin = "rule: dimension 0 has the rows of replica.shares"
     rows = []
     for name in chosen:
         size = candidates[name]

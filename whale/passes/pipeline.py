@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Own, Split
-from whale.ir.plan import Plan
+from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program, Ref
 from whale.passes.annotate import annotate, task_graphs
 from whale.passes.batch import batch_inputs
@@ -69,7 +70,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
     with no_garbage_collection():
-        batch = batch_inputs(program, context.size, context.shares, context.marked_inputs)
+        batch = _batch(program, context)
         expanded = expand(program, batch, context)
         layouts = _layouts(expanded, batch, context)
         layouts = {
@@ -102,6 +103,21 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
         refuse_hidden_updates(expanded, plan)
         _dump(context, "plan", expanded, plan)
     return plan
+
+
+def _batch(program: Program, context: PlanContext) -> tuple[BatchInput, ...]:
+    """The batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
+
+    A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
+    """
+    try:
+        return batch_inputs(program, context.size, context.shares, context.marked_inputs)
+    except PlanError:
+        anyway = {b.name: b.placement for b in batch_inputs(program, context.size)}
+        layouts = propagate(program, context.size, anyway)
+        if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
+            raise
+        return ()
 
 
 def expand(program: Program, batch: Sequence, context: PlanContext) -> Program:
