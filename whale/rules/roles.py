@@ -81,6 +81,8 @@ def constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> di
 
 def _element_shape(op: OpView, strategy: Strategy, coordinate: int, i: int) -> np.ndarray | None:
     """The element shape that operand ``i`` gives, with the local size where elements are cut; None: leave it."""
+    if op.attr("element_dtype") == "variant":
+        return None  # a list of lists: its elements are handles, and what is cut are the elements of the lists inside
     pairs = list(zip(op.inputs, strategy.inputs)) + list(zip(op.outputs, strategy.outputs))
     placement = next((p for t, p in pairs if t.dtype == "variant" and isinstance(p, Split)), None)
     if placement is None:
