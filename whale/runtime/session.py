@@ -16,7 +16,7 @@ from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program
+from whale.ir.program import Node, Program, Ref
 from whale.lowering.functions import lower_to_graph
 from whale.passes.inline import inline
 from whale.passes.specialise import specialise
@@ -68,7 +68,7 @@ class Session(tf.compat.v1.Session):
         self._plans: dict[Hashable, Compiled] = {}
         self._sources: dict[Hashable, list[Source]] = {}
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
-        self._one_shot: dict[tuple[int, str], tf.Tensor] = {}
+        self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
         self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph)
         self._capture_only = False
@@ -200,7 +200,7 @@ class Session(tf.compat.v1.Session):
             if key not in self._runs:
                 captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
                 program = compile_alone(captured.program, self._whale)
-                self._runs[key] = self._import([program], f"whale_alone_{next(_tags)}", captured)
+                self._runs[key] = self._import([program], f"whale_alone_{next(_tags)}", captured, alone=True)
         return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 
     def _run_spread(
@@ -246,8 +246,11 @@ class Session(tf.compat.v1.Session):
         self._runs[key] = self._import(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}", captured)
         return compiled
 
-    def _import(self, ranks: Sequence[Program], tag: str, captured: Captured) -> _Run:
-        """The ranks' programs side by side in the inner session's graph, as a function of what is fed."""
+    def _import(self, ranks: Sequence[Program], tag: str, captured: Captured, alone: bool = False) -> _Run:
+        """The ranks' programs side by side in the inner session's graph, as a function of what is fed.
+
+        ``alone``: not all ranks make this run, so it must not advance random streams that they share.
+        """
         inputs: list[Any] = []
         results: list[Any] = []
         effects: list[Any] = []
@@ -256,15 +259,20 @@ class Session(tf.compat.v1.Session):
             names = [f"{r.node}:{r.index}" for r in program.outputs]
             elements = [*names, *program.effects, *(f"{n}:0" for n in captured.inputs)]
             prefix = f"{tag}_rank{position}"
+            with_state = {} if alone else _random_streams(program)
             # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
-            one_shot = {(position, n.name): f"{n.name}:0" for n in program.nodes if n.op == "OneShotIterator"}
-            known = {name: self._one_shot[k] for k, name in one_shot.items() if k in self._one_shot}
+            with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
+            known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
             with self._ranks_graph.as_default():
                 found = tf.graph_util.import_graph_def(
                     lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
                 )
-            for k, name in one_shot.items():
-                self._one_shot.setdefault(k, self._ranks_graph.get_tensor_by_name(f"{prefix}/{name}"))
+            found = [known.get(name, element) for name, element in zip(elements, found)]
+            for t, k in with_state.items():
+                kept = self._kept.setdefault((position, k), self._ranks_graph.get_tensor_by_name(f"{prefix}/{t}"))
+                if kept.op.type != "OneShotIterator":
+                    # A rank without rows may not read its numbers, but stays at the same place of the stream.
+                    effects.append(kept.op)
             if position == 0:
                 results = found[: len(names)]
             effects += [
@@ -294,6 +302,24 @@ _Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
 def _key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
     shapes = tuple((t.name, v.shape) for t, v in feeds.items())
     return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
+
+
+def _random_streams(program: Program) -> dict[str, Hashable]:
+    """Random tensors whose numbers go on from run to run, as they do in one session of TensorFlow: name -> identity.
+
+    The state is the kernel's, so another run reads the same node. It can where the operands are constants: for other
+    shapes, and for draws from distributions that are computed, each run has a stream of its own.
+    """
+    found: dict[str, Hashable] = {}
+    for node in program.nodes:
+        if not node.stateful or node.controls or not (node.attrs.get("seed") or node.attrs.get("seed2")):
+            continue
+        operands = [program.const(r) for r in node.inputs]
+        if any(value is None for value in operands) or Ref(node.name) not in program.consumers:
+            continue
+        values = tuple(np.asarray(value).tobytes() for value in operands)
+        found[f"{node.name}:0"] = (node.name, values, node.attrs["seed"], node.attrs["seed2"])
+    return found
 
 
 class _PlanOnly(BaseException):
