@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from whale.runtime.context import rank as rank
     from whale.runtime.context import shutdown as shutdown
     from whale.runtime.context import size as size
+    from whale.runtime.data import ShardedTensor as ShardedTensor
+    from whale.runtime.data import shard as shard
     from whale.runtime.dry_run import plan as plan
     from whale.runtime.function import function as function
     from whale.runtime.session import Session as Session
@@ -42,6 +44,8 @@ _PUBLIC = {
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
     "plan": "whale.runtime.dry_run",
+    "shard": "whale.runtime.data",
+    "ShardedTensor": "whale.runtime.data",
     "replica": "whale.annotations",
     "Config": "whale.config",
     "WhaleError": "whale.errors",

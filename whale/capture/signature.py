@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from whale.capture.sharded import ShardedTensor
 from whale.errors import CaptureError
 
-_TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)
+_TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic, ShardedTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Arguments:
     """A call's arguments taken apart.
 
     Attributes:
-      tensors: tensors, arrays or TensorSpecs, in order of parameters.
+      tensors: tensors, arrays, TensorSpecs or ranks' parts of tensors, in order of parameters.
       names: a readable name for each, from parameter names and keys.
       key: equal for calls that one trace serves.
     """
@@ -59,7 +60,7 @@ class Arguments:
 def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """The arguments of ``fn(*args, **kwargs)``.
 
-    tf.Tensor, NumPy arrays and scalars, TensorSpecs and the parts of composite tensors are tensors. Everything else,
+    tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors. Everything else,
     variables included, is a value of the trace.
 
     Raises:
@@ -155,6 +156,8 @@ def _static(value: Any, path: str) -> Any:
 def _tensor_key(value: Any) -> Hashable:
     if isinstance(value, (tf.Tensor, tf.TensorSpec)):
         return ("tensor", value.dtype.name, tuple(value.shape.as_list()))
+    if isinstance(value, ShardedTensor):
+        return ("part", value.dtype.name, value._shape_tuple())
     return ("tensor", tf.dtypes.as_dtype(value.dtype).name, tuple(value.shape))
 
 

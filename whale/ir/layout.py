@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from typing import overload
 
 import numpy as np
@@ -135,6 +137,22 @@ def even_sizes(size: int, parts: int) -> tuple[int, ...]:
     """``size`` cut into ``parts`` as evenly as integers allow, larger parts first: 7 over 2 is (4, 3)."""
     base, extra = divmod(size, parts)
     return tuple(base + (i < extra) for i in range(parts))
+
+
+@lru_cache(maxsize=1024)
+def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """``size`` cut in proportion to ``weights``, of which one is positive: ``weights`` themselves if that is their sum.
+
+    Sainte-Laguë's method: each next unit goes where it is needed most, so no part of a smaller ``size`` is larger.
+    """
+    sizes = [0] * len(weights)
+    needs = [(-w, i) for i, w in enumerate(weights) if w]
+    heapify(needs)
+    for _ in range(size):
+        i = needs[0][1]
+        sizes[i] += 1
+        heapreplace(needs, (Fraction(-weights[i], 2 * sizes[i] + 1), i))
+    return tuple(sizes)
 
 
 def identity_value(op: str, dtype: str) -> object:

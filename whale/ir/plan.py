@@ -45,11 +45,15 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """An input that is divided over the mesh: its name, the rows of each coordinate, and who chose it."""
+    """An input that is divided over the mesh: its name, the rows of each coordinate, and who chose it.
+
+    ``local``: a rank is called with its own rows only; otherwise with the whole batch, which it cuts.
+    """
 
     name: str
     placement: Placement
     origin: str
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Plan:
                 devices=list(self.devices),
                 task_graphs=[(t.scope, t.kind, list(t.devices), t.nodes) for t in self.task_graphs],
                 batch_inputs=[(b.name, str(b.placement), b.origin) for b in self.batch_inputs],
+                local_inputs=[b.name for b in self.batch_inputs if b.local],
                 strategy_table=[
                     ([str(p) for p in s.inputs], [str(p) for p in s.outputs], s.why, s.once) for s in table
                 ],
@@ -158,6 +163,7 @@ class _File(msgspec.Struct):
     split_flops: int
     total_flops: int
     exceptions: list[str] = []
+    local_inputs: list[str] = []
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -192,7 +198,7 @@ def _plan(f: _File) -> Plan:
         size=f.size,
         devices=tuple(f.devices),
         task_graphs=tuple(TaskGraph(s, k, tuple(d), n) for s, k, d, n in f.task_graphs),
-        batch_inputs=tuple(BatchInput(n, parse_placement(p), o) for n, p, o in f.batch_inputs),
+        batch_inputs=tuple(BatchInput(n, parse_placement(p), o, n in f.local_inputs) for n, p, o in f.batch_inputs),
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
         returned={g: tuple(map(parse_placement, placements)) for g, placements in f.returned.items()},
         reshards=tuple(

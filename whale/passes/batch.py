@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import even_sizes, split
+from whale.ir.layout import even_sizes, proportional_sizes, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.ir.values import UNMOVABLE
 
 
+def rows_of_ranks(size: int, parts: int, shares: Sequence[int] = ()) -> tuple[int, ...]:
+    """Rows of a batch of ``size`` rows that each rank computes.
+
+    Args:
+      shares: rows per rank of the usual batch; a batch of another size (the last one of an epoch) is divided in the same
+        proportion. Empty means as equal as possible.
+
+    Raises:
+      PlanError: there is not one share per rank, or all are 0.
+    """
+    if not shares:
+        return even_sizes(size, parts)
+    if len(shares) != parts or not any(shares):
+        raise PlanError(
+            "the batch cannot be split as `replica.shares` asks",
+            given=f"shares {list(shares)} for {parts} ranks",
+            expected=f"{parts} numbers, not all 0, for example {list(even_sizes(size, parts))}",
+            action="change replica.shares or the number of ranks",
+        )
+    return proportional_sizes(size, tuple(shares))
+
+
 def batch_inputs(
-    program: Program, parts: int, shares: Sequence[int] = (), marked: Sequence[str] = ()
+    program: Program,
+    parts: int,
+    shares: Sequence[int] = (),
+    marked: Sequence[str] = (),
+    local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[BatchInput, ...]:
     """Inputs that are divided along dimension 0, with the rows of each rank.
 
     Args:
-      shares: rows per rank; empty means as equal as possible.
+      shares: see ``rows_of_ranks``.
       marked: names of the inputs to take, as far as this program has them; empty means the inputs of rank >= 1 whose
         dimension 0 has as many rows as the shares together, or else the size of the first such input's.
+      local: inputs of which a rank is given its own rows only, with the rows of every rank. When there are some, an
+        input that every rank has whole is divided if it has as many rows, and in the same way.
 
     Raises:
-      PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; or the shares do not add
-        up to the batch.
+      PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; or the shares do not fit.
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
     candidates = {
@@ -43,23 +71,29 @@ def batch_inputs(
             )
     if not candidates:
         return ()
-    batch = sum(shares) if sum(shares) in candidates.values() else next(iter(candidates.values()))
-    chosen = present or [n for n, size in candidates.items() if size == batch]
+    given = dict.fromkeys(local.values())
+    if len(given) > 1:
+        raise PlanError(
+            "two arguments of a step divide the batch in two ways",
+            given=", ".join(f"{name}: {list(sizes)}" for name, sizes in local.items()),
+            expected="the same rows of every rank for all of them",
+            action="take all arguments of a step from one dataset",
+        )
+    usual = sum(shares) in candidates.values()
+    batch = sum(next(iter(given))) if given else sum(shares) if usual else next(iter(candidates.values()))
+    chosen = [n for n, size in candidates.items() if n in local or (n in present if marked else size == batch)]
     origin = "rule: dimension 0 has the size of the first input's"
     if marked:
         origin = "user (batch.inputs)"
-    elif shares:
+    elif shares and usual:
         origin = "rule: dimension 0 has the rows of replica.shares"
     rows = []
     for name in chosen:
         size = candidates[name]
-        if shares and (len(shares) != parts or sum(shares) != size):
-            raise PlanError(
-                "the batch cannot be split as `replica.shares` asks",
-                input=name,
-                given=f"shares {list(shares)} (sum {sum(shares)}) for {parts} ranks, batch of {size} rows",
-                expected=f"{parts} numbers that add up to {size}, for example {list(even_sizes(size, parts))}",
-                action="change replica.shares or the batch size",
-            )
-        rows.append(BatchInput(name, split(0, tuple(shares) or even_sizes(size, parts)), origin))
+        sizes = next((s for s in given if sum(s) == size), None) or rows_of_ranks(size, parts, shares)
+        if name in local:
+            rows.append(BatchInput(name, split(0, sizes), "user (each rank passes its rows)", local=True))
+            continue
+        how = ", in proportion to replica.shares" if shares and sizes != tuple(shares) and not given else ""
+        rows.append(BatchInput(name, split(0, sizes), origin + how))
     return tuple(rows)

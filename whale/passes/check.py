@@ -35,7 +35,8 @@ def check(program: Program, plan: Plan) -> None:
                 expected=", ".join(program.functions) or "no functions",
             )
     _check_reshards(program, plan)
-    _check_graph(program, program, "", (B,) * len(program.inputs), plan)
+    local = {b.name: b.placement for b in plan.batch_inputs if b.local}
+    _check_graph(program, program, "", tuple(local.get(name, B) for name in program.inputs), plan)
     _check_groups(program, plan)
 
 

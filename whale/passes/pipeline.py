@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from whale.errors import PlanError
@@ -38,12 +38,14 @@ class PlanContext:
 
     ``own_statistics`` and ``own_streams`` give up the equality with one device: batch statistics are of each rank's
     rows, random rows are drawn by each rank.
+    ``local`` are the inputs of which a rank is given its own rows only, with the rows of every rank.
     """
 
     size: int
     devices: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
     marked_inputs: tuple[str, ...] = ()
+    local: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     group_bytes: int = 4 << 20
     own_statistics: bool = False
     own_streams: bool = False
@@ -111,9 +113,9 @@ def _batch(program: Program, context: PlanContext) -> tuple[BatchInput, ...]:
     A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
     """
     try:
-        return batch_inputs(program, context.size, context.shares, context.marked_inputs)
+        return batch_inputs(program, context.size, context.shares, context.marked_inputs, context.local)
     except PlanError:
-        anyway = {b.name: b.placement for b in batch_inputs(program, context.size)}
+        anyway = {b.name: b.placement for b in batch_inputs(program, context.size, local=context.local)}
         layouts = propagate(program, context.size, anyway)
         if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
             raise
@@ -150,10 +152,12 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 def _layouts(program: Program, batch: Sequence, context: PlanContext) -> dict[str, GraphLayout]:
     divided = {b.name: b.placement for b in batch} if context.size > 1 else {}
+    local = frozenset(b.name for b in batch if b.local)
     whole: set[Ref] = set()
     while True:
         statistics = own_statistics(program, whole) if context.own_statistics and divided else None
-        layouts = propagate(program, context.size, divided, Semantics(statistics, context.own_streams))
+        semantics = Semantics(statistics, context.own_streams)
+        layouts = propagate(program, context.size, divided, semantics, local)
         mixed = half_own(program, layouts[""], statistics) if statistics is not None else set()
         if not mixed:
             return layouts

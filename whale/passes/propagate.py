@@ -9,7 +9,7 @@ by ``whale.passes.reduce``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whale.errors import PlanError
@@ -53,7 +53,11 @@ class GraphLayout:
 
 
 def propagate(
-    program: Program, parts: int, batch: Mapping[str, Placement], semantics: Semantics = AS_ONE_DEVICE
+    program: Program,
+    parts: int,
+    batch: Mapping[str, Placement],
+    semantics: Semantics = AS_ONE_DEVICE,
+    local: Collection[str] = (),
 ) -> dict[str, GraphLayout]:
     """Strategies for the program (key "") and each function body it calls.
 
@@ -61,6 +65,7 @@ def propagate(
       parts: size of the mesh axis.
       batch: placement of the batch inputs, by input name; the others are global values.
       semantics: what is not global.
+      local: batch inputs that come divided; the others come whole and are cut.
 
     Raises:
       PlanError: a tensor that cannot be sent would have to be.
@@ -68,7 +73,7 @@ def propagate(
     whole: set[tuple[str, Ref]] = set()
     while True:
         try:
-            return _propagate(program, parts, batch, semantics, whole)
+            return _propagate(program, parts, batch, semantics, local, whole)
         except NeededWhole as needed:
             if needed.refs <= whole:
                 raise cannot_be_sent(needed) from None
@@ -80,6 +85,7 @@ def _propagate(
     parts: int,
     batch: Mapping[str, Placement],
     semantics: Semantics,
+    local: Collection[str],
     whole: set[tuple[str, Ref]],
 ) -> dict[str, GraphLayout]:
     """``propagate``, given which tensors have to be made whole."""
@@ -88,9 +94,10 @@ def _propagate(
     main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows)
     for name in program.inputs:
         ref = Ref(name)
-        main.result.strategies[name] = Strategy((), (B,), "input")
-        main.result.produced[ref] = B
-        if name in batch:
+        passed = batch[name] if name in local else B
+        main.result.strategies[name] = Strategy((), (passed,), "input")
+        main.result.produced[ref] = passed
+        if name in batch and name not in local:
             main.result.preferred[ref] = batch[name]
     main.run()
     for ref in program.outputs:

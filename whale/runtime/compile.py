@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import msgspec
 
@@ -52,8 +53,13 @@ def plan_context(context: Context) -> PlanContext:
     )
 
 
-def compile_program(program: Program, context: Context) -> Compiled:
+def compile_program(
+    program: Program, context: Context, local: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
+
+    Args:
+      local: inputs of which this rank is given its own rows only, with the rows of every rank.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -73,10 +79,12 @@ def compile_program(program: Program, context: Context) -> Compiled:
     program = normalise(program, settings)
     lap("normalise")
     if context.dry is not None:
-        context.dry.seen(make_plan(program, replace(settings, size=context.dry.size)))
+        context.dry.seen(make_plan(program, replace(settings, size=context.dry.size, local=local)))
+    else:
+        settings = replace(settings, local=local)
     mark = fingerprint(program)
     if context.between_processes:
-        _compare(program, mark, number, context)
+        _compare(program, mark, local, number, context)
     lap("fingerprint")
     plan = _agreed_plan(program, number, context, settings)
     lap("plan")
@@ -112,17 +120,33 @@ def _with_number(program: Program, number: int) -> Program:
 
 
 class _Mark(msgspec.Struct):
-    """What a rank says before it compiles: which program comes next, and that it compiled the ones before."""
+    """What a rank says before it compiles: which program comes next, and that it compiled the ones before.
+
+    ``local`` are the inputs of which it brings its own rows only, with the rows of every rank.
+    """
 
     name: str
     fingerprint: str
+    local: dict[str, tuple[int, ...]]
 
 
-def _compare(program: Program, mark: str, number: int, context: Context) -> None:
+def _compare(
+    program: Program, mark: str, local: Mapping[str, tuple[int, ...]], number: int, context: Context
+) -> None:
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
-    said = comm.allgather_bytes(f"whale/program/{number}", msgspec.json.encode(_Mark(program.name, mark)), timeout_s)
+    mine = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
+    said = comm.allgather_bytes(f"whale/program/{number}", mine, timeout_s)
     marks = [msgspec.json.decode(m, type=_Mark) for m in said]
     if all(m.fingerprint == marks[0].fingerprint for m in marks):
+        for rank, other in enumerate(marks):
+            if other.local != marks[0].local:
+                raise ProgramError(
+                    "the ranks pass a step's batch in different ways",
+                    op=program.name,
+                    given=f"rank 0 passes {_passed(marks[0])}, rank {rank} passes {_passed(other)}",
+                    expected="the whole batch, or a part of it with the same shares, on every rank",
+                    action="use wh.shard for the same arguments on every rank",
+                )
         return
     rows = node_digests(program)
     mine = msgspec.json.encode([(what, digest.hex()) for what, digest in rows])
@@ -143,6 +167,10 @@ def _compare(program: Program, mark: str, number: int, context: Context) -> None
         expected="the same program, inputs' shapes and fetches on every rank",
         action="remove what depends on the rank (wh.rank(), host names, unseeded randomness) from step and fetches",
     )
+
+
+def _passed(mark: _Mark) -> str:
+    return ", ".join(f"parts of {name} with shares {list(sizes)}" for name, sizes in mark.local.items()) or "no parts"
 
 
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:

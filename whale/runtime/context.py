@@ -30,7 +30,7 @@ class Context:
       comms: the communicators of these ranks, in the same order; empty when there is one rank only.
       comm_name: the name under which the op library finds them.
       programs: number of programs compiled so far, equal on all ranks.
-      elements: number of times that the first rank handed out what it read, equal on all ranks.
+      elements: number of messages so far about what ranks read, equal on all ranks.
     """
 
     config: Config
@@ -50,6 +50,12 @@ class Context:
     @property
     def rank(self) -> int:
         return self.ranks[0]
+
+    @property
+    def local_batch(self) -> bool:
+        """Whether every rank brings a batch of its own."""
+        spread = self.between_processes or self.dry is not None
+        return spread and self.config["batch.mode"] == "local"
 
     @property
     def between_processes(self) -> bool:
@@ -113,6 +119,13 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
                 given=f"{place.size} processes ({place.launcher})",
                 expected="one process",
                 action='start the script alone, or set communication.transport to "mpi"',
+            )
+        if config["batch.mode"] == "local":
+            raise ConfigError(
+                "the ranks of one process have no batches of their own",
+                given='communication.transport "in-process" with batch.mode "local"',
+                expected='batch.mode "global": the script runs once and passes one batch',
+                action='start the ranks with `whale run`, or leave batch.mode out',
             )
         size = config["cluster.ranks"]
         ranks = tuple(range(size))

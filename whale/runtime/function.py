@@ -18,6 +18,7 @@ from tensorflow.python.ops import gradients_util
 
 from whale.capture.captured import Captured
 from whale.capture.function import capture_function
+from whale.capture.sharded import ShardedTensor
 from whale.capture.signature import Arguments, take_apart
 from whale.errors import ProgramError
 from whale.ir.collector import no_garbage_collection
@@ -26,6 +27,7 @@ from whale.lowering.functions import lower_to_function
 from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.parts import local_arguments
 
 _tags = itertools.count()
 _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
@@ -65,6 +67,8 @@ class Function:
         if not tf.executing_eagerly():
             return self._inside_graph(args, kwargs)
         context = self._attached()
+        if context.local_batch:
+            args, kwargs = local_arguments(take_apart(self._python_function, args, kwargs), context)
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
             try:
                 quick: tuple[Any, ...] | None = tuple([(a._shape_tuple(), a.dtype) for a in args])
@@ -72,12 +76,12 @@ class Function:
             except AttributeError:
                 quick = step = None
             if step is not None:
-                return step.call(list(args))
+                return step.call([_own_rows(a, context) for a in args])
         arguments = take_apart(self._python_function, args, kwargs)
         step = self._steps.get(arguments.key)
         if step is None:
             step = self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
-        result = step.call(_tensors(arguments, step))
+        result = step.call(_tensors(arguments, step, context))
         if (
             not kwargs
             and quick is not None
@@ -98,6 +102,9 @@ class Function:
     def _step(self, args: Any, kwargs: Any) -> _Step:
         context = self._attached()
         arguments = take_apart(self._python_function, args, kwargs)
+        if context.local_batch:
+            args, kwargs = local_arguments(arguments, context)
+            arguments = take_apart(self._python_function, args, kwargs)
         if arguments.key not in self._steps:
             self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
         return self._steps[arguments.key]
@@ -132,7 +139,8 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
 
     The step sees global values: its batch inputs are the global batch, of which each rank computes its share, and what
     it returns is what one device would return, on every rank. It is traced once for each set of argument shapes, dtypes
-    and Python values.
+    and Python values. A rank passes the whole batch, or its rows only: what ``wh.shard`` yields, or with
+    ``batch.mode="local"`` a batch of its own; the global batch is then all of them in order of ranks.
 
     Args:
       fn: the step; a Python function, a method or a tf.function.
@@ -145,22 +153,42 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
     return functools.partial(function) if fn is None else Function(fn)
 
 
-def _tensors(arguments: Arguments, step: _Step) -> list[Any]:
+def _tensors(arguments: Arguments, step: _Step, context: Context) -> list[Any]:
     specs = step.captured.function.structured_input_signature[0]
     return [
         t if isinstance(t, tf.Tensor) else tf.convert_to_tensor(t, dtype=spec.dtype)
-        for t, spec in zip(arguments.tensors, specs)
+        for t, spec in zip((_own_rows(t, context) for t in arguments.tensors), specs)
     ]
 
 
+def _own_rows(value: Any, context: Context) -> Any:
+    """What the lowered step takes of an argument: of a part of a batch, this rank's rows."""
+    if type(value) is not ShardedTensor:
+        return value
+    if value.rank != context.rank or len(value.sizes) != context.size:
+        raise ProgramError(
+            "a part of a batch belongs to another run",
+            given=f"{value!r}, made on rank {value.rank} of {len(value.sizes)}",
+            expected=f"a part for rank {context.rank} of {context.size}",
+            action="take it from a wh.shard dataset made after this run's wh.init()",
+        )
+    return value.local
+
+
 def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> _Step:
+    if context.dry is None:
+        for tensor in arguments.tensors:
+            _own_rows(tensor, context)
     token = _capturing.set(True)
     try:
         captured = capture_function(fn, args, kwargs)
     finally:
         _capturing.reset(token)
     captured = _with_scopes(captured)
-    compiled = compile_program(captured.program, context)
+    local = {
+        name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)
+    }
+    compiled = compile_program(captured.program, context, local)
     context.variables.adopt(captured.variables, context)
     start_s = time.perf_counter()
     with no_garbage_collection():

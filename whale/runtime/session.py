@@ -25,9 +25,9 @@ from whale.runtime.compile import Compiled, compile_alone, compile_program
 from whale.runtime.context import current
 from whale.runtime.elements import pack_error, pack_values, unpack_values
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.parts import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
 
 _tags = itertools.count()
-_ELEMENT_TIMEOUT_S = 3600.0  # until the first rank has a batch: a pipeline may take its time to fill its buffers
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
 
@@ -40,7 +40,8 @@ class Session(tf.compat.v1.Session):
 
     What brings data into the graph (iterators, dequeues, Python functions of feeds and constants) runs on the first
     rank, before the rest of the run; its values are then the batch that is divided. Queue runners fill every rank's
-    queues; the first rank's are read.
+    queues; the first rank's are read. With ``batch.mode="local"`` every rank feeds or brings in a batch of its own, and
+    the global batch is all of them in order of ranks.
 
     Args:
       target: must be "": Whale starts the processes, TensorFlow's servers take no part.
@@ -170,21 +171,30 @@ class Session(tf.compat.v1.Session):
     def _from_first_rank(
         self, outputs: Sequence[tf.Tensor], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
     ) -> list[np.ndarray]:
-        """The values on every rank, or the first rank's error on every rank (an iterator that is at its end)."""
+        """The first rank's values on every rank, or its error (an iterator that is at its end).
+
+        With local batches, every rank's own; an error is told to the others, which exchange their parts next.
+        """
         context = self._whale
         if not context.between_processes:
             return self._run_alone(outputs, [], feeds, (options, None))
+        if context.local_batch:
+            try:
+                return self._run_alone(outputs, [], feeds, (options, None))
+            except tf.errors.OpError as error:
+                exchange(failed(error), context)
+                raise
         key = f"whale/element/{context.elements}"
         context.elements += 1
         comm = context.comms[0]
         if context.rank > 0:
-            return unpack_values(comm.broadcast_bytes(key, None, 0, _ELEMENT_TIMEOUT_S))
+            return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
         try:
             values = self._run_alone(outputs, [], feeds, (options, None))
         except tf.errors.OpError as error:
-            comm.broadcast_bytes(key, pack_error(error), 0, _ELEMENT_TIMEOUT_S)
+            comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
             raise
-        comm.broadcast_bytes(key, pack_values(values), 0, _ELEMENT_TIMEOUT_S)
+        comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
         return values
 
     def _run_alone(
@@ -214,10 +224,11 @@ class Session(tf.compat.v1.Session):
         """A run of all ranks; ``settings`` are the options and metadata buffers of Session.run."""
         if not fetches and not targets:
             return []
-        key = _key(fetches, targets, feeds)
+        local = self._parts(feeds)
+        key = (_key(fetches, targets, feeds), tuple(local.items()))
         with self._lock:
             if key not in self._runs:
-                self._plans[key] = self._compile(key, fetches, targets, feeds, done)
+                self._plans[key] = self._compile(key, fetches, targets, feeds, local, done)
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
         try:
@@ -226,19 +237,32 @@ class Session(tf.compat.v1.Session):
             raise_comm_error(error, self._whale)
             raise
 
+    def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
+        """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
+        context = self._whale
+        if not context.local_batch or not feeds:
+            return {}
+        names = [t.name for t in feeds]
+        marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
+        found = rows_of_values(exchange(brought(list(feeds.values())), context), names, marked)
+        return {name: sizes for name, sizes in zip(names, found) if sizes is not None}
+
     def _compile(
         self,
         key: Hashable,
         fetches: Sequence[Any],
         targets: Sequence[Any],
         feeds: Mapping[tf.Tensor, np.ndarray],
+        local: Mapping[str, tuple[int, ...]],
         done: Collection[str],
     ) -> Compiled:
-        captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()}, done)
+        shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
+        captured = self._captures.capture([*fetches, *targets], shapes, done)
         program = captured.program
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))
-        compiled = compile_program(program, self._whale)
+        parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
+        compiled = compile_program(program, self._whale, parts)
         if self._whale.size > 1:
             import whale_ops
 
