@@ -164,18 +164,18 @@ with wh.Session(graph=graph) as session:
     assert "first difference" in said
 
 
-def test_shares_that_do_not_add_up(launcher: Launcher) -> None:
+def test_shares_for_another_number_of_ranks(launcher: Launcher) -> None:
     _, said = fails(
         launcher,
         STEP
         + """
-wh.init(wh.Config({"replica.shares": [5, 5]}))
+wh.init(wh.Config({"replica.shares": [5, 5, 5]}))
 wh.function(descend)(x, y)
 print("went on")
 """,
     )
     assert "PlanError" in said
-    for fact in ("replica.shares", "8", "[5, 5]", "next:"):
+    for fact in ("replica.shares", "[5, 5, 5] for 2 ranks", "[4, 4]", "next:"):
         assert fact in said, said
 
 

@@ -95,7 +95,8 @@ plans = st.builds(
     Plan, names, st.text(max_size=6), st.integers(1, 4), st.lists(names, max_size=3).map(tuple),
     st.lists(st.builds(TaskGraph, names, names, st.lists(st.integers(0, 3), max_size=3).map(tuple), st.integers(0, 9)),
              max_size=2).map(tuple),
-    st.lists(st.builds(BatchInput, names, placements, names), max_size=2).map(tuple),
+    st.lists(st.builds(BatchInput, names, placements, names, st.booleans()), max_size=2, unique_by=lambda b: b.name)
+    .map(tuple),
     st.dictionaries(names, st.dictionaries(names, strategies, max_size=3), max_size=2),
     st.dictionaries(names, st.lists(placements, max_size=2).map(tuple), max_size=2),
     st.lists(st.builds(Reshard, names, refs, placements, placements, names, st.integers(0, 2**60),

@@ -20,6 +20,7 @@ from whale.ir.layout import (
     local_shape,
     moved_bytes,
     parse_placement,
+    proportional_sizes,
     split,
 )
 
@@ -186,3 +187,13 @@ def test_an_empty_tensor_moves_nothing() -> None:
     for source in (B, O, P_SUM, split(0, (0, 0)), split(1, (2, 1))):
         for target in (B, O, split(0, (0, 0)), split(1, (1, 2))):
             assert moved_bytes(source, target, 0, 2) == 0
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_proportional_sizes(size: int, weights: list[int]) -> None:
+    sizes = proportional_sizes(size, tuple(weights))
+    assert sum(sizes) == size
+    assert all(n == 0 for n, w in zip(sizes, weights) if w == 0)
+    assert all(a <= b for a, b in zip(sizes, proportional_sizes(size + 1, tuple(weights))))
+    assert proportional_sizes(3 * sum(weights), tuple(weights)) == tuple(3 * w for w in weights)
+    assert proportional_sizes(size, (4,) * len(weights)) == even_sizes(size, len(weights))

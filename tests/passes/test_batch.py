@@ -77,23 +77,34 @@ def test_strings_and_handles_carry_no_batch() -> None:
     assert batch_inputs(b.build([]), 2) == ()
 
 
-@pytest.mark.parametrize(
-    ("shares", "given"),
-    [((4, 3), "shares [4, 3] (sum 7) for 2 ranks, batch of 8 rows"),
-     ((8,), "shares [8] (sum 8) for 2 ranks, batch of 8 rows"),
-     ((4, 2, 2), "shares [4, 2, 2] (sum 8) for 2 ranks, batch of 8 rows")],
-)  # fmt: skip
-def test_shares_that_do_not_fit(shares: tuple[int, ...], given: str) -> None:
+@pytest.mark.parametrize(("rows", "sizes"), [(8, (5, 0, 3)), (4, (3, 0, 1)), (1, (1, 0, 0)), (0, (0, 0, 0)), (16, (10, 0, 6))])
+def test_batches_of_another_size_are_shared_in_proportion(rows: int, sizes: tuple[int, ...]) -> None:
+    (found,) = batch_inputs(_inputs(x=(rows, 4)), 3, shares=(5, 0, 3))
+    assert found.placement == split(0, sizes)
+    assert ("in proportion to replica.shares" in found.origin) == (rows != 8)
+
+
+@pytest.mark.parametrize("shares", [(8,), (4, 2, 2), (0, 0)])
+def test_shares_that_do_not_fit(shares: tuple[int, ...]) -> None:
     with pytest.raises(PlanError) as caught:
         batch_inputs(_inputs(x=(8, 4)), 2, shares=shares)
-    assert caught.value.facts["input"] == "x" and caught.value.facts["given"] == given
-    assert caught.value.facts["expected"] == "2 numbers that add up to 8, for example [4, 4]"
-    assert caught.value.action == "change replica.shares or the batch size"
+    assert caught.value.facts["given"] == f"shares {list(shares)} for 2 ranks"
+    assert caught.value.facts["expected"] == "2 numbers, not all 0, for example [4, 4]"
+    assert caught.value.action == "change replica.shares or the number of ranks"
 
 
-def test_marked_inputs_of_different_sizes_need_shares_for_each() -> None:
-    with pytest.raises(PlanError, match="input: late"):
-        batch_inputs(_inputs(x=(8,), late=(6,)), 2, shares=(5, 3), marked=("x", "late"))
+def test_rows_that_a_rank_brings() -> None:
+    program = _inputs(scale=(3,), x=(8, 4), mask=(8,), y=(8, 1))
+    found = batch_inputs(program, 2, shares=(1, 1), local={"x": (7, 1), "y": (7, 1)})
+    assert [(b.name, b.placement, b.local) for b in found] == [
+        ("x", split(0, (7, 1)), True), ("mask", split(0, (7, 1)), False), ("y", split(0, (7, 1)), True)
+    ]  # fmt: skip
+
+
+def test_rows_that_a_rank_brings_in_two_ways() -> None:
+    with pytest.raises(PlanError, match="in two ways") as caught:
+        batch_inputs(_inputs(x=(8, 4), y=(8,)), 2, local={"x": (4, 4), "y": (5, 3)})
+    assert caught.value.facts["given"] == "x: [4, 4], y: [5, 3]"
 
 
 @pytest.mark.parametrize(
