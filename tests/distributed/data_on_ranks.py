@@ -90,7 +90,8 @@ def cut(rank: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
 
 def whole() -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """What the two ranks of `cut` bring together."""
-    return [[tuple(np.concatenate(pair) for pair in zip(*step)) for step in zip(*epoch)] for epoch in zip(cut(0), cut(1))]
+    epochs = zip(cut(0), cut(1))
+    return [[tuple(np.concatenate(pair) for pair in zip(*step)) for step in zip(*epoch)] for epoch in epochs]
 
 
 def files(folder: str) -> tf.data.Dataset:

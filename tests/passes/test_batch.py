@@ -77,7 +77,9 @@ def test_strings_and_handles_carry_no_batch() -> None:
     assert batch_inputs(b.build([]), 2) == ()
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(8, (5, 0, 3)), (4, (3, 0, 1)), (1, (1, 0, 0)), (0, (0, 0, 0)), (16, (10, 0, 6))])
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(8, (5, 0, 3)), (4, (3, 0, 1)), (1, (1, 0, 0)), (0, (0, 0, 0)), (16, (10, 0, 6))]
+)
 def test_batches_of_another_size_are_shared_in_proportion(rows: int, sizes: tuple[int, ...]) -> None:
     (found,) = batch_inputs(_inputs(x=(rows, 4)), 3, shares=(5, 0, 3))
     assert found.placement == split(0, sizes)

@@ -63,6 +63,7 @@ class ShardedTensor:
 
 
 # A comparison is one too; == and != stay those of objects, so that parts can be found in lists.
-for _name in ("add sub mul truediv floordiv mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul and or "
-              "rand ror xor rxor neg invert abs lt le gt ge getitem len iter bool int float index").split():  # fmt: skip
+_OPERATORS = """add sub mul truediv floordiv mod pow matmul and or xor lt le gt ge neg invert abs
+radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor getitem len iter bool int float index"""
+for _name in _OPERATORS.split():
     setattr(ShardedTensor, f"__{_name}__", ShardedTensor._refuse)

@@ -60,8 +60,8 @@ class Arguments:
 def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """The arguments of ``fn(*args, **kwargs)``.
 
-    tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors. Everything else,
-    variables included, is a value of the trace.
+    tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors.
+    Everything else, variables included, is a value of the trace.
 
     Raises:
       CaptureError: a tensor's shape is not fully known, or ``fn`` does not take such arguments.

@@ -146,7 +146,7 @@ def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     Sainte-Laguë's method: each next unit goes where it is needed most, so no part of a smaller ``size`` is larger.
     """
     sizes = [0] * len(weights)
-    needs = [(-w, i) for i, w in enumerate(weights) if w]
+    needs: list[tuple[Fraction, int]] = [(Fraction(-w), i) for i, w in enumerate(weights) if w]
     heapify(needs)
     for _ in range(size):
         i = needs[0][1]

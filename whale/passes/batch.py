@@ -17,8 +17,8 @@ def rows_of_ranks(size: int, parts: int, shares: Sequence[int] = ()) -> tuple[in
     """Rows of a batch of ``size`` rows that each rank computes.
 
     Args:
-      shares: rows per rank of the usual batch; a batch of another size (the last one of an epoch) is divided in the same
-        proportion. Empty means as equal as possible.
+      shares: rows per rank of the usual batch; a batch of another size (the last one of an epoch) is divided in the
+        same proportion. Empty means as equal as possible.
 
     Raises:
       PlanError: there is not one share per rank, or all are 0.

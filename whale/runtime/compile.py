@@ -130,20 +130,18 @@ class _Mark(msgspec.Struct):
     local: dict[str, tuple[int, ...]]
 
 
-def _compare(
-    program: Program, mark: str, local: Mapping[str, tuple[int, ...]], number: int, context: Context
-) -> None:
+def _compare(program: Program, mark: str, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
-    mine = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
-    said = comm.allgather_bytes(f"whale/program/{number}", mine, timeout_s)
+    mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
+    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s)
     marks = [msgspec.json.decode(m, type=_Mark) for m in said]
     if all(m.fingerprint == marks[0].fingerprint for m in marks):
-        for rank, other in enumerate(marks):
-            if other.local != marks[0].local:
+        for rank, said_by in enumerate(marks):
+            if said_by.local != marks[0].local:
                 raise ProgramError(
                     "the ranks pass a step's batch in different ways",
                     op=program.name,
-                    given=f"rank 0 passes {_passed(marks[0])}, rank {rank} passes {_passed(other)}",
+                    given=f"rank 0 passes {_passed(marks[0])}, rank {rank} passes {_passed(said_by)}",
                     expected="the whole batch, or a part of it with the same shares, on every rank",
                     action="use wh.shard for the same arguments on every rank",
                 )

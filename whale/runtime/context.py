@@ -125,7 +125,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
                 "the ranks of one process have no batches of their own",
                 given='communication.transport "in-process" with batch.mode "local"',
                 expected='batch.mode "global": the script runs once and passes one batch',
-                action='start the ranks with `whale run`, or leave batch.mode out',
+                action="start the ranks with `whale run`, or leave batch.mode out",
             )
         size = config["cluster.ranks"]
         ranks = tuple(range(size))

@@ -92,7 +92,8 @@ class ShardedDataset:
     def _common_seed(self) -> int:
         """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
         context = self._context
-        mine = (str(self._whole.element_spec), int(self._whole.cardinality()), random.SystemRandom().getrandbits(31) + 1)
+        drawn = random.SystemRandom().getrandbits(31) + 1
+        mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn
         key, context.elements = f"whale/element/{context.elements}", context.elements + 1
         said = context.comms[0].allgather_bytes(key, msgspec.json.encode(mine), ELEMENT_TIMEOUT_S)
         (spec, count, seed), *others = [msgspec.json.decode(data, type=tuple[str, int, int]) for data in said]
@@ -184,12 +185,13 @@ class ShardedDataset:
 
 
 def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
-    """Shares out a dataset of global batches: each rank reads its rows of every batch, and together they are that batch.
+    """Shares out a dataset of global batches: each rank reads its rows of every batch; together they are that batch.
 
     Use it where the loop takes its batches: ``for x, y in wh.shard(dataset): step(x, y)``. Its elements are those of
-    ``dataset`` with a ``wh.ShardedTensor`` in place of every tensor that has the batch's rows; a step of ``wh.function``
-    takes them as the whole batch. The shares are those of ``replica.shares``. At most ``input.prefetch`` batches are
-    read ahead. In one process (with the in-process transport too) its elements are whole batches.
+    ``dataset`` with a ``wh.ShardedTensor`` in place of every tensor that has the batch's rows; a step of
+    ``wh.function`` takes them as the whole batch. The shares are those of ``replica.shares``. At most
+    ``input.prefetch`` batches are read ahead. In one process (with the in-process transport too) its elements are whole
+    batches.
 
     Args:
       dataset: yields global batches: rows are dimension 0 of the tensors that have as many rows as the first one. Best
@@ -200,7 +202,8 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
 
     Raises:
       ClusterError: called before ``wh.init``.
-      ProgramError: the ranks have different datasets, or would see them in different orders; files cannot be shared out.
+      ProgramError: the ranks have different datasets, or would see them in different orders; or files cannot be
+        shared out.
     """
     context = current("wh.shard")
     if by not in ("row", "file"):

@@ -165,11 +165,12 @@ def _own_rows(value: Any, context: Context) -> Any:
     """What the lowered step takes of an argument: of a part of a batch, this rank's rows."""
     if type(value) is not ShardedTensor:
         return value
-    if value.rank != context.rank or len(value.sizes) != context.size:
+    if not context.between_processes or value.rank != context.rank or len(value.sizes) != context.size:
+        here = f"a part for rank {context.rank} of {context.size}" if context.between_processes else "whole batches"
         raise ProgramError(
             "a part of a batch belongs to another run",
-            given=f"{value!r}, made on rank {value.rank} of {len(value.sizes)}",
-            expected=f"a part for rank {context.rank} of {context.size}",
+            given=f"{value!r}, made for rank {value.rank} of {len(value.sizes)}",
+            expected=here,
             action="take it from a wh.shard dataset made after this run's wh.init()",
         )
     return value.local
@@ -185,9 +186,7 @@ def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: An
     finally:
         _capturing.reset(token)
     captured = _with_scopes(captured)
-    local = {
-        name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)
-    }
+    local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
     compiled = compile_program(captured.program, context, local)
     context.variables.adopt(captured.variables, context)
     start_s = time.perf_counter()

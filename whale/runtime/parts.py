@@ -97,7 +97,7 @@ def local_arguments(arguments: Arguments, context: Context) -> tuple[tuple[Any, 
     Collective, unless one is marked already: its rank knows the rows of the others.
     """
     tensors = list(arguments.tensors)
-    if not any(isinstance(t, ShardedTensor) for t in tensors):
+    if tensors and not any(isinstance(t, ShardedTensor) for t in tensors):
         sizes = rows_of_values(exchange(brought(tensors), context), arguments.names, context.config["batch.inputs"])
         tensors = [
             t if rows is None else ShardedTensor(tf.convert_to_tensor(t), rows, context.rank)

@@ -29,7 +29,9 @@ _MOVES = ("_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset")
 _MAPS = ("_MapDataset", "_ParallelMapDataset")
 _BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
 # Stateful by TensorFlow's word, but equal inputs give equal outputs.
-_READS = frozenset({"Assert", "LookupTableFindV2", "LookupTableSizeV2", "StatefulPartitionedCall", "If", "While", "Case"})
+_READS = frozenset(
+    {"Assert", "LookupTableFindV2", "LookupTableSizeV2", "StatefulPartitionedCall", "If", "While", "Case"}
+)
 _RANDOM = frozenset(
     {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle", "Multinomial",
      "RandomGammaGrad", "SampleDistortedBoundingBoxV2", "RandomGamma", "RandomPoissonV2"}
@@ -75,12 +77,10 @@ def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds) 
         count = _number(dataset._count)
         inner = own_rows(dataset._input_dataset, shares, rank, seeds)
         if kind == "_TakeDataset":
-            sizes: Callable[[], Iterator[int]] = lambda: itertools.islice(
-                inner.batch_sizes(), None if count < 0 else count
-            )
+            sizes = functools.partial(_first, inner.batch_sizes, count)
             return replace(inner, dataset=inner.dataset.take(count), batch_sizes=sizes)
-        again = functools.partial(_again, inner.batch_sizes, count)
-        return replace(inner, dataset=inner.dataset.repeat(count), batch_sizes=again)
+        sizes = functools.partial(_again, inner.batch_sizes, count)
+        return replace(inner, dataset=inner.dataset.repeat(count), batch_sizes=sizes)
     if kind not in _BATCHES:
         raise Unknown(f"it ends in {kind.strip('_')}, not in batch(n)")
     return _before_batch(dataset, shares, rank, seeds)
@@ -103,6 +103,10 @@ def batch_size(dataset: Any) -> int:
             action="put batch(n) last",
         )
     return _number(node._batch_size)
+
+
+def _first(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
+    return itertools.islice(sizes(), None if count < 0 else count)
 
 
 def _again(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
@@ -150,9 +154,7 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
     return OwnRows(own, batch_sizes, len(maps), kept, reseeded)
 
 
-def _without_maps(
-    dataset: Any, seeds: Seeds
-) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...]]:
+def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...]]:
     """The samples before the maps that may come later.
 
     Returns:
