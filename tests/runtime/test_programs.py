@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,9 @@ RATE_AND_STEPS = 0.1
 
 
 @pytest.fixture(params=[(2, ()), (3, (5, 0, 3))], ids=["2", "3:5-0-3"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+def spread(request: pytest.FixtureRequest, ranks: Callable[..., None]) -> None:
     size, shares = request.param
-    wh.init(wh.Config({"communication.transport": "in-process", "cluster.ranks": size, "replica.shares": shares}))
-    yield
-    wh.shutdown()
+    ranks(size, **{"replica.shares": shares, "sync_batch_norm": True, "random": "global"})
 
 
 def data(rows: int, features: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +161,7 @@ def late(function: Callable[..., Any]) -> Values:
 
 
 @pytest.mark.parametrize("program", [pytest.param(keras_loops, marks=pytest.mark.core), gan, late])
-def test_steps_over_the_same_variables(ranks: None, program: Build) -> None:
+def test_steps_over_the_same_variables(spread: None, program: Build) -> None:
     as_one_device(program)
 
 
@@ -201,5 +199,5 @@ def sessions(make: Callable[..., Any]) -> Values:
     return found
 
 
-def test_fetch_sets_over_the_same_variables(ranks: None) -> None:
+def test_fetch_sets_over_the_same_variables(spread: None) -> None:
     as_one_device(sessions, wh.Session, tf.compat.v1.Session)

@@ -55,30 +55,24 @@ def test_a_trace_is_for_one_division() -> None:
     assert len({key(part()), *map(key, others)}) == 5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_part_of_another_run(ranks: int) -> None:
-    wh.init(wh.Config({"communication.transport": "in-process", "cluster.ranks": ranks}))
-    try:
-        with pytest.raises(ProgramError, match="belongs to another run") as caught:
-            wh.function(tf.reduce_sum)(part(5, (5, 3), 0))
-        assert caught.value.facts["given"].endswith("made for rank 0 of 2")
-        assert caught.value.facts["expected"] == "whole batches"
-    finally:
-        wh.shutdown()
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_part_of_another_run(ranks: Callable[..., None], count: int) -> None:
+    ranks(count)
+    with pytest.raises(ProgramError, match="belongs to another run") as caught:
+        wh.function(tf.reduce_sum)(part(5, (5, 3), 0))
+    assert caught.value.facts["given"].endswith("made for rank 0 of 2")
+    assert caught.value.facts["expected"] == "whole batches"
 
 
-def test_ranks_of_one_process_get_whole_batches() -> None:
-    wh.init(wh.Config({"communication.transport": "in-process", "cluster.ranks": 2}))
-    try:
-        source = tf.data.Dataset.range(7).batch(4)
-        assert [x.numpy().tolist() for x in wh.shard(source)] == [[0, 1, 2, 3], [4, 5, 6]]
-        assert len(wh.shard(source)) == 2 and wh.shard(source).element_spec == source.element_spec
-        with pytest.raises(wh.PlanError, match="cannot be shared out that way"):
-            wh.shard(source, by="files")
-        with tf.Graph().as_default(), pytest.raises(ProgramError, match="for loops in Python"):
-            wh.shard(source)
-    finally:
-        wh.shutdown()
+def test_ranks_of_one_process_get_whole_batches(ranks: Callable[..., None]) -> None:
+    ranks(2)
+    source = tf.data.Dataset.range(7).batch(4)
+    assert [x.numpy().tolist() for x in wh.shard(source)] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert len(wh.shard(source)) == 2 and wh.shard(source).element_spec == source.element_spec
+    with pytest.raises(wh.PlanError, match="cannot be shared out that way"):
+        wh.shard(source, by="files")
+    with tf.Graph().as_default(), pytest.raises(ProgramError, match="for loops in Python"):
+        wh.shard(source)
 
 
 def test_ranks_of_one_process_have_no_batches_of_their_own() -> None:
