@@ -52,7 +52,7 @@ def batch_inputs(
         input that every rank has whole is divided if it has as many rows, and in the same way.
 
     Raises:
-      PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; or the shares do not fit.
+      PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; the shares do not fit.
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
     candidates = {
