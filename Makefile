@@ -2,6 +2,7 @@
 # make test            all tests                      make test TF=2.15.1   with another TensorFlow
 # make oracle          the full matrix of plans against one device; writes docs/oracle.md
 # make lint            ruff and mypy                  make clean            removes everything that make made
+# make bazel           bazel build //... and bazel test //... in the same environment
 #
 # Everything is installed into .venv (.venv-<version> for another TensorFlow); nothing outside this folder changes.
 
@@ -23,7 +24,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle lint clean setup build check-python check-compiler
+.PHONY: demo test oracle lint bazel clean setup build check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -37,6 +38,14 @@ oracle: build
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
+
+bazel: $(VENV)/.installed
+	@command -v bazel >/dev/null || { \
+	  echo "No bazel was found. On Debian: apt install bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto" >&2; \
+	  exit 1; \
+	}
+	@PYTHON_BIN_PATH=$(CURDIR)/$(VENV)/bin/python bazel build //...
+	@PYTHON_BIN_PATH=$(CURDIR)/$(VENV)/bin/python bazel test //...
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info whale_ops/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis

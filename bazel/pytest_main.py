@@ -1,0 +1,11 @@
+"""Runs pytest on the files given, beside the pyproject.toml of this tree of links."""
+
+import os
+import sys
+
+import pytest
+
+if __name__ == "__main__":
+    options = ["-c", "pyproject.toml", "-p", "no:cacheprovider", "-q"]
+    report = os.environ.get("XML_OUTPUT_FILE")
+    sys.exit(pytest.main([*options, *([f"--junitxml={report}"] if report else []), *sys.argv[1:]]))
