@@ -6,5 +6,6 @@ from pathlib import Path
 
 from whale_ops.build import core_digest
 
+core, compiler = core_digest(), "the C++ toolchain of Bazel"
 libraries = json.loads(Path(sys.argv[1]).read_text())["libraries"]
-print(json.dumps({library["name"]: {**library["facts"], "core": core_digest()} for library in libraries}))
+print(json.dumps({library["name"]: {**library["facts"], "core": core, "compiler": compiler} for library in libraries}))

@@ -99,5 +99,5 @@ def test_the_version() -> None:
 
 def test_help_names_every_verb() -> None:
     text = parser().format_help()
-    for verb in ("run", "plan", "show"):
+    for verb in ("run", "plan", "show", "doctor"):
         assert f"\n    {verb} " in text

@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
     | {"whale.lowering", "whale_ops", "cost_model"},
     "whale.launcher": {"whale.errors", "whale.cluster"},
-    "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.ir", "whale.runtime"},
+    "whale.doctor": {"whale", "whale.errors", "whale.launcher", "whale_ops"},
+    "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.doctor", "whale.ir", "whale.runtime"},
     "whale.__main__": {"whale.cli"},
     "whale_ops": {"whale.errors"},
     "cost_model": {"whale.errors", "whale.ir", "whale.rules"},
@@ -138,7 +139,7 @@ def test_public_names_that_need_no_tensorflow_load_none() -> None:
     assert {"whale.config", "whale.errors", "whale.annotations"} <= loaded
 
 
-@pytest.mark.parametrize("verb", ["run", "plan", "show"])
+@pytest.mark.parametrize("verb", ["run", "plan", "show", "doctor"])
 def test_the_command_starts_without_heavy_modules(verb: str) -> None:
     loaded = loaded_after(f"from whale.cli import main\ntry:\n    main(['{verb}', '--help'])\nexcept SystemExit: pass")
     assert not loaded & {"tensorflow", "numpy", "networkx"}

@@ -35,7 +35,8 @@ INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
-_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
+OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = "2.15", "2.21"
+TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,15 @@ def minor_version(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def supports(tensorflow_version: str) -> bool:
+    """Whether Whale works with this version of TensorFlow."""
+    oldest, given, newest = (
+        tuple(map(int, minor_version(text).split(".")))
+        for text in (OLDEST_TENSORFLOW, tensorflow_version, NEWEST_TENSORFLOW)
+    )
+    return oldest <= given <= newest
+
+
 def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True) -> None:
     """Builds what is missing or out of date in `output_dir`.
 
@@ -78,7 +88,7 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True
 def _build_locked(folder: Path, verbose: bool) -> None:
     info_path = folder / INFO_NAME
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    compiler = compiler_command()
     if shutil.which(compiler[0]) is None:
         raise CommError(
             "no C++ compiler was found",
@@ -94,13 +104,24 @@ def _build_locked(folder: Path, verbose: bool) -> None:
         if verbose:
             print(f"whale_ops: compiling {target.name}", flush=True)
         _compile(target, compiler, folder)
-        info[target.name] = {"digest": wanted, "core": core_digest(), **target.facts}
+        facts = {"compiler": compiler_version(compiler), "core": core_digest(), **target.facts}
+        info[target.name] = {"digest": wanted, **facts}
         temporary = info_path.with_suffix(".new")
         temporary.write_text(json.dumps(info, indent=1, sort_keys=True))
         temporary.replace(info_path)
         built = True
     if verbose:
         print(f"whale_ops: {'built' if built else 'up to date'} in {_shown(folder)}", flush=True)
+
+
+def compiler_command() -> list[str]:
+    """$CXX, or g++."""
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
+def compiler_version(command: Sequence[str]) -> str:
+    """The first line that the compiler says about itself."""
+    return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
 
 
 def _shown(folder: Path) -> str:
@@ -243,15 +264,24 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _tensorflow_version() -> str:
-    for name in _TENSORFLOW_NAMES:
+    expected = f"TensorFlow {OLDEST_TENSORFLOW} to {NEWEST_TENSORFLOW}"
+    for name in TENSORFLOW_NAMES:
         try:
-            return importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        if not supports(version):
+            raise CommError(
+                "this TensorFlow is not supported",
+                given=f"{name} {version}",
+                expected=expected,
+                action="install one of these, then build again",
+            )
+        return version
     raise CommError(
         "the op library needs TensorFlow to be compiled against",
         given="no TensorFlow in this environment",
-        expected="TensorFlow 2.15 to 2.21",
+        expected=expected,
         action="pip install tensorflow-cpu, then build again",
     )
 

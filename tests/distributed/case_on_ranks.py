@@ -1,6 +1,6 @@
 """Script for `whale run`: one case of the zoo over MPI; every rank writes what it computed.
 
-    case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER        (SHARES: 5,3 or even)
+case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER        (SHARES: 5,3 or even)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs the oracle by hand.
 
-    python -m tests.oracle --case mlp --dtype float64 --optimizer sgd --ranks 3 --shares 5,3,0
-    python -m tests.oracle --table docs/oracle.md        # the full matrix of this TensorFlow
+python -m tests.oracle --case mlp --dtype float64 --optimizer sgd --ranks 3 --shares 5,3,0
+python -m tests.oracle --table docs/oracle.md        # the full matrix of this TensorFlow
 """
 
 from __future__ import annotations

@@ -158,8 +158,9 @@ def test_unknown_batch_is_refused() -> None:
     program = capture_function(_step("FusedBatchNormV3", "float32", 1.0), _arguments(1.0)).program
     loose = program.with_nodes(
         tuple(
-            replace(n, outputs=tuple(TensorType(t.dtype, (None, 3, 5, 6)) for t in n.outputs)) if n.op == "Placeholder"
-            and len(n.outputs[0].shape) == 4 else n
+            replace(n, outputs=tuple(TensorType(t.dtype, (None, 3, 5, 6)) for t in n.outputs))
+            if n.op == "Placeholder" and len(n.outputs[0].shape) == 4
+            else n
             for n in program.nodes
         )
     )

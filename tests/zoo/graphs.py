@@ -70,9 +70,7 @@ def _program(
             for index, (gradient, _) in enumerate(pairs):
                 if isinstance(gradient, tf.Tensor):
                     results[f"gradient/{index:03d}"] = gradient
-    return graph_program(
-        setting, graph, results, train, placeholders, make_batch, learning_rate(setting.optimizer)
-    )
+    return graph_program(setting, graph, results, train, placeholders, make_batch, learning_rate(setting.optimizer))
 
 
 def _classifier(setting: Setting, shape: tuple[int, ...], rows: int | None) -> tuple[Any, Any]:

@@ -15,9 +15,7 @@ CLASSES, WORDS = 4, 30
 
 def _dense(features: int, classes: int = CLASSES) -> Any:
     layers = tf.keras.layers
-    return tf.keras.Sequential(
-        [layers.Input((features,)), layers.Dense(16, activation="relu"), layers.Dense(classes)]
-    )
+    return tf.keras.Sequential([layers.Input((features,)), layers.Dense(16, activation="relu"), layers.Dense(classes)])
 
 
 def two_inputs(setting: Setting) -> Program:

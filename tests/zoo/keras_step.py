@@ -58,9 +58,7 @@ def dense_gradients(setting: Setting, gradients: Sequence[Any]) -> dict[str, tf.
     if not setting.gradients:
         return {}
     return {
-        f"gradient/{index:03d}": gradient
-        for index, gradient in enumerate(gradients)
-        if isinstance(gradient, tf.Tensor)
+        f"gradient/{index:03d}": gradient for index, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)
     }
 
 

@@ -26,9 +26,7 @@ class Body:
     effects: list[str]
 
 
-def body_graph(
-    caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None
-) -> Body:
+def body_graph(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
     """The body of function ``name``, typed for ``arguments`` (None: as the function itself says).
 
     The graph that the function was traced as is used when it is at least as specific; otherwise the body is imported

@@ -71,9 +71,7 @@ def _kept_by_loop(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
     """The shapes of the loop's outputs, loosened where one turn of the body does not keep them."""
-    arguments = [
-        i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)
-    ]
+    arguments = [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)]
     returned = results(graph, node.attr["body"].func.name, arguments)
     kept = []
     for i, (own, result) in enumerate(zip(op.outputs, returned, strict=True)):

@@ -69,9 +69,7 @@ class GraphCapture:
         self._defs: dict[str, Any] = {}
         self._typed: list[_Typed] = []
 
-    def sources(
-        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]
-    ) -> list[Source]:
+    def sources(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[Source]:
         """The operations behind ``fetches`` that bring data in and can run before everything else.
 
         Iterators, dequeues and Python functions that depend on nothing but feeds and constants. What they yield has
@@ -151,9 +149,7 @@ class GraphCapture:
             graph,
             name="session",
             inputs=[tensor(name) for name in fed],
-            variables=[
-                (graph.get_tensor_by_name(f"{v.node}:0"), v.name, *self._held(v.node)) for v in variables
-            ],
+            variables=[(graph.get_tensor_by_name(f"{v.node}:0"), v.name, *self._held(v.node)) for v in variables],
             outputs=[tensor(t.name) for t in wanted],
             effects=[graph.get_operation_by_name(o.name) for o in effects],
             types=typed.better,

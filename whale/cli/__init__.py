@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import whale
-from whale.cli import plan, run, show
+from whale.cli import doctor, plan, run, show
 from whale.errors import WhaleError
 
-VERBS = (run, plan, show)
+VERBS = (run, plan, show, doctor)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,10 +27,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns the exit code: that of the verb, or 2 for a mistake that Whale explains."""
+    """Runs one verb. Returns the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
         return int(options.call(options))
     except WhaleError as error:
         print(f"whale {options.verb}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130

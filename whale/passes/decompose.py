@@ -123,9 +123,7 @@ class _Emitter:
     def type_of(self, ref: Ref) -> TensorType:
         return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
 
-    def add(
-        self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any
-    ) -> Ref:
+    def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
         """A new node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
         kind = TensorType(dtype or self.dtype, shape)
         return self._new(suffix, op, inputs, kind, {"T": DType(kind.dtype), **attrs})

@@ -57,9 +57,7 @@ def _reduction(f: Callable[..., Any]) -> Evaluator:
     return run
 
 
-def strided_index(
-    attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int
-) -> tuple[Any, ...]:
+def strided_index(attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int) -> tuple[Any, ...]:
     """The NumPy index that a StridedSlice (or its gradient, or its assignment) with these masks means."""
     masks = {k: int(attrs.get(f"{k}_mask") or 0) for k in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     index: list[Any] = []

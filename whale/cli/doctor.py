@@ -1,0 +1,27 @@
+"""whale doctor: looks for what stops or slows a run here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Adds the verb to the command's parser."""
+    verb = verbs.add_parser(
+        "doctor",
+        help="look for what stops or slows a run here",
+        description="Looks at software and machine, runs two processes, and says what to do about each problem.",
+        epilog="The exit code is 1 if there is a problem, 0 otherwise.",
+    )
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.add_argument("--quick", action="store_true", help="without the run of two processes")
+    verb.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for that run (default 120)")
+    verb.set_defaults(call=call)
+
+
+def call(given: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from whale.doctor.report import main
+
+    return main(as_json=given.json, with_trial=not given.quick, timeout_s=given.timeout)

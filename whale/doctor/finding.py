@@ -1,0 +1,38 @@
+"""What one look found."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+COMMAND_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look found.
+
+    Attributes:
+        name: what was looked at.
+        status: ``problem`` stops a run, ``warning`` slows it or stops part of it, ``none`` is absent and not needed.
+        text: what is there.
+        action: what to do about a problem or warning.
+    """
+
+    name: str
+    status: Literal["ok", "none", "warning", "problem"]
+    text: str
+    action: str | None = None
+
+
+def output_of(command: Sequence[str]) -> str | None:
+    """What a command prints, or None if it cannot be run, fails, or does not end within `COMMAND_TIMEOUT_S`."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,167 @@
+"""The machine: CPUs, memory, limits, GPUs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from whale.doctor import cgroup
+from whale.doctor.finding import Finding, output_of
+
+GIB = 1 << 30
+_SHARED_BYTES = 128 << 20  # Docker gives 64 MB unless asked
+_FREE_BYTES = 100 << 20
+_RANK_BYTES = 1 * GIB  # what TensorFlow takes before a model is built, and a small model
+_OPEN_FILES = 1024
+_PROCESSES = 1024  # TensorFlow starts tens of threads in every rank
+_SOCKET_PATH = 60  # PMIx adds up to some 45 characters to a folder; a socket's path holds 107
+
+
+def look() -> Iterator[Finding]:
+    """Everything about the machine, in the order in which it is read."""
+    yield system()
+    yield cpus()
+    yield quota(cgroup.cpu_quota(), usable_cpus())
+    yield memory()
+    yield shared_memory()
+    yield from limits()
+    yield temporary_folder()
+    yield gpus()
+
+
+def usable_cpus() -> int:
+    """The number of CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _gib(count_bytes: int) -> str:
+    return f"{count_bytes / GIB:.1f} GiB"
+
+
+def system() -> Finding:
+    """The operating system."""
+    libc = " ".join(platform.libc_ver())
+    return Finding("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {libc}")
+
+
+def cpus(root: Path = Path("/")) -> Finding:
+    """Sockets, cores and instruction sets, from proc."""
+    cores: set[tuple[str, str]] = set()
+    model, flags, socket, threads = platform.machine(), "", "0", 0
+    for line in (root / "proc/cpuinfo").read_text().splitlines():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        threads += key == "processor"
+        if key == "physical id":
+            socket = value
+        elif key == "core id":
+            cores.add((socket, value))
+        elif key == "model name":
+            model = value
+        elif key == "flags":
+            flags = f" {value} "
+    usable = usable_cpus()
+    sockets = len({socket for socket, _ in cores}) or 1
+    text = f"{model}: sockets {sockets}, cores {len(cores) or threads}, threads {threads}, usable {usable}"
+    if flags and " avx " not in flags:
+        action = "use another machine, or a TensorFlow compiled without AVX"
+        return Finding("CPUs", "problem", f"{text}; no AVX, which TensorFlow's packages need", action)
+    if usable < 2:
+        return Finding("CPUs", "warning", text, "two ranks share one CPU: see `taskset -p $$`, or use a larger machine")
+    return Finding("CPUs", "ok", text)
+
+
+def quota(granted: float | None, usable: int) -> Finding:
+    """The CPU quota, as control groups set it."""
+    if granted is None:
+        return Finding("CPU quota", "ok", "none")
+    text = f"{granted:.2g} CPUs' worth of time"
+    if granted >= usable:
+        return Finding("CPU quota", "ok", text)
+    advice = f"`whale run` divides the {usable} usable CPUs: give --threads so that ranks x threads <= {granted:.2g}"
+    return Finding("CPU quota", "warning", f"{text} on {usable} CPUs", advice + ", or raise the container's quota")
+
+
+def memory(root: Path = Path("/")) -> Finding:
+    """Memory of the machine and what the control groups leave of it."""
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    known_bytes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
+    limit_bytes = cgroup.memory_limit_bytes(root)
+    text = f"{_gib(known_bytes['MemTotal'])}, available {_gib(known_bytes['MemAvailable'])}"
+    available_bytes = known_bytes["MemAvailable"]
+    if limit_bytes is not None and limit_bytes < known_bytes["MemTotal"]:
+        text += f", limited to {_gib(limit_bytes)}"
+        available_bytes = min(available_bytes, limit_bytes)
+    if available_bytes < 2 * _RANK_BYTES:
+        action = f"two ranks need some {_gib(2 * _RANK_BYTES)}: end other programs or raise the limit"
+        return Finding("memory", "warning", text, action)
+    return Finding("memory", "ok", text)
+
+
+def shared_memory(folder: str = "/dev/shm") -> Finding:
+    """Where MPI's processes exchange data inside a host."""
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        action = f"mount a tmpfs at {folder}, writable for you; without it ranks talk through slower ways or not at all"
+        return Finding(folder, "problem", "missing or not writable", action)
+    space = shutil.disk_usage(folder)
+    text = f"{_gib(space.total)}, free {_gib(space.free)}"
+    if space.free < _SHARED_BYTES:
+        action = f"remove what others left in {folder}, or enlarge it (docker run --shm-size=1g)"
+        return Finding(folder, "warning", text, action)
+    return Finding(folder, "ok", text)
+
+
+def limits() -> Iterator[Finding]:
+    """The limits of this shell that a run meets."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield _limit("open files", files, _OPEN_FILES, "ulimit -n 4096")
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    group = cgroup.process_limit()
+    if group is not None and (processes == resource.RLIM_INFINITY or group < processes):
+        processes = group
+    yield _limit("processes and threads", processes, _PROCESSES, "ulimit -u 4096, or docker run --pids-limit=4096")
+    space_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space_bytes != resource.RLIM_INFINITY:
+        text = f"limited to {_gib(space_bytes)}"
+        yield Finding("address space", "warning", text, "ulimit -v unlimited; TensorFlow reserves more than it uses")
+    if any(Path("/sys/class/infiniband").glob("*")):
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        yield _limit("locked memory (InfiniBand)", locked, GIB, "ulimit -l unlimited")
+
+
+def _limit(name: str, value: int, least: int, action: str) -> Finding:
+    if value == resource.RLIM_INFINITY:
+        return Finding(name, "ok", "unlimited")
+    return Finding(name, "ok", str(value)) if value >= least else Finding(name, "warning", str(value), action)
+
+
+def temporary_folder() -> Finding:
+    """Where mpirun keeps its sockets and files."""
+    folder = tempfile.gettempdir()
+    space = shutil.disk_usage(folder)
+    text = f"{folder}, free {_gib(space.free)}"
+    if len(folder) > _SOCKET_PATH:
+        return Finding(
+            "temporary folder", "warning", text, "its path is too long for MPI's sockets: export TMPDIR=/tmp"
+        )
+    if space.free < _FREE_BYTES:
+        return Finding("temporary folder", "warning", text, "free some space there, or name another folder by TMPDIR")
+    return Finding("temporary folder", "ok", text)
+
+
+def gpus() -> Finding:
+    """NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
+    if shutil.which("nvidia-smi") is None:
+        return Finding("GPUs", "none", "no nvidia-smi")
+    text = output_of(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    if not text:
+        action = "see what `nvidia-smi` says; a container needs the NVIDIA runtime (docker run --gpus all)"
+        return Finding("GPUs", "warning", "nvidia-smi does not answer or lists none", action)
+    lines = text.splitlines()
+    name, memory_text, driver = (part.strip() for part in lines[0].split(","))
+    more = "" if len(set(lines)) == 1 else ", and others"
+    return Finding("GPUs", "ok", f"{len(lines)}: {name}, {memory_text}{more}; driver {driver}")

@@ -1,0 +1,130 @@
+"""A run of two processes: starts, reduces, trains one step, and must agree with one process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from whale.doctor.finding import Finding
+
+NAME = "run of two processes"
+MODULE = "whale.runtime.trial"
+LARGEST_DIFFERENCE = 1e-10  # in float64, as everywhere
+_END_S = 10.0  # `whale run` needs three seconds at most to end its ranks
+_SHOWN_LINES = 12
+_PR_SET_PDEATHSIG = 1
+
+
+def look(timeout_s: float) -> Finding:
+    """Runs the trial and says how it went.
+
+    Args:
+        timeout_s: the run is ended, with all its processes, when it takes longer.
+    """
+    with tempfile.TemporaryDirectory(prefix="whale_doctor_") as folder:
+        results = Path(folder, "results.json")
+        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": _path()}
+        started_s = time.monotonic()
+        line = [sys.executable, "-m", "whale", "run", "-np", "2", "--threads", "1", "-m", MODULE, str(results)]
+        code, output = _run(line, environment, timeout_s)
+        seconds = time.monotonic() - started_s
+        if code is None:
+            action = f"a slow machine: --timeout {4 * timeout_s:g}; else see where this stops: {_again()}"
+            return Finding(NAME, "problem", f"not through after {timeout_s:g} s\n{_last(output)}".rstrip(), action)
+        if code != 0 or not results.exists():
+            action = f"see the first error above, and all of them with: {_again()}"
+            return Finding(NAME, "problem", f"failed with exit code {code}\n{_last(output)}".rstrip(), action)
+        return _judge(json.loads(results.read_text()), seconds)
+
+
+def _judge(results: dict[str, Any], seconds: float) -> Finding:
+    difference, moved_bytes = results["difference"], results["moved_bytes"]
+    text = f"{seconds:.1f} s; weights and loss differ from one process by {difference:.1e} (float64)"
+    if moved_bytes == 0 or not difference <= LARGEST_DIFFERENCE:
+        text += f", limit {LARGEST_DIFFERENCE:.0e}; {moved_bytes} bytes were exchanged"
+        return Finding(
+            NAME, "problem", text, "results would be wrong: report this with the output of `whale doctor --json`"
+        )
+    return Finding(NAME, "ok", text)
+
+
+def _path() -> str:
+    """A PYTHONPATH with which the processes find the whale that runs here."""
+    home = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return home if not inherited else home + os.pathsep + inherited
+
+
+def _again() -> str:
+    return f"{Path(sys.executable).name} -m whale run -np 2 -v -m {MODULE}"
+
+
+def _last(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
+
+
+def _run(line: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
+    """The exit code, or None if the time ran out, and the output. No process is left, however this one ends."""
+    with _stop_as_exception():
+        process = subprocess.Popen(
+            line,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            return None, _end(process)
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Ends `whale run`, which ends its ranks, and returns what they had printed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process.send_signal(number)
+        try:
+            return process.communicate(timeout=_END_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def _end_with_parent() -> None:
+    """In `whale run`, before it starts: a SIGTERM when this process dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def _stop_as_exception() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that what was started is ended."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
