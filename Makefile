@@ -48,6 +48,7 @@ bazel: $(VENV)/.installed
 	@PYTHON_BIN_PATH=$(CURDIR)/$(VENV)/bin/python bazel test //...
 
 clean:
+	@! test -e bazel-out || bazel clean --expunge
 	rm -rf .venv .venv-* build dist *.egg-info whale_ops/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -140,7 +140,7 @@ def _targets() -> Iterable[Target]:
         (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
         {"tensorflow": version},
-        # All pip wheels from 2.15 to 2.21 use the new string ABI; another build fails at load time with the missing symbol.
+        # All pip wheels use the new string ABI; another build fails at load time with a missing symbol.
         compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64"),
         include_folders=(str(folder / "include"),),
         uses_core=True,

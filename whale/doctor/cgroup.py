@@ -49,13 +49,13 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
         mount, _, kind = line.partition(" - ")
         filesystem, *_, options = kind.split(" ")
         if filesystem == "cgroup2":
-            path = own.get("")
+            path = own.get("", "/")
         elif filesystem == "cgroup" and controller in options.split(","):
-            path = own.get(controller)
+            path = own.get(controller, "/")
         else:
             continue
         mounted, where = mount.split(" ")[3:5]
-        group = PurePosixPath(path or "/")
+        group = PurePosixPath(path)
         # Without a namespace of its own, a container sees its group's path on the host, of which that group is mounted.
         inside = group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
         for part in (inside, *inside.parents):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 COMMAND_TIMEOUT_S = 10.0
+Status = Literal["ok", "none", "warning", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Finding:
     """
 
     name: str
-    status: Literal["ok", "none", "warning", "problem"]
+    status: Status
     text: str
     action: str | None = None
 

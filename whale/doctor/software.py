@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import whale
-from whale.doctor.finding import Finding, output_of
+from whale.doctor.finding import Finding, Status, output_of
 from whale.errors import WhaleError
 from whale.launcher.mpirun import find_mpirun
 from whale_ops import _native, build
@@ -130,7 +130,7 @@ def op_library(tensorflow_version: str | None) -> Finding:
 def compiler(*, needed: bool) -> Finding:
     """The C++ compiler, which only building needs."""
     command = build.compiler_command()
-    status = "problem" if needed else "warning"
+    status: Status = "problem" if needed else "warning"
     advice = f"install g++ {_OLDEST_GCC} or newer (Debian, Ubuntu: apt install g++), or name a compiler by CXX"
     if not needed:
         advice += "; needed only to build the op library again"

@@ -14,30 +14,30 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import whale as wh
 from whale.runtime import context
+from whale.runtime.function import function as spread
 
 
 def main() -> None:
     """Rank 0 writes the largest relative difference and the bytes that the ranks exchanged."""
     alone = _train(tf.function)
-    wh.init()
-    together = _train(wh.function)
+    context.init()
+    together = _train(spread)
     scale = max(float(np.max(np.abs(value))) for value in alone)
     difference = max(float(np.max(np.abs(one - other))) for one, other in zip(alone, together)) / scale
     counters = [counter for comm in context.current().comms for counter in comm.counters()]
     results = {
-        "ranks": wh.size(),
+        "ranks": context.size(),
         "difference": difference,
         "moved_bytes": sum(counter.wire_bytes for counter in counters if counter.kind == "AllReduce"),
     }
-    if wh.rank() == 0:
+    if context.rank() == 0:
         text = json.dumps(results)
         if len(sys.argv) > 1:
             Path(sys.argv[1]).write_text(text)
         else:
             print(text)
-    wh.shutdown()
+    context.shutdown()
 
 
 def _train(function: Callable[[Any], Any]) -> list[np.ndarray]:

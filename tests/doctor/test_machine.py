@@ -1,0 +1,169 @@
+"""What `whale doctor` reads from the machine, on made-up trees of proc and sys."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from whale.doctor import cgroup, machine
+
+pytestmark = pytest.mark.core
+
+_V1 = (
+    "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n"
+    "32 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,nosuid - cgroup cgroup rw,cpu,cpuacct\n"
+    "33 31 0:30 {root} /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory\n"
+)
+_V2 = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
+
+
+def tree(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_version_1_with_groups_inside_each_other(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/a\n2:cpu,cpuacct:/a/b\n0::/\n",
+            "proc/self/mountinfo": _V1.format(root="/"),
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "150000\n",
+            "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_quota_us": "40000\n",
+            "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_period_us": "20000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1073741824\n",
+        },
+    )
+    assert cgroup.cpu_quota(root) == 1.5
+    assert cgroup.memory_limit_bytes(root) == 1 << 30
+    assert cgroup.process_limit(root) is None
+
+
+def test_version_2(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/job\n",
+            "proc/self/mountinfo": _V2.format(root="/"),
+            "sys/fs/cgroup/user.slice/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/user.slice/job/cpu.max": "50000 100000\n",
+            "sys/fs/cgroup/user.slice/memory.max": "2147483648\n",
+            "sys/fs/cgroup/user.slice/job/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/job/pids.max": "99\n",
+        },
+    )
+    assert cgroup.cpu_quota(root) == 0.5
+    assert cgroup.memory_limit_bytes(root) == 2 << 30
+    assert cgroup.process_limit(root) == 99
+
+
+@pytest.mark.parametrize(("mounts", "names"), [(_V1, "2:cpu,cpuacct:"), (_V2, "0::")])
+def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path, mounts: str, names: str) -> None:
+    files = {
+        "proc/self/cgroup": f"{names}/docker/0123\n",
+        "proc/self/mountinfo": mounts.format(root="/docker/0123"),
+        "sys/fs/cgroup/cpu.max": "300000 100000\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "300000\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    assert cgroup.cpu_quota(tree(tmp_path, files)) == 3.0
+
+
+def test_no_groups_at_all(tmp_path: Path) -> None:
+    assert cgroup.cpu_quota(tmp_path) is None
+    assert cgroup.memory_limit_bytes(tmp_path) is None
+
+
+def test_a_quota_below_the_usable_cpus_is_a_warning_with_the_threads_to_give() -> None:
+    found = machine.quota(1.5, 8)
+    assert found.status == "warning" and "--threads" in (found.action or "")
+    assert machine.quota(8.0, 8).status == machine.quota(None, 8).status == "ok"
+
+
+def _cpuinfo(cores: list[tuple[int, int]], flags: str) -> str:
+    blocks = (
+        f"processor\t: {number}\nmodel name\t: Test CPU\nphysical id\t: {socket}\ncore id\t\t: {core}\n"
+        f"flags\t\t: {flags}\n"
+        for number, (socket, core) in enumerate(cores)
+    )
+    return "\n".join(blocks)
+
+
+def test_sockets_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 6)
+    both_threads = [(socket, core) for socket in (0, 1) for core in (0, 1, 2) for _ in range(2)]
+    tree(tmp_path, {"proc/cpuinfo": _cpuinfo(both_threads, "fpu avx avx2")})
+    found = machine.cpus(tmp_path)
+    assert (found.status, found.text) == ("ok", "Test CPU: sockets 2, cores 6, threads 12, usable 6")
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 1)
+    assert machine.cpus(tmp_path).status == "warning"
+
+
+def test_a_cpu_that_tensorflow_cannot_use(tmp_path: Path) -> None:
+    tree(tmp_path, {"proc/cpuinfo": _cpuinfo([(0, 0)], "fpu sse4_2")})
+    assert machine.cpus(tmp_path).status == "problem"
+
+
+def test_memory_counts_the_limit_of_the_group(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n",
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": _V2.format(root="/"),
+    }
+    assert machine.memory(tree(tmp_path, files)).status == "ok"
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{1 << 30}\n")
+    found = machine.memory(tmp_path)
+    assert (found.status, found.text) == ("warning", "16.0 GiB, available 8.0 GiB, limited to 1.0 GiB")
+
+
+def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
+    assert machine.shared_memory(str(tmp_path / "shm")).status == "problem"
+    assert machine.shared_memory(str(tmp_path)).status in ("ok", "warning")
+
+
+def test_limits_that_are_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_NPROC: 100, resource.RLIMIT_AS: 1 << 32}
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (low.get(what, -1), -1))
+    monkeypatch.setattr(machine.cgroup, "process_limit", lambda: 64)
+    found = {finding.name: finding for finding in machine.limits()}
+    assert found["open files"].text == "256" and found["open files"].action == "ulimit -n 4096"
+    assert found["processes and threads"].text == "64"  # the tighter of the two
+    assert found["address space"].text == "limited to 4.0 GiB"
+    assert all(finding.status == "warning" for finding in found.values())
+
+
+def test_a_folder_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(deep))
+    assert "TMPDIR" in (machine.temporary_folder().action or "")
+
+
+def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 570.1'; echo 'NVIDIA H200, 143771 MiB, 570.1'")
+    assert machine.gpus().text == "2: NVIDIA H200, 143771 MiB; driver 570.1"
+    _nvidia_smi(tmp_path, monkeypatch, "echo 'Failed to initialize NVML' >&2; exit 9")
+    assert machine.gpus().status == "warning"
+
+
+def test_gpus_that_do_not_answer_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whale.doctor.finding.COMMAND_TIMEOUT_S", 0.2)
+    _nvidia_smi(tmp_path, monkeypatch, "exec sleep 60")
+    assert machine.gpus().status == "warning"
