@@ -7,12 +7,18 @@ build (pip's default) sees a TensorFlow of its own: where the environment holds 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools < 70.1
+    from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "whale_ops/lib"
@@ -25,12 +31,15 @@ class BuildOps(build_ext):
         _refuse_another_tensorflow()
         # An isolated build does not put the project on the path.
         sys.path.insert(0, str(ROOT))
+        from whale.errors import CommError
         from whale_ops.build import build
 
-        build(self._folder())
-        # Everything in the folder of the build would become part of the wheel, the builder's lock as well.
-        for lock in Path(self.build_lib, "whale_ops").glob(".*.lock"):
-            lock.unlink()
+        if self._folder() != ROOT / LIBRARY:
+            shutil.rmtree(self._folder(), ignore_errors=True)  # what an earlier build made for another TensorFlow
+        try:
+            build(self._folder())
+        except CommError as error:
+            raise SystemExit(f"whale_ops: {error}") from None
 
     def _folder(self) -> Path:
         in_place = self.inplace or getattr(self, "editable_mode", False)
@@ -65,4 +74,14 @@ def _tensorflow_version(folders: list[str]) -> tuple[str, ...] | None:
     return None
 
 
-setup(ext_modules=[Extension(LIBRARY.replace("/", "."), sources=[])], cmdclass={"build_ext": BuildOps})
+class Wheel(bdist_wheel):
+    """The libraries use TensorFlow's C++ interface, not Python's: one wheel fits every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension(LIBRARY.replace("/", "."), sources=[])],
+    cmdclass={"bdist_wheel": Wheel, "build_ext": BuildOps},
+)

@@ -145,6 +145,19 @@ def test_the_command_starts_without_heavy_modules(verb: str) -> None:
     assert not loaded & {"tensorflow", "numpy", "networkx"}
 
 
+def test_without_tensorflow_the_error_says_what_to_install() -> None:
+    # None in sys.modules makes Python say that there is no such module.
+    block = "import sys; sys.modules['tensorflow'] = None\n"
+    public = "import whale\ntry:\n    whale.function\nexcept whale.InstallError as error:\n    print(error)"
+    verb = "from whale.cli import main; sys.exit(main(['plan', 'train.py']))"
+    done = [
+        subprocess.run([sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, check=False)
+        for code in (public, verb)
+    ]
+    assert done[0].stdout.startswith("whale.function needs TensorFlow\n  given: no TensorFlow in ")
+    assert done[1].returncode == 2 and done[1].stderr.startswith("whale plan: whale plan needs TensorFlow\n")
+
+
 def test_a_name_that_does_not_exist() -> None:
     import whale
 

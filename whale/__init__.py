@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from whale.errors import ClusterError as ClusterError
     from whale.errors import CommError as CommError
     from whale.errors import ConfigError as ConfigError
+    from whale.errors import InstallError as InstallError
     from whale.errors import LayoutError as LayoutError
     from whale.errors import PlanError as PlanError
     from whale.errors import ProgramError as ProgramError
@@ -54,6 +55,7 @@ _PUBLIC = {
     "CommError": "whale.errors",
     "ProgramError": "whale.errors",
     "CaptureError": "whale.errors",
+    "InstallError": "whale.errors",
     "RuleError": "whale.errors",
     "LayoutError": "whale.errors",
     "PlanError": "whale.errors",
@@ -65,7 +67,14 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'whale' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    try:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        from whale.errors import no_tensorflow
+
+        raise no_tensorflow(f"whale.{name}") from None
     globals()[name] = value
     return value
 

@@ -15,6 +15,7 @@ prints as
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -47,6 +48,20 @@ class WhaleError(Exception):
 
 def _rebuild(kind: type[WhaleError], message: str, action: str | None, facts: dict[str, Any]) -> WhaleError:
     return kind(message, action=action, **facts)
+
+
+class InstallError(WhaleError):
+    """Something that Whale needs is not installed."""
+
+
+def no_tensorflow(what: str) -> InstallError:
+    """The error of `what`, which cannot be had without TensorFlow."""
+    return InstallError(
+        f"{what} needs TensorFlow",
+        given=f"no TensorFlow in {sys.executable}",
+        expected="TensorFlow 2.15 to 2.21",
+        action="pip install tensorflow, or tensorflow-cpu on a machine without GPUs; then see `whale doctor`",
+    )
 
 
 class ConfigError(WhaleError):

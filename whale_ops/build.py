@@ -203,8 +203,8 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
-    # In place, objects stay, so that one changed file is one compilation; a package is built once, without leftovers.
-    keep = folder.resolve() == IN_PLACE
+    # In a checkout, objects stay, so that one changed file is one compilation; an installed package gets no leftovers.
+    keep = folder.resolve() == IN_PLACE.resolve() and (PACKAGE.parent / "pyproject.toml").exists()
     with (
         tempfile.TemporaryDirectory(prefix="whale_ops_") as scratch,
         ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool,
@@ -245,6 +245,9 @@ def _compile_object(source: Path, output: Path, target: Target, compiler: Sequen
     temporary = output.with_suffix(".new")
     # Headers of other projects: their warnings are not ours.
     includes = [f"-isystem{folder}" for folder in target.include_folders]
+    # Messages that quote a file's name quote it without the folders of the machine that built it.
+    folders = (str(PACKAGE.parent), *target.include_folders)
+    includes += [f"-ffile-prefix-map={folder}/=" for folder in folders]
     _run([*compiler, *_FLAGS, *target.compile_flags, *includes, "-c", str(source), "-o", str(temporary)])
     temporary.replace(output)
 

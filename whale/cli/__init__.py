@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import whale
 from whale.cli import doctor, plan, run, show
-from whale.errors import WhaleError
+from whale.errors import WhaleError, no_tensorflow
 
 VERBS = (run, plan, show, doctor)
 
@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.call(options))
     except WhaleError as error:
         print(f"whale {options.verb}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as missing:
+        if missing.name != "tensorflow":
+            raise
+        print(f"whale {options.verb}: {no_tensorflow(f'whale {options.verb}')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
