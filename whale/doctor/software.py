@@ -62,7 +62,9 @@ def tensorflow() -> tuple[str | None, Finding]:
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     supported = f"TensorFlow {build.OLDEST_TENSORFLOW} to {build.NEWEST_TENSORFLOW}"
     if not found:
-        return None, Finding("TensorFlow", "problem", "not installed", f"install {supported}: pip install tensorflow")
+        return None, Finding(
+            "TensorFlow", "problem", "not installed", f"install {supported}: pip install tensorflow (or tensorflow-cpu)"
+        )
     if len(set(found.values())) > 1:
         action = f"pip uninstall {' '.join(found)}, then install one of them: they overwrite each other's files"
         return None, Finding("TensorFlow", "problem", text, action)
