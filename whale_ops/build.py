@@ -35,6 +35,7 @@ INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
+_PREFIX_MAP = "-ffile-prefix-map={}/="
 OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = "2.15", "2.21"
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
 
@@ -190,7 +191,7 @@ def _digest(target: Target, compiler: Sequence[str]) -> str:
 
 def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str:
     headers = [*(PACKAGE / "core").glob("*.h"), *(source.parent.glob("*.h") if source.parent.name == "ops" else ())]
-    texts = [repr((compiler, _FLAGS, target.compile_flags, target.identity, source.name)).encode()]
+    texts = [repr((compiler, _FLAGS, _PREFIX_MAP, target.compile_flags, target.identity, source.name)).encode()]
     texts += [path.read_bytes() for path in [source, *sorted(headers)]]
     return _hash(texts)
 
@@ -246,8 +247,7 @@ def _compile_object(source: Path, output: Path, target: Target, compiler: Sequen
     # Headers of other projects: their warnings are not ours.
     includes = [f"-isystem{folder}" for folder in target.include_folders]
     # Messages that quote a file's name quote it without the folders of the machine that built it.
-    folders = (str(PACKAGE.parent), *target.include_folders)
-    includes += [f"-ffile-prefix-map={folder}/=" for folder in folders]
+    includes += [_PREFIX_MAP.format(folder) for folder in (PACKAGE.parent, *target.include_folders)]
     _run([*compiler, *_FLAGS, *target.compile_flags, *includes, "-c", str(source), "-o", str(temporary)])
     temporary.replace(output)
 

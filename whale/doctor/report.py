@@ -41,7 +41,7 @@ def main(*, as_json: bool, with_trial: bool, timeout_s: float) -> int:
         print(json.dumps({"healthy": problems == 0, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
         for line in _advice(findings):
-            console.print(line)
+            console.print(line, soft_wrap=True)
         console.print(_verdict(findings, with_trial))
     return int(problems > 0)
 

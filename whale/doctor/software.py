@@ -109,7 +109,7 @@ def _keras_backend() -> str:
 
 def op_library(tensorflow_version: str | None) -> Finding:
     """Whether the op library fits its TensorFlow and its own parts."""
-    rebuild = f"{sys.executable} -m whale_ops.build, or install Whale again"
+    rebuild = f"run {sys.executable} -m whale_ops.build, or install Whale again"
     try:
         info = _native.build_info()
         _native.library_path(build.CORE_NAME)
