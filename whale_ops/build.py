@@ -98,7 +98,7 @@ def _build_locked(folder: Path, verbose: bool) -> None:
             action="install g++ (Debian, Ubuntu: apt install g++)",
         )
     built = False
-    for target in _targets():
+    for target in list(_targets()):  # all, so that nothing is compiled before all is found
         wanted = _digest(target, compiler)
         if info.get(target.name, {}).get("digest") == wanted and (folder / target.name).exists():
             continue
