@@ -13,6 +13,7 @@ import pytest
 
 from tests.rules.helpers import found, placements, strategies, view
 from whale.errors import RuleError
+from whale.ir.layout import B, Strategy, split
 from whale.rules import CONTROL_FLOW, OpView, all_rules, known_outputs, rule_of
 from whale.rules.notation import OWNER, parse, parse_passes
 from whale.rules.registry import rule
@@ -262,3 +263,15 @@ def test_strategies_are_quick_for_many_nodes():
         for op, now in zip(ops, current):
             one.strategies(op, now)
     assert (time.process_time() - start) / 3000 < 40e-6  # 3 us on an idle machine
+
+
+@pytest.mark.parametrize(("holds", "consts"), [("float32", [[3, 4]]), ("variant", [])])
+def test_lists_of_lists_keep_the_element_shape_of_handles(holds: str, consts: list[list[int]]) -> None:
+    """What a list of lists holds are handles: no dimension of theirs is cut, whatever the lists inside hold."""
+    shape = [8, 4] if holds == "float32" else []
+    operands = [f"int32[{len(shape)}]", "int32[]"]
+    op = view("EmptyTensorList", operands, ["variant[]"], {0: shape, 1: -1}, element_dtype=holds)
+    rule = rule_of("EmptyTensorList")
+    assert rule is not None
+    local = rule.localize(op, Strategy((B, B), (split(0, (5, 3)),), "as the reader asks"), 1)
+    assert [value.tolist() for value in local.consts.values()] == consts
