@@ -23,7 +23,7 @@ from typing import Any
 
 from whale.errors import CommError
 
-__all__ = ["Communicator", "OpCounter", "in_process", "mpi", "ops"]
+__all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops"]
 
 DEFAULT_TIMEOUT_S = 300.0
 COMMUNICATING_OPS = (
@@ -59,6 +59,21 @@ class OpCounter:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """An operation of this rank that waits for others.
+
+    Attributes:
+        what: for example ``AllReduce 'gradient'``.
+        seconds: since it was started.
+        missing: the ranks that have yet to send; empty when none can be told.
+    """
+
+    what: str
+    seconds: float
+    missing: tuple[int, ...]
+
+
 class Communicator:
     """One rank of a group of ranks.
 
@@ -68,7 +83,7 @@ class Communicator:
     """
 
     def __init__(self, name: str, handle: int) -> None:
-        """For `in_process` and `mpi`; applies WHALE_EMULATE_LINK and WHALE_STALL_S."""
+        """For `in_process` and `mpi`; applies WHALE_EMULATE_LINK."""
         from whale_ops import _native
 
         self._native = _native
@@ -77,7 +92,6 @@ class Communicator:
         self.rank: int = _native.core().whale_rank(handle)
         self.size: int = _native.core().whale_size(handle)
         self.set_link(*_link_from_environment())
-        _native.core().whale_set_stall(handle, _seconds_from_environment("WHALE_STALL_S", 60.0))
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
@@ -87,20 +101,29 @@ class Communicator:
         """The core's handle, for `whale_ops._native`."""
         return self._handle
 
-    def allgather_bytes(self, key: str, data: bytes, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytes]:
-        """The data of all ranks, in rank order; lengths may differ."""
+    def allgather_bytes(
+        self, key: str, data: bytes, timeout_s: float = DEFAULT_TIMEOUT_S, purpose: str = ""
+    ) -> list[bytes]:
+        """The data of all ranks, in rank order; lengths may differ. ``purpose`` stands for the key in messages."""
+        purpose = purpose or f"the exchange {key!r}"
         result = ctypes.c_void_p()
         self._check(
             self._core.whale_all_gather_bytes(
-                self._handle, key.encode(), data, len(data), timeout_s, ctypes.byref(result)
+                self._handle, key.encode(), purpose.encode(), data, len(data), timeout_s, ctypes.byref(result)
             )
         )
         return self._native.take_bytes(result.value or 0)
 
     def broadcast_bytes(
-        self, key: str, data: bytes | None, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        key: str,
+        data: bytes | None,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        purpose: str = "",
     ) -> bytes:
-        """The root's data on every rank; the other ranks pass None."""
+        """The root's data on every rank; the other ranks pass None. ``purpose`` stands for the key in messages."""
+        purpose = purpose or f"the broadcast {key!r}"
         if (self.rank == root) != (data is not None):
             raise CommError(
                 "only the root of a broadcast gives data",
@@ -113,7 +136,14 @@ class Communicator:
         result = ctypes.c_void_p()
         self._check(
             self._core.whale_broadcast_bytes(
-                self._handle, key.encode(), content, len(content), root, timeout_s, ctypes.byref(result)
+                self._handle,
+                key.encode(),
+                purpose.encode(),
+                content,
+                len(content),
+                root,
+                timeout_s,
+                ctypes.byref(result),
             )
         )
         return self._native.take_bytes(result.value or 0)[0]
@@ -126,10 +156,30 @@ class Communicator:
         """Fails all pending and future operations of all ranks with this message."""
         self._check(self._core.whale_abort(self._handle, message.encode()))
 
+    def lose(self, rank: int, what: str) -> None:
+        """Another rank is known to be gone: fails all operations of this rank, each with its own name.
+
+        Nothing happens when that rank has said good-bye, or is this one.
+
+        Args:
+            what: what happened to it, as the end of a sentence that begins with "rank 1".
+        """
+        self._check(self._core.whale_lose(self._handle, rank, what.encode()))
+
+    def waits(self) -> list[Wait]:
+        """The operations of this rank that have waited for some time, tensors first, then by how long."""
+        found = self._native.take_bytes(self._core.whale_waits(self._handle))
+        parts = [part.decode(errors="replace") for part in found]
+        return [
+            Wait(what, float(seconds), tuple(int(rank) for rank in missing.split(",") if rank))
+            for what, seconds, missing in zip(parts[::3], parts[1::3], parts[2::3])
+        ]
+
     def leave(self, timeout_s: float = 30.0) -> bool:
         """Says good-bye: operations of other ranks that need this one fail from now on, by name.
 
-        In one process this returns at once. With MPI it waits up to `timeout_s` seconds for the other ranks' good-byes;
+        In one process this returns at once. With MPI it waits up to `timeout_s` seconds for the other ranks' good-byes,
+        unless one of them was lost;
         when the last communicator of the process has them all, MPI is finalised (if it was started here).
 
         Returns:
@@ -282,16 +332,3 @@ def _link_from_environment() -> tuple[float, float]:
                 action="correct or unset the variable",
             )
     return values["latency_us"] * 1e-6, values["bandwidth_MBps"] * 1e6
-
-
-def _seconds_from_environment(name: str, default_s: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        value = float(text) if text else default_s
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise CommError(
-            f"{name} is not a time", given=text, expected="seconds > 0", action="correct or unset the variable"
-        )
-    return value

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+import whale_ops
 from tests.whale_ops import harness
 from tests.whale_ops.harness import each, ranks
 from whale.errors import CommError
@@ -173,18 +174,73 @@ def test_only_the_root_gives_data() -> None:
         communicators[0].broadcast_bytes("k", None, 0, 1)
 
 
-def test_a_stalled_operation_is_reported_with_the_missing_rank(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    monkeypatch.setenv("WHALE_STALL_S", "0.2")
+def test_an_operation_that_waits_is_shown_with_the_missing_rank() -> None:
     with ranks(2) as communicators:
         operation = harness.all_reduce("slow 'x'", floats(2)).start(communicators[0])
-        time.sleep(1.2)
+        assert communicators[0].waits() == []  # not yet for long
+        time.sleep(0.5)
+        (wait,) = communicators[0].waits()
+        assert wait.what == "AllReduce 'slow 'x''" and wait.missing == (1,)
+        assert 0.2 < wait.seconds < 5
+        assert communicators[1].waits() == []
         harness.all_reduce("slow 'x'", floats(2)).start(communicators[1]).wait(2)
         operation.wait(2)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("whale:")]
-    assert 2 <= len(lines) <= 3  # after 0.2, 0.4 and 0.8 s, give or take the interval of looking
-    assert all(
-        "rank 0 has waited" in line and "AllReduce 'slow 'x''" in line and "for rank 1;" in line for line in lines
-    )
+
+
+def test_operations_name_themselves_when_another_rank_is_lost() -> None:
+    with ranks(3) as communicators:
+        pending = harness.all_reduce("gradient", floats(3)).start(communicators[0])
+        communicators[0].lose(1, "was killed by SIGKILL")
+        with pytest.raises(
+            CommError, match="rank 1 was killed by SIGKILL while rank 0 waited for it in AllReduce 'gradient'"
+        ):
+            pending.wait(2)
+        later = harness.all_reduce("later", floats(3)).start(communicators[0])
+        with pytest.raises(CommError, match=r"rank 1 was killed .* rank 0 can no longer run AllReduce 'later'"):
+            later.wait(2)
+
+
+def test_a_rank_that_has_said_good_bye_is_not_lost() -> None:
+    with ranks(3) as communicators:
+        communicators[1].leave()
+        time.sleep(0.1)
+        communicators[0].lose(1, "has ended")
+        case = harness.all_reduce("two", floats(3))
+        for arguments in case.arguments:
+            arguments["ranks"] = [0, 2]
+        operations = [case.start(communicators[rank]) for rank in (0, 2)]
+        for operation in operations:
+            operation.wait(2)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["exchange first", "operation first"])
+def test_ranks_at_different_places_are_told_so(first: int) -> None:
+    """One rank is in an exchange, beside which it runs nothing, the other in an operation: neither would end."""
+    case = harness.all_reduce("gradient", floats(2))
+
+    def body(communicator: whale_ops.Communicator) -> object:
+        time.sleep(0.3 * (communicator.rank != first))
+        if communicator.rank == 0:
+            return communicator.allgather_bytes("program", b"", 10, "the compilation of `step`")
+        return case.start(communicator).wait(10)
+
+    started = time.monotonic()
+    with ranks(2) as communicators:
+        for error in each(communicators, body):
+            assert "the ranks are at different places of the program" in str(error)
+            assert "the compilation of `step`" in str(error) and "'gradient'" in str(error)
+    assert time.monotonic() - started < 2
+
+
+def test_operations_side_by_side_may_wait_for_each_other() -> None:
+    """Operations of one step start in any order: to wait in one for a rank that has begun another is no mistake."""
+    cases = [harness.all_reduce(key, floats(2)) for key in ("a", "b")]
+    with ranks(2) as communicators:
+        first = cases[0].start(communicators[0]), cases[1].start(communicators[1])
+        time.sleep(0.4)
+        second = cases[1].start(communicators[0]), cases[0].start(communicators[1])
+        for operation in (*first, *second):
+            operation.wait(2)
 
 
 WRONG = {

@@ -63,16 +63,15 @@ struct Bytes {
 };
 
 // After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a whole.
-int wait_for(Communicator* communicator, const PendingHandle& pending, const char* what, const char* key,
-             double timeout_s, void** result) {
+int wait_for(Communicator* communicator, const PendingHandle& pending, const std::string& purpose, double timeout_s, void** result) {
   if (!pending->wait(timeout_s)) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%g", timeout_s);
-    const std::vector<int> missing = communicator->endpoint->awaited_ranks(key);
+    const std::vector<int> missing = communicator->endpoint->awaited_ranks(purpose);
     const std::string whom = missing.empty() ? "" : std::string(missing.size() == 1 ? " for rank " : " for ranks ") + whale::join_ranks(missing);
     const Status status = Status::Error(Code::kDeadlineExceeded,
                                         std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " + waited +
-                                            " s" + whom + " in " + what + " '" + key + "' of communicator '" +
+                                            " s" + whom + " in " + purpose + " of communicator '" +
                                             communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
     communicator->endpoint->abort(status);
     pending->wait(1.0);
@@ -163,28 +162,28 @@ WHALE_EXPORT int whale_rank(void* handle) { return static_cast<Communicator*>(ha
 
 WHALE_EXPORT int whale_size(void* handle) { return static_cast<Communicator*>(handle)->endpoint->size(); }
 
-WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const void* data, int64_t size, double timeout_s,
-                                        void** result) {
+WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size,
+                                        double timeout_s, void** result) {
   const Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
   auto* communicator = static_cast<Communicator*>(handle);
   auto pending = std::make_shared<Pending>();
-  whale::gather_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", {},
+  whale::gather_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", purpose, {},
                       std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
                       [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
-  return wait_for(communicator, pending, "the exchange", key, timeout_s, result);
+  return wait_for(communicator, pending, purpose, timeout_s, result);
 }
 
-WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const void* data, int64_t size, int root, double timeout_s,
-                                       void** result) {
+WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size,
+                                       int root, double timeout_s, void** result) {
   const Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
   auto* communicator = static_cast<Communicator*>(handle);
   auto pending = std::make_shared<Pending>();
-  whale::broadcast_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", {}, root,
+  whale::broadcast_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", purpose, {}, root,
                          std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
                          [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
-  return wait_for(communicator, pending, "the broadcast", key, timeout_s, result);
+  return wait_for(communicator, pending, purpose, timeout_s, result);
 }
 
 WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, void** pending_handle) {
@@ -229,7 +228,8 @@ WHALE_EXPORT int whale_abort(void* handle, const char* message) {
   return report(Status::Ok());
 }
 
-// Says good-bye. With MPI it then waits up to timeout_s for the other ranks' good-byes; `all_left` tells whether they came.
+// Says good-bye. With MPI it then waits up to timeout_s for the other ranks' good-byes, unless one of them was lost; `all_left`
+// tells whether they came.
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
@@ -239,7 +239,7 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   *all_left = communicator->endpoint->closed() ? 1 : 0;
   if (communicator->mpi == nullptr) return report(Status::Ok());
   const int64_t deadline_ns = whale::now_ns() + static_cast<int64_t>(timeout_s * 1e9);
-  while (!communicator->endpoint->closed() && whale::now_ns() < deadline_ns) {
+  while (!communicator->endpoint->closed() && !communicator->endpoint->lost() && whale::now_ns() < deadline_ns) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   *all_left = communicator->endpoint->closed() ? 1 : 0;
@@ -251,8 +251,26 @@ WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidt
   static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});
 }
 
-WHALE_EXPORT void whale_set_stall(void* handle, double stall_s) {
-  static_cast<Communicator*>(handle)->endpoint->set_stall_s(stall_s);
+// Three parts for each operation that waits: what it is, since how many seconds, for which ranks ("1,3").
+WHALE_EXPORT void* whale_waits(void* handle) {
+  auto* bytes = new Bytes();
+  const int64_t now = whale::now_ns();
+  for (const whale::Wait& wait : static_cast<Communicator*>(handle)->endpoint->waits()) {
+    std::string missing;
+    for (const int rank : wait.missing) missing += (missing.empty() ? "" : ",") + std::to_string(rank);
+    bytes->parts.push_back(wait.title);
+    bytes->parts.push_back(std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9));
+    bytes->parts.push_back(missing);
+  }
+  return bytes;
+}
+
+// Another rank is known to be gone: Endpoint::lose.
+WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  static_cast<Communicator*>(handle)->endpoint->lose(peer, what);
+  return report(Status::Ok());
 }
 
 WHALE_EXPORT void* whale_counters(void* handle) {

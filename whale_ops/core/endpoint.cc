@@ -1,7 +1,6 @@
 #include "endpoint.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <set>
 
 #include "reduce.h"
@@ -86,16 +85,15 @@ void Endpoint::cancel(uint64_t id, Status status) {
 
 void Endpoint::abort(Status status) { push({Entry::What::kAbort, 0, 0, 0, {}, std::move(status)}); }
 
+void Endpoint::lose(int peer, const std::string& what) {
+  push({Entry::What::kLose, static_cast<uint64_t>(peer), 0, 0, {}, Status::Error(Code::kUnavailable, what)});
+}
+
 void Endpoint::leave() { push({Entry::What::kLeave, 0, 0, 0, {}, {}}); }
 
 void Endpoint::set_link(LinkModel link) {
   const std::lock_guard<std::mutex> lock(mutex_);
   link_ = link;
-}
-
-void Endpoint::set_stall_s(double stall_s) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  stall_s_ = stall_s;
 }
 
 Status Endpoint::check(const Request& request) const {
@@ -177,6 +175,7 @@ void Endpoint::handle(Entry entry) {
       if (!self_left_) fail_everything(entry.status, true);
       break;
     case Entry::What::kLeave: depart(); break;
+    case Entry::What::kLose: peer_lost(static_cast<int>(entry.id), entry.status.message); break;
     case Entry::What::kCancel: {
       std::shared_ptr<Operation> found;
       for (const auto& [tag, operation] : active_) {
@@ -199,6 +198,10 @@ void Endpoint::begin(Entry entry) {
                                                                           "'; run no operation after leave()").message);
   }
   if (status.ok()) status = aborted_;
+  if (!aborted_.ok() && lost_) {
+    status.message += ", so that rank " + std::to_string(rank_) + " can no longer run " + name_of(entry.request.kind) + " '" +
+                      entry.request.key + "'";
+  }
   if (!status.ok()) {
     release(entry.id);
     auto done = std::move(entry.request.done);
@@ -403,6 +406,25 @@ void Endpoint::peer_left(int peer) {
   }
 }
 
+void Endpoint::peer_lost(int peer, const std::string& what) {
+  if (peer < 0 || peer >= size_ || peer == rank_ || left_[peer] || !aborted_.ok()) return;
+  lost_ = true;
+  const std::string sentence = "rank " + std::to_string(peer) + " " + what;
+  std::vector<std::shared_ptr<Operation>> operations;
+  for (const auto& [tag, operation] : active_) operations.push_back(operation);
+  // TensorFlow reports the first error of a step: it shall name a tensor that waits for the peer, if there is one.
+  const auto order_of = [&](const auto& operation) {
+    return (operation->waits_for(peer) ? 0 : 2) + (operation->moves_tensor() ? 0 : 1);
+  };
+  std::stable_sort(operations.begin(), operations.end(), [&](const auto& a, const auto& b) { return order_of(a) < order_of(b); });
+  for (const auto& operation : operations) {
+    const std::string where = operation->waits_for(peer) ? " waited for it in " : " was in ";
+    finish(operation, Status::Error(Code::kUnavailable, sentence + " while rank " + std::to_string(rank_) + where +
+                                                            operation->purpose()));
+  }
+  fail_everything(Status::Error(Code::kUnavailable, sentence), false);  // whoever knows of it tells the other ranks as well
+}
+
 std::vector<int> Endpoint::pending_send_peers(const Operation* operation) const {
   std::vector<int> peers;
   for (const auto& [cookie, transit] : in_transit_) {
@@ -415,22 +437,22 @@ std::vector<int> Endpoint::pending_send_peers(const Operation* operation) const 
 
 void Endpoint::check_waits(int64_t now) {
   next_check_ns_ = now + kCheckEveryNs;
-  double stall_s;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stall_s = stall_s_;
-  }
-  std::vector<std::pair<std::string, std::vector<int>>> awaited;
+  std::vector<Wait> waits;
   for (const auto& [tag, operation] : active_) {
-    if (now - operation->ready_ns > kCheckEveryNs) awaited.emplace_back(operation->title(), missing_peers(*operation));
-    if (operation->report_after_ns == 0) operation->report_after_ns = operation->ready_ns + static_cast<int64_t>(stall_s * 1e9);
-    if (now < operation->report_after_ns) continue;
-    report_stall(*operation, now);
-    operation->report_after_ns = now + (now - operation->ready_ns);  // twice the time waited so far
+    if (now - operation->ready_ns < kCheckEveryNs) continue;
+    waits.push_back({operation->purpose(), operation->moves_tensor(), operation->ready_ns, missing_peers(*operation)});
   }
+  std::sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) {
+    return a.moves_tensor != b.moves_tensor ? a.moves_tensor : a.ready_ns < b.ready_ns;
+  });
+  const bool any = !waits.empty();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    awaited_ = std::move(awaited);
+    waits_ = std::move(waits);
+  }
+  if (any && aborted_.ok()) {
+    const Status status = crossed();
+    if (!status.ok()) fail_everything(status, true);
   }
   if (send_grace_ns_.empty() || !aborted_.ok()) return;
   for (const auto& [cookie, transit] : in_transit_) {
@@ -446,21 +468,42 @@ std::vector<int> Endpoint::missing_peers(const Operation& operation) const {
   return missing.empty() ? pending_send_peers(&operation) : missing;
 }
 
-std::vector<int> Endpoint::awaited_ranks(const std::string& key) const {
+// A rank that runs an operation alone has announced all it had to say before. So if a peer has begun another operation than
+// the one in which it is waited for, and either of the two is run alone, neither will ever end.
+Status Endpoint::crossed() const {
+  Status found;
+  bool found_tensor = false;
+  for (const auto& [tag, operation] : active_) {
+    for (const auto& [other_tag, arrivals] : unexpected_) {
+      for (const Arrival& arrival : arrivals) {
+        std::string other;
+        bool tensor = false;
+        if (arrival.note.empty() || !operation->waits_for(arrival.source) || !operation->crosses(arrival, &other, &tensor)) continue;
+        if (!found.ok() && (found_tensor || !tensor)) continue;
+        found_tensor = tensor;
+        const std::string peer = "rank " + std::to_string(arrival.source);
+        found = Status::Error(Code::kInvalidArgument,
+                              "the ranks are at different places of the program: rank " + std::to_string(rank_) + " waits for " + peer +
+                                  " in " + operation->purpose() + ", " + peer + " has begun " + other +
+                                  "; run the same steps with the same shapes and dtypes on every rank");
+      }
+    }
+  }
+  return found;
+}
+
+std::vector<int> Endpoint::awaited_ranks(const std::string& title) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::set<int> ranks;
-  for (const auto& [title, peers] : awaited_) {
-    if (title.find(key) != std::string::npos) ranks.insert(peers.begin(), peers.end());
+  for (const Wait& wait : waits_) {
+    if (wait.title.find(title) != std::string::npos) ranks.insert(wait.missing.begin(), wait.missing.end());
   }
   return {ranks.begin(), ranks.end()};
 }
 
-void Endpoint::report_stall(const Operation& operation, int64_t now) const {
-  const std::vector<int> missing = missing_peers(operation);
-  std::fprintf(stderr, "whale: rank %d has waited %.0f s in %s for rank%s %s; look at what %s doing\n", rank_,
-               static_cast<double>(now - operation.ready_ns) * 1e-9, operation.title().c_str(), missing.size() == 1 ? "" : "s",
-               join_ranks(missing).c_str(), missing.size() == 1 ? "it is" : "they are");
-  std::fflush(stderr);
+std::vector<Wait> Endpoint::waits() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return waits_;
 }
 
 }  // namespace whale

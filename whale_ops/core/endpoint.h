@@ -24,6 +24,14 @@ struct LinkModel {
   bool active() const { return latency_s > 0 || bandwidth_bytes_per_s > 0; }
 };
 
+// An operation that waits for other ranks.
+struct Wait {
+  std::string title;
+  bool moves_tensor = false;
+  int64_t ready_ns = 0;
+  std::vector<int> missing;
+};
+
 class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
  public:
   // `wake`: called after something was submitted, so that the engine looks.
@@ -44,14 +52,19 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void cancel(uint64_t id, Status status);
   // Fails all pending and future operations of all ranks with this message.
   void abort(Status status);
-  // Ranks that operations whose key contains `key` have waited for, as of the last look at them.
-  std::vector<int> awaited_ranks(const std::string& key) const;
+  // Ranks that operations whose title contains the text have waited for, as of the last look at them.
+  std::vector<int> awaited_ranks(const std::string& title) const;
+  // What the rank is known to have died of, by somebody who sees its process: all operations of this rank fail from now on,
+  // each naming itself. Nothing when the peer has said good-bye. `what` ends a sentence that begins with "rank 1".
+  void lose(int peer, const std::string& what);
+  bool lost() const { return lost_.load(); }
+  // The operations that have waited for some time, as of the last look at them: those that move tensors first, oldest first.
+  std::vector<Wait> waits() const;
   // Says good-bye to the other ranks; operations of this rank fail from now on.
   void leave();
   // Whether all ranks have left and nothing of this rank is under way any more.
   bool closed() const { return closed_.load(); }
   void set_link(LinkModel link);
-  void set_stall_s(double stall_s);
   Recorder& recorder() { return recorder_; }
 
   // Engine thread.
@@ -76,8 +89,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
     uint64_t cookie;
   };
   struct Entry {  // work for the engine thread
-    enum class What { kSubmit, kCancel, kAbort, kLeave } what;
-    uint64_t id = 0;
+    enum class What { kSubmit, kCancel, kAbort, kLeave, kLose } what;
+    uint64_t id = 0;  // of kLose: the peer
     uint64_t call = 0;
     int64_t ready_ns = 0;
     Request request;
@@ -104,12 +117,13 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void settle(const std::shared_ptr<Operation>& operation);
   void finish(const std::shared_ptr<Operation>& operation, const Status& status);
   void fail_everything(const Status& status, bool tell_others);
+  void peer_lost(int peer, const std::string& what);
+  Status crossed() const;
   void discard(const Arrival& arrival);
   void depart();
   void peer_left(int peer);
   void check_waits(int64_t now);
   std::vector<int> missing_peers(const Operation& operation) const;
-  void report_stall(const Operation& operation, int64_t now) const;
   std::vector<int> pending_send_peers(const Operation* operation) const;
   void remember_finished(const Operation& operation);
 
@@ -126,9 +140,9 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::unordered_map<uint64_t, Reservation> reservations_;
   uint64_t next_id_ = 1;
   LinkModel link_;
-  double stall_s_ = 60;
-  std::vector<std::pair<std::string, std::vector<int>>> awaited_;  // title -> missing ranks, as of the last check_waits
+  std::vector<Wait> waits_;  // as of the last check_waits
   std::atomic<bool> closed_{false};
+  std::atomic<bool> lost_{false};
 
   // Engine thread only.
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> active_;  // by tag

@@ -19,12 +19,14 @@ struct Copy {
   BytesCallback done;
 };
 
-Request raw_request(OpKind kind, const std::string& key, const std::string& text, const std::vector<int>& group) {
+Request raw_request(OpKind kind, const std::string& key, const std::string& text, const std::string& alone,
+                    const std::vector<int>& group) {
   Request request;
   request.kind = kind;
   request.key = key;
   request.text = text;
-  request.dtype_name = "bytes";
+  request.alone = alone;
+  request.dtype_name = kBytes;
   request.group = group;
   return request;
 }
@@ -32,7 +34,7 @@ Request raw_request(OpKind kind, const std::string& key, const std::string& text
 }  // namespace
 
 void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const std::string& key, const std::string& text,
-                  const std::vector<int>& group, std::string bytes, BytesCallback done) {
+                  const std::string& alone, const std::vector<int>& group, std::string bytes, BytesCallback done) {
   const size_t members = group.empty() ? static_cast<size_t>(endpoint->size()) : group.size();
   auto state = std::make_shared<Gather>();
   state->own = std::move(bytes);
@@ -40,19 +42,19 @@ void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const 
   state->lengths.assign(members, 0);
   state->done = std::move(done);
 
-  Request lengths = raw_request(OpKind::kAllGather, key + "/lengths", text, group);
+  Request lengths = raw_request(OpKind::kAllGather, key + "/lengths", text, alone, group);
   lengths.element_bytes = sizeof(int64_t);
   lengths.counts.assign(members, 1);
   lengths.input = &state->own_length;
   lengths.output = state->lengths.data();
   lengths.owner = state;
-  lengths.done = [endpoint, key, text, group, state](const Status& status) {
+  lengths.done = [endpoint, key, text, alone, group, state](const Status& status) {
     if (!status.ok()) {
       state->done(status, {});
       return;
     }
     state->all.resize(static_cast<size_t>(std::accumulate(state->lengths.begin(), state->lengths.end(), int64_t{0})));
-    Request contents = raw_request(OpKind::kAllGather, key, text, group);
+    Request contents = raw_request(OpKind::kAllGather, key, text, alone, group);
     contents.counts = state->lengths;
     contents.input = state->own.data();
     contents.output = state->all.data();
@@ -73,26 +75,26 @@ void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const 
 }
 
 void broadcast_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const std::string& key, const std::string& text,
-                     const std::vector<int>& group, int root, std::string bytes, BytesCallback done) {
+                     const std::string& alone, const std::vector<int>& group, int root, std::string bytes, BytesCallback done) {
   auto state = std::make_shared<Copy>();
   state->bytes = std::move(bytes);
   state->length = static_cast<int64_t>(state->bytes.size());
   state->done = std::move(done);
 
-  Request length = raw_request(OpKind::kBroadcast, key + "/length", text, group);
+  Request length = raw_request(OpKind::kBroadcast, key + "/length", text, alone, group);
   length.element_bytes = sizeof(int64_t);
   length.root = root;
   length.counts = {1};
   length.input = &state->length;
   length.output = &state->length;
   length.owner = state;
-  length.done = [endpoint, key, text, group, root, state](const Status& status) {
+  length.done = [endpoint, key, text, alone, group, root, state](const Status& status) {
     if (!status.ok()) {
       state->done(status, {});
       return;
     }
     state->bytes.resize(static_cast<size_t>(state->length));
-    Request contents = raw_request(OpKind::kBroadcast, key, text, group);
+    Request contents = raw_request(OpKind::kBroadcast, key, text, alone, group);
     contents.root = root;
     contents.counts = {state->length};
     contents.input = state->bytes.data();

@@ -11,6 +11,7 @@ namespace {
 constexpr size_t kRetainedScratchBytes = 64 << 20;
 constexpr size_t kMaxKeyInNote = 1000;
 constexpr size_t kMaxTextInNote = 900;
+constexpr size_t kMaxAloneInNote = 900;
 
 bool is_point_to_point(OpKind kind) { return kind == OpKind::kSend || kind == OpKind::kRecv; }
 
@@ -35,6 +36,7 @@ std::string take_text(const std::string& note, size_t* position) {
 struct Note {
   std::string key;
   std::string descriptor;
+  std::string alone;
   std::vector<int64_t> dims;
 };
 
@@ -43,6 +45,7 @@ Note parse_note(const std::string& bytes) {
   size_t position = 0;
   note.key = take_text(bytes, &position);
   note.descriptor = take_text(bytes, &position);
+  note.alone = take_text(bytes, &position);
   while (position + sizeof(int64_t) <= bytes.size()) {
     int64_t dim;
     std::memcpy(&dim, bytes.data() + position, sizeof(dim));
@@ -116,6 +119,7 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   descriptor_hash_ = hash64(descriptor_, hash64(request.key));
   append_text(request.key, kMaxKeyInNote, &note_);
   append_text(descriptor_, kMaxTextInNote, &note_);
+  append_text(request.alone, kMaxAloneInNote, &note_);
   note_.append(reinterpret_cast<const char*>(request.dims.data()), request.dims.size() * sizeof(int64_t));
   greeted_.assign(size, false);
 
@@ -310,6 +314,14 @@ std::vector<int> Operation::awaited_peers() const {
 std::string Operation::left_message(int peer) const {
   return "rank " + std::to_string(peer) + " has left the run (its script ended) while rank " + std::to_string(rank_) +
          " waits for it in " + title() + "; every rank must run the same steps";
+}
+
+bool Operation::crosses(const Arrival& first, std::string* other, bool* tensor) const {
+  const Note note = parse_note(first.note);
+  if (note.alone.empty() && request.alone.empty()) return false;
+  *other = note.alone.empty() ? note.descriptor + " '" + note.key + "'" : note.alone;
+  *tensor = moves_tensor() || note.descriptor.find(std::string(" of ") + kBytes) == std::string::npos;
+  return true;
 }
 
 Status Operation::mismatch(const Arrival& arrival) const {

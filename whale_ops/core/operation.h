@@ -11,12 +11,15 @@
 
 namespace whale {
 
+constexpr char kBytes[] = "bytes";  // dtype_name of what is no tensor
+
 // What a caller asks for. Buffers stay valid until `done`; if the operation fails while messages are still in flight,
 // `owner` keeps them alive until the network has let go of them.
 struct Request {
   OpKind kind = OpKind::kBarrier;
   std::string key;
   std::string text;  // shapes, axis, sizes: must be the same text on all ranks of the group
+  std::string alone;  // of an operation beside which its rank runs no other: what it is for, in words; else empty
   DType dtype = DType::kRaw;
   std::string dtype_name;  // of kRaw elements; empty: the name of `dtype`
   size_t element_bytes = 1;
@@ -80,6 +83,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const Status& failure() const { return failure_; }
   // "AllReduce 'key'"
   std::string title() const;
+  // What it is for, where that was told, else the title.
+  std::string purpose() const { return request.alone.empty() ? title() : request.alone; }
+  // Whether it moves a tensor, and not what ranks tell each other beside them: errors name tensors where they can.
+  bool moves_tensor() const { return request.dtype_name != kBytes; }
+  // Whether a first message tells of an operation that cannot be under way beside this one: the two ranks have come to
+  // different places in the program. `other`: that operation in words. `tensor`: whether one of the two moves a tensor.
+  bool crosses(const Arrival& first, std::string* other, bool* tensor) const;
   // Everything that all ranks must agree on, in words.
   const std::string& descriptor() const { return descriptor_; }
   uint64_t tag() const { return tag_; }
@@ -93,7 +103,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Request request;
   bool settled = false;       // `done` has been called
   int64_t ready_ns = 0;
-  int64_t report_after_ns = 0;  // next stall report
 
  private:
   struct LaneState {

@@ -103,7 +103,7 @@ class BroadcastOp : public CommunicationOp {
     launch_with(
         ctx, endpoint,
         [this, endpoint, own](uint64_t id, whale::BytesCallback finished) {
-          whale::broadcast_bytes(endpoint, id, key() + "/shapes", absl::StrCat("shapes of ", count_, " tensors"), ranks(), root_,
+          whale::broadcast_bytes(endpoint, id, key() + "/shapes", absl::StrCat("shapes of ", count_, " tensors"), "", ranks(), root_,
                                  pack_shapes(own), std::move(finished));
         },
         [this, ctx, endpoint, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
@@ -271,7 +271,7 @@ class CheckOp : public CommunicationOp {
     launch_with(
         ctx, endpoint,
         [this, endpoint](uint64_t id, whale::BytesCallback finished) {
-          whale::gather_bytes(endpoint, id, key(), "fingerprints", ranks(), fingerprint_ + '\0' + what_, std::move(finished));
+          whale::gather_bytes(endpoint, id, key(), "fingerprints", "", ranks(), fingerprint_ + '\0' + what_, std::move(finished));
         },
         [this, ctx, endpoint, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
           whale::Status outcome = status;
