@@ -95,7 +95,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
 
 
 def test_a_misspelt_variable_is_refused_and_others_are_left_alone() -> None:
-    Config(environment={"WHALE_RANK": "1", "WHALE_STALL_S": "5", "HOME": "/"})
+    Config(environment={"WHALE_RANK": "1", "WHALE_RESTART": "5", "HOME": "/"})
     with pytest.raises(ConfigError, match="expected: WHALE_REPLICA_SHARES"):
         Config(environment={"WHALE_REPLICA_SHARE": "1,1"})
 

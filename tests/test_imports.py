@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.runtime": _TOP
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
     | {"whale.lowering", "whale_ops", "cost_model"},
-    "whale.launcher": {"whale.errors", "whale.cluster"},
+    "whale.launcher": {"whale.errors", "whale.cluster", "whale.config"},
     "whale.doctor": {"whale", "whale.errors", "whale.launcher", "whale_ops"},
     "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.doctor", "whale.ir", "whale.runtime"},
     "whale.__main__": {"whale.cli"},

@@ -15,6 +15,9 @@ RANK_VARIABLE = "WHALE_RANK"
 SIZE_VARIABLE = "WHALE_SIZE"
 LOCAL_RANK_VARIABLE = "WHALE_LOCAL_RANK"
 LOCAL_SIZE_VARIABLE = "WHALE_LOCAL_SIZE"
+RESTART_VARIABLE = "WHALE_RESTART"
+# "<pid>:<file descriptor>" of the socket between a script and the worker of `whale run` beside it: lines of JSON.
+CONTROL_VARIABLE = "WHALE_CONTROL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,11 @@ def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
         if dialect.rank in environment and dialect.size in environment:
             return _read(dialect, environment)
     return ProcessPlace(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
+def restarts() -> int:
+    """How often `whale run --max-restarts` has started this run again after a fault; 0 in the first attempt."""
+    return int(os.environ.get(RESTART_VARIABLE, "0"))
 
 
 def _read(dialect: _Dialect, environment: Mapping[str, str]) -> ProcessPlace:

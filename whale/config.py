@@ -93,6 +93,27 @@ KEYS: tuple[Key, ...] = (
         minimum=1,
     ),
     Key("batch.inputs", "list[str]", (), "names of the inputs whose dimension 0 is the batch; empty = found by size"),
+    Key(
+        "fault.freeze_s",
+        "float",
+        3.5,
+        "seconds that a rank's process may be stopped, or its host silent, until the run is ended; 0 = for ever",
+        minimum=0.0,
+    ),
+    Key(
+        "fault.stall_s",
+        "float",
+        60.0,
+        "seconds that an operation waits for other ranks before a line says for whom; again after twice that time",
+        minimum=0.1,
+    ),
+    Key(
+        "fault.give_up_s",
+        "float",
+        0.0,
+        "seconds that an operation waits for other ranks before the run fails; 0 = for ever",
+        minimum=0.0,
+    ),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(
         "check.timeout_s",

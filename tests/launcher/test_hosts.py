@@ -24,10 +24,10 @@ def with_ssh(launcher: Launcher) -> None:
 
 def test_ranks_of_another_host_get_their_environment(launcher: Launcher) -> None:
     with_ssh(launcher)
-    launcher.environment.update({"WHALE_STALL_S": "7", "OMP_NUM_THREADS": "5"})
+    launcher.environment.update({"WHALE_FAULT_STALL_S": "7", "OMP_NUM_THREADS": "5"})
     script = launcher.script(
         "import json, os\nprint(json.dumps([os.environ.get(name) for name in "
-        "('WHALE_RANK', 'WHALE_SIZE', 'WHALE_STALL_S', 'OMP_NUM_THREADS', 'WHALE_LAUNCHER_TOKEN')]))"
+        "('WHALE_RANK', 'WHALE_SIZE', 'WHALE_FAULT_STALL_S', 'OMP_NUM_THREADS', 'WHALE_LAUNCHER_TOKEN')]))"
     )
     done = launcher.run("-np", "2", "--hosts", f"{OTHER}:2", script)
     assert done.returncode == 0, done.stderr

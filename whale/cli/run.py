@@ -14,6 +14,16 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--threads", type=int, metavar="K", help="threads per rank; unless given, the host's cores / ranks"
     )
+    verb.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a fault, at most K times (default 0)",
+    )
+    verb.add_argument(
+        "--min-ranks", type=int, default=1, metavar="M", help="start again only where M ranks are left (default 1)"
+    )
     verb.add_argument("-v", "--verbose", action="store_true", help="show every rank's errors and mpirun's messages")
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
@@ -35,5 +45,7 @@ def call(given: argparse.Namespace) -> int:
             hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
             threads=given.threads,
             verbose=given.verbose,
+            max_restarts=given.max_restarts,
+            min_ranks=given.min_ranks,
         )
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from whale.cluster import RESTART_VARIABLE
 from whale.errors import ClusterError
-from whale.launcher.protocol import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
+_PROBE_TIMEOUT_S = 20.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # Variables that a rank on another host needs; on this host they are inherited.
 _FORWARDED_PREFIXES = ("WHALE_", "TF_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "KERAS_", "PYTHON")
@@ -46,6 +50,8 @@ class Options:
         hosts: where the ranks go; empty for this host.
         threads: threads per rank, or None for the host's cores divided by its ranks.
         verbose: show mpirun's own messages, and the errors of every rank instead of the first.
+        max_restarts: how often the run is started again after a fault.
+        min_ranks: the least number of ranks with which it is, when hosts are lost.
     """
 
     ranks: int
@@ -55,6 +61,8 @@ class Options:
     hosts: tuple[Host, ...] = ()
     threads: int | None = None
     verbose: bool = False
+    max_restarts: int = 0
+    min_ranks: int = 1
 
     @property
     def is_local(self) -> bool:
@@ -107,6 +115,20 @@ def check(options: Options) -> None:
             given=f"--threads {options.threads}",
             expected="at least 1",
             action="give --threads 1",
+        )
+    if options.max_restarts < 0:
+        raise ClusterError(
+            "a number of restarts is not negative",
+            given=f"--max-restarts {options.max_restarts}",
+            expected="0 or more",
+            action="give --max-restarts 0",
+        )
+    if not 1 <= options.min_ranks <= options.ranks:
+        raise ClusterError(
+            "the least number of ranks is not one of this run",
+            given=f"--min-ranks {options.min_ranks} with -np {options.ranks}",
+            expected=f"1 to {options.ranks}",
+            action="lower --min-ranks",
         )
     slots = sum(host.slots for host in options.hosts)
     if options.hosts and slots < options.ranks:
@@ -167,10 +189,51 @@ def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> li
     return [*line, *(("-m",) if options.as_module else ()), options.target, *options.arguments]
 
 
-def environment(options: Options, address: str, token: str) -> dict[str, str]:
+def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
+    """The options of a run that starts again, and the hosts that it goes without: mpirun can start no process there.
+
+    Raises:
+        ClusterError: the hosts that are left hold fewer ranks than the run may have.
+    """
+
+    def answers(host: Host) -> bool:
+        line = [mpirun, "-np", "1", "--allow-run-as-root", "--host", host.name, "true"]
+        try:
+            done = subprocess.run(
+                line, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    if options.is_local:
+        return options, []
+    with ThreadPoolExecutor(len(options.hosts)) as pool:
+        found = dict(zip(options.hosts, pool.map(answers, options.hosts)))
+    left = tuple(host for host in options.hosts if found[host])
+    lost = [host.name for host in options.hosts if not found[host]]
+    size = min(options.ranks, sum(host.slots for host in left))
+    if size < options.min_ranks:
+        raise ClusterError(
+            "too few hosts are left to start again",
+            given=f"{', '.join(lost)} cannot be reached; the others hold {size} ranks",
+            expected=f"at least {options.min_ranks}",
+            action="start the run with hosts that can be reached, or lower --min-ranks",
+        )
+    return replace(options, hosts=left, ranks=size), lost
+
+
+def segments_folder(token: str) -> str:
+    """Where the ranks of a run share memory; the name must not give the token away."""
+    return f"/dev/shm/whale-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
+
+
+def environment(options: Options, address: str, token: str, restarts: int) -> dict[str, str]:
     """The environment of mpirun and, through it, of the workers."""
     result = dict(os.environ)
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
+    result[RESTART_VARIABLE] = str(restarts)
+    result[SEGMENTS_VARIABLE] = segments_folder(token)
     if options.threads is not None:
         result[THREADS_VARIABLE] = str(options.threads)
         result.update({name: str(count) for name, count in thread_variables(options.threads).items()})

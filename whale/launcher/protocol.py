@@ -9,20 +9,27 @@ from typing import Any
 
 ADDRESS_VARIABLE = "WHALE_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "WHALE_LAUNCHER_TOKEN"
+# The folder for this run's shared memory on each host: what a killed rank leaves there is found, and removed.
+SEGMENTS_VARIABLE = "WHALE_LAUNCHER_SEGMENTS"
 
 _HEADER = struct.Struct("!BI")
 HELLO_LIMIT_BYTES = 4096
+HEARTBEAT_S = 0.5
 
 
 class Kind(enum.IntEnum):
     """What a frame says. The payload is JSON, but for STDOUT and STDERR, where it is the bytes written."""
 
-    HELLO = 1  # worker: {token, rank, size, host}
+    HELLO = 1  # worker: {token, rank, size, host, pid}: the pid is the script's
     STDOUT = 2  # worker
     STDERR = 3  # worker
     FAILURE = 4  # worker: {type, message, traceback, code}, sent when the script raised, before its process ends
     EXIT = 5  # worker: {code, signal}, after all output
     SIGNAL = 6  # launcher: {signal}, to be sent to the script's process group
+    HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
+    STOPPED = 8  # worker: {stopped}, when the script's process is stopped (SIGSTOP) or goes on
+    SCRIPT = 9  # worker: a message of the script to the launcher, see whale/runtime/watch.py
+    LOST = 10  # launcher: {rank, what}, for the script: another rank is gone
 
 
 def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import signal
 import socket
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from whale.cluster import CONTROL_VARIABLE
 from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
 
 # Errors of this name are what a rank gets when another one is gone: never the cause.
@@ -66,6 +70,40 @@ def lost(rank: int, host: str) -> Failure:
     return Failure(rank, 1, f"was lost: its connection from {host} broke, the process was killed or the host is gone")
 
 
+def stopped(rank: int, seconds: float) -> Failure:
+    """The failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
+    return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
+
+
+def silent(rank: int, host: str, seconds: float) -> Failure:
+    """The failure of a rank whose worker does not answer."""
+    return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s")
+
+
+def absent(rank: int, waiting: int) -> Failure:
+    """The failure of a rank whose script ended well but without the others, which wait for it at their start."""
+    reason = f"has ended without calling wh.init, in which rank {waiting} waits for it"
+    return Failure(rank, 1, reason)
+
+
+def kill_group(pid: int, token: str) -> None:
+    """Kills a script and its children on this host: the process group of that number, if it is one of this run.
+
+    The script itself may have ended already, and its number may be another's by now. What the worker started still has
+    the token in its first environment, and what the script started has the number in its own.
+    """
+    marks = token.encode(), f"{CONTROL_VARIABLE}={pid}:".encode()
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdecimal() and os.getpgid(int(folder.name)) == pid:
+                environment = (folder / "environ").read_bytes()
+                if any(mark in environment for mark in marks):
+                    os.killpg(pid, signal.SIGKILL)
+                    return
+        except OSError:
+            continue  # it ended while we looked
+
+
 def signal_name(number: int) -> str:
     """For example SIGKILL for 9."""
     try:
@@ -85,9 +123,16 @@ class RankLink:
 
     Attributes:
         rank: known after the greeting.
+        pid: the script's process on its host.
         raised: its script has reported how it failed; the exit code that follows is no news.
         exited: its script has ended, or the worker is lost.
         hidden: what the rank wrote to stderr after another rank's failure.
+        code: of the script's end, once it is known.
+        heard_s: when the worker was heard last; monotonic clock of this process, as all times here.
+        stopped_s: since when the script's process is stopped, or None.
+        freeze_s: for how long it may be; 0 for as long as it likes.
+        joining: its script is in wh.init, waiting for the others; None before, False after.
+        stall: the latest report of a wait: what for, for how long, for which ranks.
     """
 
     connection: socket.socket
@@ -97,6 +142,13 @@ class RankLink:
     raised: bool = False
     exited: bool = False
     hidden: bytearray = field(default_factory=bytearray)
+    code: int | None = None
+    pid: int = 0
+    heard_s: float = field(default_factory=time.monotonic)
+    stopped_s: float | None = None
+    freeze_s: float = 0.0
+    joining: bool | None = None
+    stall: dict[str, Any] | None = None
 
     def greet(self, kind: Kind, payload: bytes, token: str, size: int) -> int | None:
         """Handles the first frame: the rank, or None when it does not come from a worker of this run."""
@@ -105,7 +157,7 @@ class RankLink:
             known = kind is Kind.HELLO and hmac.compare_digest(str(hello["token"]), token)
             if not known or hello["size"] != size or not 0 <= hello["rank"] < size:
                 return None
-            self.rank, self.host = int(hello["rank"]), str(hello["host"])
+            self.rank, self.host, self.pid = int(hello["rank"]), str(hello["host"]), int(hello["pid"])
         except (ValueError, KeyError, TypeError):
             return None
         self.unpacker.limit_bytes = None
@@ -113,8 +165,25 @@ class RankLink:
 
     def send_signal(self, number: int) -> None:
         """Asks the worker to send a signal to its script; nothing if it is gone."""
+        self._send(Kind.SIGNAL, {"signal": int(number)})
+
+    def tell_lost(self, rank: int, what: str) -> None:
+        """Tells the script that another rank is gone; ``what`` ends a sentence that begins with "rank 1"."""
+        self._send(Kind.LOST, {"rank": rank, "what": what})
+
+    def frozen(self, now_s: float, silence_s: float) -> Failure | None:
+        """The failure, if this rank's process is stopped, or its worker silent, for longer than it may be."""
+        if self.rank is None or self.exited or not self.freeze_s:
+            return None
+        if self.stopped_s is not None and now_s - self.stopped_s >= self.freeze_s:
+            return stopped(self.rank, now_s - self.stopped_s)
+        if now_s - self.heard_s >= max(self.freeze_s, silence_s):
+            return silent(self.rank, self.host, now_s - self.heard_s)
+        return None
+
+    def _send(self, kind: Kind, content: dict[str, Any]) -> None:
         try:
-            self.connection.sendall(pack(Kind.SIGNAL, {"signal": int(number)}))
+            self.connection.sendall(pack(kind, content))
         except OSError:
             # A broken connection is seen, and reported, where it is read.
             pass

@@ -3,8 +3,10 @@
 How a run ends:
 
 * every rank ended with code 0: code 0.
-* a rank failed: the others have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after the
-  failure. What they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's.
+* a rank failed (it raised, died, froze, or its host is gone): the others are told at once, which ends their blocked
+  steps. They have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after the failure. What
+  they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's. With
+  ``max_restarts`` the run then starts again, on the hosts that still answer.
 * SIGINT, SIGTERM or SIGHUP: passed on to every rank, SIGKILL after `GRACE_S`; code 128 + signal. A second one kills.
 * the launcher itself is killed: workers and mpirun see it and end (worker.py; the death signal set below).
 """
@@ -29,15 +31,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from whale.config import Config
 from whale.errors import ClusterError
-from whale.launcher import mpirun, ranks
+from whale.launcher import mpirun, ranks, stalls
 from whale.launcher.output import IDLE_S, Printer
-from whale.launcher.protocol import Kind
+from whale.launcher.protocol import HEARTBEAT_S, Kind
 from whale.launcher.worker import keep_alive
 
 START_TIMEOUT_S = 120.0
 OWN_END_S = 1.0
 GRACE_S = 3.0
+SILENCE_S = 4 * HEARTBEAT_S  # heartbeats may be late by that much, however short fault.freeze_s is
+STALL_GATHER_S = 1.0  # between the first report of a wait and the line about it: others report theirs meanwhile
 _READ_BYTES = 1 << 16
 _HIDDEN_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
@@ -56,20 +61,31 @@ def run(options: mpirun.Options) -> int:
         ClusterError: the run cannot be started.
     """
     mpirun.check(options)
-    program = mpirun.find_mpirun()
-    address = mpirun.listen_address(options)
-    with socket.create_server((address, 0), backlog=max(64, options.ranks)) as listener:
-        token = secrets.token_hex(16)
-        environment = mpirun.environment(options, f"{address}:{listener.getsockname()[1]}", token)
-        line = mpirun.command(options, program, environment)
-        return _Job(options, listener, token).run(line, environment)
+    program, config = mpirun.find_mpirun(), Config()
+    restarts = 0
+    while True:
+        address = mpirun.listen_address(options)
+        with socket.create_server((address, 0), backlog=max(64, options.ranks)) as listener:
+            token = secrets.token_hex(16)
+            environment = mpirun.environment(options, f"{address}:{listener.getsockname()[1]}", token, restarts)
+            line = mpirun.command(options, program, environment)
+            job = _Job(options, listener, token, config["fault.freeze_s"])
+            code = job.run(line, environment)
+        if not job.failed or restarts == options.max_restarts:
+            return code
+        restarts += 1
+        options, lost_hosts = mpirun.without_lost_hosts(options, program)
+        number = f"{options.ranks} rank{'s' * (options.ranks > 1)}"
+        where = f" on {number} without {', '.join(lost_hosts)}" if lost_hosts else ""
+        job.say(f"starting again{where} (restart {restarts} of {options.max_restarts})")
 
 
 class _Job:
     """The state of one run."""
 
-    def __init__(self, options: mpirun.Options, listener: socket.socket, token: str) -> None:
+    def __init__(self, options: mpirun.Options, listener: socket.socket, token: str, freeze_s: float) -> None:
         self._options = options
+        self._freeze_s = freeze_s
         self._listener = listener
         self._token = token
         self._printer = Printer(options.ranks)
@@ -80,6 +96,9 @@ class _Job:
         self._stopped_by: int | None = None
         self._sent: set[int] = set()  # signals that this process has sent to the ranks
         self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
+        self._looked_s = time.monotonic()
+        self._stall_report_s = math.inf
+        self._mpirun_gone_s = math.inf
         self._give_up_s = math.inf  # when to stop waiting for ranks that do not even end by SIGKILL
         self._wake, self._wake_writer = socket.socketpair()
         self._process: subprocess.Popen[bytes]
@@ -139,18 +158,21 @@ class _Job:
         start_by_s = time.monotonic() + START_TIMEOUT_S
         # A run that is being ended need not wait for ranks that have not come up.
         while self._running or not (self._complete or self._ending):
-            deadlines_s = [self._give_up_s, *(when_s for when_s, _ in self._due)]
+            deadlines_s = [self._give_up_s, self._looked_s + HEARTBEAT_S, *(when_s for when_s, _ in self._due)]
+            for link in self._links.values():
+                if link.stopped_s is not None and link.freeze_s:
+                    deadlines_s.append(link.stopped_s + link.freeze_s)
             if not self._complete:
                 deadlines_s.append(start_by_s)
             if self._process.poll() is not None:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             if self._printer.waits:
                 deadlines_s.append(time.monotonic() + IDLE_S)
-            timeout_s = max(0.0, min(deadlines_s) - time.monotonic())
-            ready = self._selector.select(None if math.isinf(timeout_s) else timeout_s)
+            ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
             for key, _ in ready:
                 key.data()
             self._printer.flush_idle()
+            self._look_after_ranks()
             self._send_due()
             if not ready and time.monotonic() > self._give_up_s:
                 return
@@ -158,8 +180,43 @@ class _Job:
                 raise self._did_not_start(f"within {START_TIMEOUT_S:g} s")
             # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
             # have to say is read first.
-            if not ready and self._process.poll() is not None:
-                self._mpirun_is_gone()
+            if self._process.poll() is not None:
+                self._mpirun_gone_s = min(self._mpirun_gone_s, time.monotonic())
+                if not ready or time.monotonic() > self._mpirun_gone_s + OWN_END_S:
+                    self._mpirun_is_gone()
+
+    def _look_after_ranks(self) -> None:
+        """Finds ranks that are frozen, or that others wait for in vain; says who waits for whom when asked to."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > 2 * HEARTBEAT_S:
+            # This process was stopped, or had to wait until its output was read: what it has not heard says nothing.
+            for link in self._links.values():
+                link.heard_s = now_s
+        self._looked_s = now_s
+        for link in self._links.values():
+            failure = link.frozen(now_s, SILENCE_S)
+            if failure is not None:
+                # A silent worker will not report an end; a stopped script can still be killed, and that is reported.
+                link.exited = link.stopped_s is None
+                link.freeze_s = 0.0
+                self._failed(failure)
+                link.send_signal(signal.SIGKILL)  # no other signal reaches a stopped process
+        waiting = next((link.rank for link in self._links.values() if link.joining), None)
+        for rank, link in self._links.items():
+            if waiting is not None and link.code == 0 and link.joining is None and not self._ending:
+                self._failed(ranks.absent(rank, waiting))
+        if now_s >= self._stall_report_s:
+            self._stall_report_s = math.inf
+            self.say(stalls.report(self._links, now_s))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ended because of a rank, and not because it was told to."""
+        return self._stopped_by is None and bool(self._failures)
+
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher's own."""
+        self._printer.say(f"whale run: {text}")
 
     def _mpirun_is_gone(self) -> None:
         if not self._complete and not self._ending:
@@ -200,7 +257,7 @@ class _Job:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         keep_alive(connection)
-        link = ranks.RankLink(connection)
+        link = ranks.RankLink(connection, freeze_s=self._freeze_s)
         self._register(connection, lambda: self._read_link(link))
 
     def _read_link(self, link: ranks.RankLink) -> None:
@@ -209,6 +266,7 @@ class _Job:
             frames = link.unpacker.feed(data)
         except (OSError, ValueError):
             data, frames = b"", []
+        link.heard_s = time.monotonic()
         for kind, payload in frames:
             if link.rank is not None:
                 self._handle(link, link.rank, kind, payload)
@@ -243,11 +301,32 @@ class _Job:
             link.raised = True
             self._failed(ranks.raised(rank, json.loads(payload)))
         elif kind is Kind.EXIT:
-            link.exited = True
+            link.exited, link.stopped_s = True, None
             self._printer.flush_rank(rank)
-            failure = ranks.ended(rank, json.loads(payload))
-            if failure is not None and not link.raised:
+            status = json.loads(payload)
+            link.code = status["code"]
+            failure = ranks.ended(rank, status)
+            if failure is None:
+                # Ranks to which it has said good-bye know it better.
+                self._tell_others(rank, "has ended without wh.shutdown (exit code 0)")
+            elif not link.raised:
                 self._failed(failure)
+        elif kind is Kind.STOPPED:
+            link.stopped_s = time.monotonic() if json.loads(payload)["stopped"] else None
+        elif kind is Kind.SCRIPT:
+            self._handle_script(link, json.loads(payload))
+
+    def _handle_script(self, link: ranks.RankLink, message: dict[str, Any]) -> None:
+        link.joining = message.get("joining", link.joining)
+        link.freeze_s = message.get("freeze_s", link.freeze_s)
+        if "stall" in message and not self._ending:
+            link.stall = message["stall"]
+            self._stall_report_s = min(self._stall_report_s, time.monotonic() + STALL_GATHER_S)
+
+    def _tell_others(self, rank: int, what: str) -> None:
+        for other in self._links.values():
+            if other.rank != rank and not other.exited:
+                other.tell_lost(rank, what)
 
     def _failed(self, failure: ranks.Failure) -> None:
         if failure.signal and failure.signal in self._sent:
@@ -256,6 +335,8 @@ class _Job:
             self._printer.write_lines(failure.rank, 1, failure.traceback)
         if self._stopped_by is not None:
             return
+        if not failure.is_consequence:
+            self._tell_others(failure.rank, failure.reason)
         # What this rank wrote before its own failure, though after another's, explains it as well.
         text = self._links[failure.rank].hidden.decode(errors="replace") + failure.traceback
         self._failures.append(dataclasses.replace(failure, traceback=text))
@@ -309,13 +390,18 @@ class _Job:
                 break
             except subprocess.TimeoutExpired:
                 continue
+        # A worker that was killed, or is frozen, has not ended what its script had started.
+        for link in self._links.values():
+            if link.code is None and link.host == socket.gethostname():
+                ranks.kill_group(link.pid, self._token)
+        shutil.rmtree(mpirun.segments_folder(self._token), ignore_errors=True)
         # Open MPI 5 keeps its files here, and leaves them when it is killed.
         shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
     def _conclude(self) -> int:
         self._printer.close()
         if self._stopped_by is not None:
-            self._printer.say(f"whale run: stopped by {ranks.signal_name(self._stopped_by)}")
+            self.say(f"stopped by {ranks.signal_name(self._stopped_by)}")
             return 128 + self._stopped_by
         if not self._failures:
             return 0
@@ -325,7 +411,7 @@ class _Job:
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
             if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpirun_said:
                 self._printer.say(self._mpirun_text())
-        self._printer.say(f"whale run: rank {cause.rank} {cause.reason}")
+        self.say(f"rank {cause.rank} {cause.reason}")
         return cause.code
 
 

@@ -4,6 +4,9 @@
 
 It ends with code 0 only after the launcher has closed the connection, so that mpirun, which would stop all ranks when
 the first one is gone, leaves that to the launcher. When the connection breaks, the script's process group is killed.
+
+Twice a second it tells the launcher that it runs. That says nothing of the script, which may compute for as long as it
+likes; whether the script's process is stopped, the kernel tells its parent, and the worker the launcher.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import faulthandler
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -20,6 +24,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 
 from whale.cluster import (
+    CONTROL_VARIABLE,
     LOCAL_RANK_VARIABLE,
     LOCAL_SIZE_VARIABLE,
     RANK_VARIABLE,
@@ -27,10 +32,19 @@ from whale.cluster import (
     ProcessPlace,
     process_place,
 )
-from whale.launcher.protocol import ADDRESS_VARIABLE, TOKEN_VARIABLE, Kind, Unpacker, pack
+from whale.launcher.protocol import (
+    ADDRESS_VARIABLE,
+    HEARTBEAT_S,
+    SEGMENTS_VARIABLE,
+    TOKEN_VARIABLE,
+    Kind,
+    Unpacker,
+    pack,
+)
 from whale.launcher.script import run_script
 
 THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
+_MPI_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _PLACE_VARIABLES = (RANK_VARIABLE, SIZE_VARIABLE, LOCAL_RANK_VARIABLE, LOCAL_SIZE_VARIABLE)
@@ -44,29 +58,40 @@ def main() -> None:
     target, *rest = arguments[1:] if as_module else arguments
     # A run started inside another run's rank must not take the outer rank for its own.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
-    connection = _connect(place)
+    connection, token = _connect(), os.environ[TOKEN_VARIABLE]
+    segments = os.environ.pop(SEGMENTS_VARIABLE)
     _set_environment(os.environ, place)
+    if os.path.isdir(os.path.dirname(segments)):
+        os.makedirs(segments, mode=0o700, exist_ok=True)
+        os.environ.setdefault(_MPI_SEGMENTS_VARIABLE, segments)
 
     # stdout, stderr, report: the script's ends, then the worker's.
     pipes = [os.pipe() for _ in range(3)]
+    control, script_control = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
     worker_pid = os.getpid()
     script_pid = os.fork()
     if script_pid == 0:
         connection.close()
+        control.close()
+        os.environ[CONTROL_VARIABLE] = f"{os.getpid()}:{script_control.detach()}"
         for reader, _ in pipes:
             os.close(reader)
         _become_script(worker_pid, *(writer for _, writer in pipes))
         sys.exit(run_script(target, rest, as_module, report=pipes[2][1]))
     for _, writer in pipes:
         os.close(writer)
+    script_control.close()
+    hello = {"token": token, "rank": place.rank, "size": place.size, "host": socket.gethostname(), "pid": script_pid}
+    connection.sendall(pack(Kind.HELLO, hello))
     try:
         os.setpgid(script_pid, script_pid)
     except OSError:
         # Both sides call it, whichever is first; the script may even have ended.
         pass
-    _Relay(connection, script_pid, [reader for reader, _ in pipes]).run()
+    _Relay(connection, script_pid, [reader for reader, _ in pipes], control).run()
+    shutil.rmtree(segments, ignore_errors=True)
     os._exit(0)
 
 
@@ -96,13 +121,11 @@ def thread_variables(threads: int) -> Mapping[str, int]:
     return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
 
 
-def _connect(place: ProcessPlace) -> socket.socket:
+def _connect() -> socket.socket:
     host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
     connection.settimeout(None)
     keep_alive(connection)
-    hello = {"token": os.environ[TOKEN_VARIABLE], "rank": place.rank, "size": place.size, "host": socket.gethostname()}
-    connection.sendall(pack(Kind.HELLO, hello))
     return connection
 
 
@@ -136,16 +159,19 @@ def _become_script(worker_pid: int, stdout: int, stderr: int, report: int) -> No
 class _Relay:
     """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals."""
 
-    def __init__(self, connection: socket.socket, script_pid: int, readers: list[int]) -> None:
+    def __init__(self, connection: socket.socket, script_pid: int, readers: list[int], control: socket.socket) -> None:
         self._connection = connection
+        self._control = control
+        self._from_script = b""
         self._script = script_pid
         self._stdout, self._stderr, self._report = readers
-        self._open = set(readers)
+        self._open = {*readers, control.fileno()}
         self._reported = b""
         self._unpacker = Unpacker()
         self._running = True
+        self._next_beat_s = 0.0
         # Reading must never wait: a process that the script left behind may hold a pipe open.
-        for reader in readers:
+        for reader in self._open:
             os.set_blocking(reader, False)
 
     def run(self) -> None:
@@ -158,22 +184,34 @@ class _Relay:
         os.write(wake_writer, b"\0")  # the script may have ended before the handler was there
         try:
             while self._running:
-                ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [])
+                ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [], HEARTBEAT_S)
+                self._beat()
                 if wake in ready:
                     os.read(wake, _READ_BYTES)
                 for reader in self._open.intersection(ready):
                     self._read(reader)
                 if self._connection.fileno() in ready and not self._obey():
                     return
-                pid, status = os.waitpid(self._script, os.WNOHANG)
-                if pid:
+                pid, status = os.waitpid(self._script, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                if pid and (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+                    self._connection.sendall(pack(Kind.STOPPED, {"stopped": os.WIFSTOPPED(status)}))
+                elif pid:
                     self._finish(status)
-            while self._obey():
-                pass
+            while True:
+                ready, _, _ = select.select([self._connection.fileno()], [], [], HEARTBEAT_S)
+                self._beat()
+                if ready and not self._obey():
+                    return
         except (BrokenPipeError, ConnectionError):
             return
         finally:
             self._kill(signal.SIGKILL)
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + HEARTBEAT_S
+            self._connection.sendall(pack(Kind.HEARTBEAT, {}))
 
     def _finish(self, status: int) -> None:
         """After the script's end: ends what it left behind, sends all that the pipes hold, then the exit status."""
@@ -192,6 +230,8 @@ class _Relay:
             data = os.read(reader, _READ_BYTES)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # the script ended without having read what it was told
+            data = b""
         if not data:
             self._open.discard(reader)
             if reader == self._report and self._reported:
@@ -199,6 +239,10 @@ class _Relay:
             return False
         if reader == self._report:
             self._reported += data
+        elif reader == self._control.fileno():
+            *messages, self._from_script = (self._from_script + data).split(b"\n")
+            for message in messages:
+                self._connection.sendall(pack(Kind.SCRIPT, message))
         else:
             self._connection.sendall(pack(_STREAMS[reader == self._stderr], data))
         return True
@@ -217,6 +261,8 @@ class _Relay:
         for kind, payload in self._unpacker.feed(data):
             if kind is Kind.SIGNAL:
                 self._kill(json.loads(payload)["signal"])
+            elif kind is Kind.LOST and self._running:
+                self._tell_script(payload)
         return bool(data)
 
     def _kill(self, number: int) -> None:
@@ -225,6 +271,13 @@ class _Relay:
         try:
             os.killpg(self._script, number)
         except ProcessLookupError:
+            pass
+
+    def _tell_script(self, message: bytes) -> None:
+        try:
+            self._control.send(message + b"\n")
+        except OSError:
+            # A script that never listens has nothing to be told; one that has ended is seen by its end.
             pass
 
     def _on_signal(self, number: int, frame: object) -> None:

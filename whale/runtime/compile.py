@@ -133,7 +133,7 @@ class _Mark(msgspec.Struct):
 def _compare(program: Program, mark: str, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
-    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s)
+    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, _purpose(program, number))
     marks = [msgspec.json.decode(m, type=_Mark) for m in said]
     if all(m.fingerprint == marks[0].fingerprint for m in marks):
         for rank, said_by in enumerate(marks):
@@ -169,6 +169,12 @@ def _compare(program: Program, mark: str, local: Mapping[str, tuple[int, ...]], 
 
 def _passed(mark: _Mark) -> str:
     return ", ".join(f"parts of {name} with shares {list(sizes)}" for name, sizes in mark.local.items()) or "no parts"
+
+
+def _purpose(program: Program, number: int) -> str:
+    """What a rank is about to compile, for the others' errors when they are somewhere else."""
+    inputs = [f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs]
+    return f"the compilation of program {number}, `{program.name}` ({', '.join(inputs)})"
 
 
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:

@@ -19,6 +19,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
 from whale.runtime.variables import VariableOwner
+from whale.runtime.watch import Watch
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Context:
       comm_name: the name under which the op library finds them.
       programs: number of programs compiled so far, equal on all ranks.
       elements: number of messages so far about what ranks read, equal on all ranks.
+      watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class Context:
     comms: Sequence[Any]
     comm_name: str
     variables: VariableOwner
+    watch: Watch | None = None
     programs: int = 0
     elements: int = 0
     scopes: list[str] = field(default_factory=list)
@@ -110,6 +113,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
     name = f"whale{_runs}"
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
+    watch: Watch | None = None
     if _dry is not None:
         size, ranks, comms = 1, (0,), ()
     elif config["communication.transport"] == "in-process":
@@ -131,27 +135,38 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         ranks = tuple(range(size))
         comms = whale_ops.in_process(name, size) if size > 1 else ()
     elif place.size > 1:
-        comms = (whale_ops.mpi(name),)
+        watch = Watch(config)
+        try:
+            comms = _connect(name, place)
+        except BaseException:
+            watch.stop()
+            raise
+        watch.look_after(comms[0])
         size, ranks = comms[0].size, (comms[0].rank,)
-        if size != place.size:
-            raise ClusterError(
-                "MPI and the launcher disagree about the number of ranks",
-                given=f"MPI says {size}, {place.launcher} says {place.size}",
-                expected="the same number",
-                action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
-            )
     else:
         size, ranks, comms = 1, (0,), ()
     link = config.link
     if link is not None:
         for comm in comms:
             comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
-    context = Context(config, place, size, ranks, comms, name, VariableOwner(), dry=_dry)
+    context = Context(config, place, size, ranks, comms, name, VariableOwner(), watch, dry=_dry)
     if context.between_processes:
         _share_random_state(context)
     _current = context
     if _runs == 1:
         atexit.register(_at_exit)
+
+
+def _connect(name: str, place: ProcessPlace) -> tuple[whale_ops.Communicator]:
+    comm = whale_ops.mpi(name)
+    if comm.size != place.size:
+        raise ClusterError(
+            "MPI and the launcher disagree about the number of ranks",
+            given=f"MPI says {comm.size}, {place.launcher} says {place.size}",
+            expected="the same number",
+            action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
+        )
+    return (comm,)
 
 
 def current(what: str = "this call") -> Context:
@@ -190,6 +205,8 @@ def shutdown() -> None:
     context.variables.clear()
     for comm in context.comms:
         comm.leave()
+    if context.watch is not None:
+        context.watch.stop()
 
 
 def check_replicas() -> None:
