@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from whale.annotations import replica as replica
+    from whale.cluster import restarts as restarts
     from whale.config import Config as Config
     from whale.errors import CaptureError as CaptureError
     from whale.errors import ClusterError as ClusterError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
+    from whale.runtime.checkpoint import CheckpointManager as CheckpointManager
     from whale.runtime.context import check_replicas as check_replicas
     from whale.runtime.context import init as init
     from whale.runtime.context import local_rank as local_rank
@@ -42,6 +44,8 @@ _PUBLIC = {
     "local_rank": "whale.runtime.context",
     "shutdown": "whale.runtime.context",
     "check_replicas": "whale.runtime.context",
+    "restarts": "whale.cluster",
+    "CheckpointManager": "whale.runtime.checkpoint",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
     "plan": "whale.runtime.dry_run",
