@@ -1,0 +1,64 @@
+"""Tries randomised faults one after the other and prints how long the errors took.
+
+    python -m tests.faults --count 100 --seed 1
+
+Each is a run of its own: a rank is killed, stopped, raises, or calls something with another shape, dtype or op than the
+others, at a random time after the start. Ends with code 1 if anything was not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from tests.faults.trial import LIMITS_S, Trial, run
+
+
+def trials(count: int, seed: int, steps: float) -> list[Trial]:
+    """Faults of all kinds in turn, the rest at random; ``steps`` is the share of those in steps of TensorFlow."""
+    generator, kinds, found = random.Random(seed), list(LIMITS_S), []
+    for index in range(count):
+        size = generator.choice((2, 4))
+        work = "steps" if generator.random() < steps else "exchange"
+        after_s = generator.uniform(0.0, 3.0)
+        found.append(Trial(work, kinds[index % len(kinds)], size, generator.randrange(size), round(after_s, 3)))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=float, default=1.0, help="share of faults in TensorFlow steps (default: all)")
+    options = parser.parse_args()
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    failures = 0
+    for index, trial in enumerate(trials(options.count, options.seed, options.steps)):
+        start_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="whale-fault-") as folder:
+            outcome = run(trial, Path(folder))
+        if outcome.seconds is not None:
+            seconds[trial.work, trial.kind].append(outcome.seconds)
+        failures += bool(outcome.problems)
+        took_s = time.monotonic() - start_s
+        error_s = math.nan if outcome.seconds is None else outcome.seconds
+        print(f"{index + 1:4d}  {trial}  error after {error_s:.2f} s, run {took_s:.0f} s", flush=True)
+        for problem in outcome.problems:
+            print(f"      WRONG: {problem}", flush=True)
+    print("\nwork      kind    count  median s  worst s  limit s")
+    for (work, kind), found in sorted(seconds.items()):
+        row = f"{len(found):5d}  {statistics.median(found):8.2f}  {max(found):7.2f}  {LIMITS_S[kind]:7g}"
+        print(f"{work:8}  {kind:6}  {row}")
+    print(f"{options.count} faults, {failures} with problems (seed {options.seed})")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""A sample of the randomised faults; ``python -m tests.faults`` makes as many as one likes, in TensorFlow steps too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.__main__ import trials
+from tests.faults.trial import Trial, run
+
+
+@pytest.mark.parametrize("trial", trials(6, seed=5, steps=0.0), ids=lambda trial: f"{trial.kind}-{trial.size}")
+def test_a_fault_is_an_error_on_every_other_rank_in_time(trial: Trial, tmp_path: Path) -> None:
+    assert run(trial, tmp_path).problems == ()
+
+
+def test_all_kinds_numbers_of_ranks_and_works_are_tried() -> None:
+    found = trials(100, seed=1, steps=0.5)
+    assert {(t.work, t.kind, t.size) for t in found} == {
+        (work, kind, size)
+        for work in ("steps", "exchange")
+        for kind in ("kill", "freeze", "raise", "shape", "dtype", "op")
+        for size in (2, 4)
+    }
+    assert found == trials(100, seed=1, steps=0.5) != trials(100, seed=2, steps=0.5)

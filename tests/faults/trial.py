@@ -1,0 +1,137 @@
+"""One fault in one run: what is done to which rank, and what must follow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launcher.helpers import ROOT, Launcher
+
+# Seconds from the fault to the error on every other rank.
+LIMITS_S = {"kill": 1.0, "freeze": 5.0, "raise": 1.0, "shape": 2.0, "dtype": 2.0, "op": 2.0}
+_END_S = 15.0  # from the fault to the end of `whale run`
+_START_S = 240.0  # a loaded machine may take long to start ranks
+# What an error must say beside the rank: the operation that waited, or what differs.
+_OPERATION = r"(waited for it in|was in|can no longer run) \S+"
+_FACTS = {
+    ("steps", "kill"): r"was killed by SIGKILL.*" + _OPERATION,
+    ("steps", "freeze"): r"is frozen.*" + _OPERATION,
+    ("steps", "raise"): r"ValueError: this batch is bad",
+    ("steps", "shape"): r" in .*descend.*\[6,3\]",
+    ("steps", "dtype"): r" in .*descend.*float64\[8,3\]",
+    ("steps", "op"): r" in .*`other`",
+    ("exchange", "kill"): r"was killed by SIGKILL.*" + _OPERATION,
+    ("exchange", "freeze"): r"is frozen.*" + _OPERATION,
+    ("exchange", "raise"): r"ValueError: this batch is bad.*" + _OPERATION,
+    ("exchange", "shape"): r"'small'.*\[[56]\].*\[[56]\]",
+    ("exchange", "dtype"): r"'small'.*float(32|64).*float(32|64)",
+    ("exchange", "op"): r"'small'.*All(Gather|Reduce).*All(Gather|Reduce)",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A fault: its kind (of `LIMITS_S`), the rank that has it, and when, in seconds after the ranks are connected."""
+
+    work: str
+    kind: str
+    size: int
+    victim: int
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds from the fault to the last rank's error, if there was one, and everything that is not as it must be."""
+
+    seconds: float | None
+    problems: tuple[str, ...]
+
+
+def run(trial: Trial, folder: Path) -> Outcome:
+    """Makes the run and the fault in an empty folder. Returns once all is over, or killed."""
+    launcher = Launcher(folder)
+    launcher.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    script = str(ROOT / "tests" / "faults" / "rank.py")
+    facts = [trial.work, trial.kind, str(trial.victim), str(trial.after_s), str(folder)]
+    problems: list[str] = []
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            launcher.command("-np", str(trial.size), script, *facts),
+            env=launcher.environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            ready = _notes(folder, "ready", range(trial.size), process, _START_S)
+            fault_s = _make_fault(trial, ready, folder, process)
+            process.wait(max(0.1, fault_s + _END_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            problems.append(f"the run has not ended {_END_S:g} s after the fault")
+        except TimeoutError as error:
+            return Outcome(None, (str(error), *_left(launcher)))
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    problems += _left(launcher)
+    if not all(note["used"] for note in ready.values()):
+        problems.append("no shared memory was used: that none is left says nothing")
+    if any(os.path.exists(note["segments"]) for note in ready.values()):
+        problems.append("a shared-memory segment is left")
+    seconds = 0.0
+    for rank in set(range(trial.size)) - {trial.victim}:
+        path = folder / f"error.{rank}"
+        if not path.exists():
+            problems.append(f"rank {rank} had no CommError")
+            continue
+        error = json.loads(path.read_text())
+        seconds = max(seconds, error["time_s"] - fault_s)
+        problems += _wrong(trial, rank, error["text"])
+    if seconds > LIMITS_S[trial.kind]:
+        problems.append(f"{seconds:.2f} s until the last error, limit {LIMITS_S[trial.kind]:g} s")
+    last = (folder / "log").read_text().strip().rpartition("\n")[2]
+    if trial.kind in ("kill", "freeze", "raise") and not last.startswith(f"whale run: rank {trial.victim} "):
+        problems.append(f"whale run ends with {last!r}")
+    return Outcome(seconds, tuple(problems))
+
+
+def _make_fault(trial: Trial, ready: dict[int, Any], folder: Path, process: subprocess.Popen[Any]) -> float:
+    """Returns when the fault was made, on the monotonic clock of this host."""
+    if trial.kind in ("kill", "freeze"):
+        time.sleep(trial.after_s)
+        fault_s = time.monotonic()
+        os.kill(ready[trial.victim]["pid"], signal.SIGKILL if trial.kind == "kill" else signal.SIGSTOP)
+        return fault_s
+    note = _notes(folder, "fault", [trial.victim], process, _START_S)
+    return note[trial.victim]["time_s"]
+
+
+def _notes(folder: Path, what: str, of: Any, process: subprocess.Popen[Any], within_s: float) -> dict[int, Any]:
+    deadline_s = time.monotonic() + within_s
+    while not all((folder / f"{what}.{rank}").exists() for rank in of):
+        if time.monotonic() > deadline_s or process.poll() is not None:
+            raise TimeoutError(f"the ranks did not get to {what!r}: {(folder / 'log').read_text()[-2000:]}")
+        time.sleep(0.02)
+    return {rank: json.loads((folder / f"{what}.{rank}").read_text()) for rank in of}
+
+
+def _wrong(trial: Trial, rank: int, text: str) -> list[str]:
+    if not re.search(rf"\brank {trial.victim}\b", text):
+        return [f"rank {rank} is not told of rank {trial.victim}: {text}"]
+    if not re.search(_FACTS[trial.work, trial.kind], text, re.DOTALL):
+        return [f"rank {rank} is not told what happened: {text}"]
+    return []
+
+
+def _left(launcher: Launcher) -> list[str]:
+    return [f"a process is left: {line}" for line in launcher.left_behind(within_s=1.0)]
