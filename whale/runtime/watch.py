@@ -56,6 +56,7 @@ class Watch:
 
     def stop(self) -> None:
         """Ends the thread; the next ``Watch`` of this process finds the socket as it was."""
+        self._tell({"joining": False})
         os.write(self._wake_writer, b"\0")
         self._thread.join()
         os.close(self._wake)
