@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--steps", type=float, default=1.0, help="share of faults in TensorFlow steps (default: all)")
     options = parser.parse_args()
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    failures = 0
+    failures = busy = 0
     for index, trial in enumerate(trials(options.count, options.seed, options.steps)):
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="whale-fault-") as folder:
@@ -47,6 +47,7 @@ def main() -> int:
         if outcome.seconds is not None:
             seconds[trial.work, trial.kind].append(outcome.seconds)
         failures += bool(outcome.problems)
+        busy += outcome.busy
         took_s = time.monotonic() - start_s
         error_s = math.nan if outcome.seconds is None else outcome.seconds
         print(f"{index + 1:4d}  {trial}  error after {error_s:.2f} s, run {took_s:.0f} s", flush=True)
@@ -57,6 +58,7 @@ def main() -> int:
         row = f"{len(found):5d}  {statistics.median(found):8.2f}  {max(found):7.2f}  {LIMITS_S[kind]:7g}"
         print(f"{work:8}  {kind:6}  {row}")
     print(f"{options.count} faults, {failures} with problems (seed {options.seed})")
+    print(f"{busy} ranks were ended while they traced or compiled: no step of theirs was blocked")
     return int(failures > 0)
 
 

@@ -49,10 +49,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds from the fault to the last rank's error, if there was one, and everything that is not as it must be."""
+    """What came of a trial.
+
+    Attributes:
+        seconds: from the fault to the last rank's error, if there was one.
+        problems: everything that is not as it must be.
+        busy: ranks that were ended while they traced or compiled, with no step blocked that could have an error.
+    """
 
     seconds: float | None
     problems: tuple[str, ...]
+    busy: int = 0
 
 
 def run(trial: Trial, folder: Path) -> Outcome:
@@ -88,11 +95,14 @@ def run(trial: Trial, folder: Path) -> Outcome:
         problems.append("no shared memory was used: that none is left says nothing")
     if any(os.path.exists(note["segments"]) for note in ready.values()):
         problems.append("a shared-memory segment is left")
-    seconds = 0.0
+    seconds, busy = 0.0, 0
     for rank in set(range(trial.size)) - {trial.victim}:
         path = folder / f"error.{rank}"
         if not path.exists():
-            problems.append(f"rank {rank} had no CommError")
+            if (folder / f"busy.{rank}").exists():
+                busy += 1
+            else:
+                problems.append(f"rank {rank} had no CommError")
             continue
         error = json.loads(path.read_text())
         seconds = max(seconds, error["time_s"] - fault_s)
@@ -102,7 +112,7 @@ def run(trial: Trial, folder: Path) -> Outcome:
     last = (folder / "log").read_text().strip().rpartition("\n")[2]
     if trial.kind in ("kill", "freeze", "raise") and not last.startswith(f"whale run: rank {trial.victim} "):
         problems.append(f"whale run ends with {last!r}")
-    return Outcome(seconds, tuple(problems))
+    return Outcome(seconds if busy < trial.size - 1 else None, tuple(problems), busy)
 
 
 def _make_fault(trial: Trial, ready: dict[int, Any], folder: Path, process: subprocess.Popen[Any]) -> float:

@@ -15,7 +15,7 @@ import pytest
 from tests.launcher.helpers import MEET, Launcher
 from whale.launcher import output
 from whale.launcher.output import Printer
-from whale.launcher.protocol import Kind, Unpacker, pack
+from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
 
 pytestmark = pytest.mark.core
 Write = tuple[int, bytes]
@@ -107,3 +107,14 @@ def test_on_a_terminal_prefixes_are_coloured_and_ctrl_c_ends_the_run(launcher: L
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(terminal)
     assert status == 128 + signal.SIGINT
+
+
+def test_output_may_arrive_together_with_the_greeting() -> None:
+    unpacker = Unpacker(HELLO_LIMIT_BYTES)
+    large = b"x" * 2 * HELLO_LIMIT_BYTES
+    assert unpacker.feed(pack(Kind.HELLO, b"{}") + pack(Kind.STDOUT, large)) == [
+        (Kind.HELLO, b"{}"),
+        (Kind.STDOUT, large),
+    ]
+    with pytest.raises(ValueError, match="limit"):
+        Unpacker(HELLO_LIMIT_BYTES).feed(pack(Kind.STDOUT, large))

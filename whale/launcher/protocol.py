@@ -39,7 +39,11 @@ def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
 
 
 class Unpacker:
-    """Collects received bytes and returns the frames that are complete."""
+    """Collects received bytes and returns the frames that are complete.
+
+    Attributes:
+        limit_bytes: of the payload of the first frame, as long as it is set.
+    """
 
     __slots__ = ("_buffer", "limit_bytes")
 
@@ -58,7 +62,8 @@ class Unpacker:
         while len(self._buffer) - offset >= _HEADER.size:
             number, length = _HEADER.unpack_from(self._buffer, offset)
             kind = Kind(number)
-            if self.limit_bytes is not None and length > self.limit_bytes:
+            # What follows a greeting in the same bytes is not under its limit, which ends with the greeting.
+            if self.limit_bytes is not None and not frames and length > self.limit_bytes:
                 raise ValueError(f"a frame of {length} bytes, limit {self.limit_bytes}")
             end = offset + _HEADER.size + length
             if len(self._buffer) < end:
