@@ -19,7 +19,7 @@ import tensorflow as tf
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from tests.oracle.compare import Outcome, compare
-from tests.oracle.matrix import SPREADS, Run, Spread, all_runs
+from tests.oracle.matrix import SPREADS, Run, Spread, matrix
 from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import CASES, case_named
 
@@ -40,8 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     cases = [case_named(name) for name in options.case] if options.case else list(CASES)
     if options.table:
-        runs = [run for flavour in flavours() for run in all_runs(cases, flavour)]
-        return full(options.table, runs, options.jobs)
+        return full(options.table, matrix(cases, flavours()), options.jobs)
     if not options.case:
         parser.error("give --case or --table")
     shares = tuple(int(part) for part in options.shares.split(",") if part)
@@ -131,7 +130,7 @@ def table(outcomes: dict[Run, Outcome | None], failures: dict[Run, list[str]]) -
         cells = []
         for spread in spreads:
             outcome = row.get(spread)
-            text = f"{outcome.error:.0e}" if outcome else "failed"
+            text = f"{outcome.error:.0e}" if outcome else "failed" if spread in row else ""
             cells.append(f"**{text}**" if (*key, spread) in wrong else text)
         known = [outcome for outcome in row.values() if outcome]
         split = [o.split_flops_fraction for s, o in row.items() if o and s.ranks > 1]

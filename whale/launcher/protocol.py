@@ -58,7 +58,8 @@ class Unpacker:
             ValueError: the bytes are no frames, or a frame is longer than the limit.
         """
         self._buffer += data
-        frames, offset = [], 0
+        frames: list[tuple[Kind, bytes]] = []
+        offset = 0
         while len(self._buffer) - offset >= _HEADER.size:
             number, length = _HEADER.unpack_from(self._buffer, offset)
             kind = Kind(number)
