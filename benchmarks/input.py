@@ -1,10 +1,11 @@
 """How far reading batches hides behind the step: a tf.data source that takes its time, on two processes.
 
-    whale run -np 2 benchmarks/input.py [--batches 40] [--factors 0.5,1,2]
+    whale run -np 2 benchmarks/input.py [--batches 30] [--factors 0.5,1,2] [--latency-ms 0]
 
 For each factor the source sleeps, per row that a rank reads, so long that a rank's rows of a batch take `factor` times
 as long as a step. Measured are the seconds per batch of reading alone, of steps alone and of both, in turns, and
-`ratio` = both / max(reading, steps): 1 is full overlap, 1.05 is what is asked for.
+`ratio` = both / max(reading, steps): 1 is full overlap, 1.05 is what is asked for. With a latency a step waits for its
+communication, mostly; that measures overlap where other programs take the processors.
 """
 
 from __future__ import annotations
@@ -89,8 +90,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--factors", default="0.5,1,2", help="time of reading / time of a step")
     parser.add_argument("--prefetch", type=int, default=2, help="batches read ahead")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="of an emulated link between the ranks")
     options = parser.parse_args()
-    wh.init(wh.Config({"input.prefetch": options.prefetch}))
+    link = f"latency_us={1e3 * options.latency_ms:g}" if options.latency_ms else ""
+    wh.init(wh.Config({"input.prefetch": options.prefetch, "communication.emulate_link": link}))
     step = make_step(options.layers)
     whole = tf.random.stateless_normal([ROWS, FEATURES], [0, 1])
     seconds_each(5, lambda: float(step(whole)))
