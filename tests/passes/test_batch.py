@@ -33,6 +33,11 @@ def test_inputs_that_share_the_first_ones_rows() -> None:
     assert {b.origin for b in found} == {"rule: dimension 0 has the size of the first input's"}
 
 
+def test_an_input_without_rows_is_not_the_batch() -> None:
+    found = batch_inputs(_inputs(x=(8, 4), nothing=(0,)), 2)
+    assert [b.name for b in found] == ["x"]
+
+
 def test_marked_inputs_and_shares() -> None:
     program = _inputs(x=(8, 4), aux=(8,), late=(6, 1))
     (found,) = batch_inputs(program, 2, shares=(6, 0), marked=("late",))

@@ -79,13 +79,13 @@ def batch_inputs(
             expected="the same rows of every rank for all of them",
             action="take all arguments of a step from one dataset",
         )
-    usual = sum(shares) in candidates.values()
+    usual = bool(shares) and sum(shares) in candidates.values()
     batch = sum(next(iter(given))) if given else sum(shares) if usual else next(iter(candidates.values()))
     chosen = [n for n, size in candidates.items() if n in local or (n in present if marked else size == batch)]
     origin = "rule: dimension 0 has the size of the first input's"
     if marked:
         origin = "user (batch.inputs)"
-    elif shares and usual:
+    elif usual:
         origin = "rule: dimension 0 has the rows of replica.shares"
     rows = []
     for name in chosen:

@@ -115,7 +115,9 @@ def _batch(program: Program, context: PlanContext) -> tuple[BatchInput, ...]:
     try:
         return batch_inputs(program, context.size, context.shares, context.marked_inputs, context.local)
     except PlanError:
-        anyway = {b.name: b.placement for b in batch_inputs(program, context.size, local=context.local)}
+        if context.local:
+            raise
+        anyway = {b.name: b.placement for b in batch_inputs(program, context.size)}
         layouts = propagate(program, context.size, anyway)
         if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
             raise
