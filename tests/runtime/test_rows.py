@@ -182,8 +182,8 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
         while len(made) < 2 * (taken + prefetch) and time.monotonic() < deadline_s:
             time.sleep(0.002)
         time.sleep(0.02)
-        # Those in the queue, and one in the hands of whoever fills it.
-        assert 2 * (taken + prefetch) <= len(made) <= 2 * (taken + prefetch + 1)
+        # Those in the queue, one in the hands of whoever fills it, and one that the loop may already have asked for.
+        assert 2 * (taken + prefetch) <= len(made) <= 2 * (taken + prefetch + 2)
         if taken == 5:
             break
 
