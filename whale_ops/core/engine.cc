@@ -13,12 +13,14 @@ namespace whale {
 namespace {
 
 // How the thread waits for messages from other processes, by the time since something last happened: first it asks again
-// at once (a small message takes a few microseconds), then it lets others run in between, then it sleeps.
+// at once (a small message takes a few microseconds), then it lets others run in between, then it sleeps. Where the rank
+// has one core, every look takes some microseconds from the computation that the other ranks wait for, so a sleep is a
+// part of the time waited so far: the longer the wait, the fewer the looks, and the wait grows by that part at most.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 200'000;
 constexpr int64_t kShortSleepNs = 30'000;
-constexpr int64_t kPatientNs = 5'000'000;
-constexpr int64_t kLongSleepNs = 100'000;
+constexpr int64_t kPartOfWait = 8;
+constexpr int64_t kLongSleepNs = 250'000;
 constexpr int64_t kIdleSleepNs = 500'000;  // no operation of this rank is waiting
 constexpr int64_t kMaxSleepNs = 1'000'000'000;
 
@@ -168,7 +170,10 @@ void Engine::idle(int64_t now, int64_t deadline_ns, bool polling, bool active, i
     return;
   }
   int64_t sleep_ns = std::max<int64_t>(0, deadline_ns - now);
-  if (polling) sleep_ns = std::min(sleep_ns, !active ? kIdleSleepNs : quiet_ns < kPatientNs ? kShortSleepNs : kLongSleepNs);
+  if (polling) {
+    const int64_t patience_ns = std::clamp(quiet_ns / kPartOfWait, kShortSleepNs, kLongSleepNs);
+    sleep_ns = std::min(sleep_ns, active ? patience_ns : kIdleSleepNs);
+  }
   if (sleep_ns == 0) return;
   std::unique_lock<std::mutex> lock(mutex_);
   condition_.wait_for(lock, std::chrono::nanoseconds(sleep_ns), [this] { return woken_; });
