@@ -1,0 +1,168 @@
+"""Step times of whole models: plain TensorFlow, Horovod and Whale, in one interleaved run (`make bench`).
+
+    python -m benchmarks.step_time [--models resnet50,gpt,fc] [--rounds 9] [--steps 3] [--out docs]
+
+Every configuration is a process group that stays alive. In each round every group runs a few steps, one group after
+the other, while the others are stopped: what else the machine does meets all of them. (Where memory does not hold all
+groups, Horovod and Whale on two ranks are in one set, the others in further ones.) A sample is the mean step time
+of one round, on the slowest rank; shown are the medians of the samples. Horovod's cycle time and fusion threshold are
+chosen first, among the candidates below, for each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.step_time import report
+from benchmarks.step_time.groups import Configuration, Group
+
+TITLES = {
+    "resnet50": "ResNet50, 64x64, batch 16",
+    "gpt": "GPT-like, 4 x 256, sequence 64, batch 16",
+    "fc": "FC 2048-2048-100000, batch 32",
+}
+# (cycle time in ms, fusion threshold in MiB); 5 and 128 are Horovod's own.
+HOROVOD_CANDIDATES = ((5, 128), (1, 128), (1, 16))
+# Memory of one process at its peak (TensorFlow keeps it), and which configurations share a set where not all fit.
+MEMORY_GB = {"resnet50": 1.4, "gpt": 1.0, "fc": 3.8}
+PRIORITY = ("horovod", "whale", "plain", "whale-horovod")
+NOT_INSTALLED = "not installed"
+WARM_UP = 2  # rounds that are not counted
+
+
+CONFIGURATIONS = (
+    Configuration("TensorFlow, 2 threads", "plain", threads=2),
+    Configuration("TensorFlow, 1 thread", "plain"),
+    Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
+    Configuration("Whale, 2 ranks", "whale", 2),
+    Configuration("Whale over Horovod, 2 ranks", "whale-horovod", 2),  # tuned alike
+    Configuration("Whale, 4 ranks", "whale", 4),
+)
+
+
+def measure(groups: Sequence[Group], workload: str, rounds: int, steps: int) -> list[report.Result]:
+    """Round after round, every group in turn."""
+    samples: list[list[float]] = [[] for _ in groups]
+    cpu: list[list[float]] = [[] for _ in groups]
+    for number in range(-WARM_UP, rounds):
+        for i, group in enumerate(groups):
+            answers = group.run(steps)
+            if number >= 0:
+                samples[i].append(1e3 * max(statistics.mean(a["times_s"]) for a in answers))
+                cpu[i].append(1e3 * sum(a["cpu_s"] for a in answers))
+    return [
+        report.Result(TITLES[workload], group.configuration.title, tuple(times), statistics.median(processor))
+        for group, times, processor in zip(groups, samples, cpu)
+    ]
+
+
+def measure_all(
+    chosen: Sequence[Configuration], workload: str, rounds: int, steps: int, pinned: bool
+) -> dict[Configuration, report.Result]:
+    """Every configuration; at once if memory holds them, else in sets, each of which is interleaved."""
+    found: dict[Configuration, report.Result] = {}
+    waiting = sorted(chosen, key=lambda c: PRIORITY.index(c.kind) + 10 * (c.ranks > 2))
+    while waiting:
+        room_gb = 0.9 * report.free_memory_gb()
+        part: list[Configuration] = []
+        for configuration in list(waiting):
+            needed_gb = MEMORY_GB[workload] * sum(c.ranks for c in [*part, configuration])
+            if not part or needed_gb <= room_gb:
+                part.append(configuration)
+                waiting.remove(configuration)
+        if len(part) < len(chosen):
+            _say(f"  ({room_gb:.0f} GB of memory hold: {'; '.join(c.title for c in part)})")
+        with contextlib.ExitStack() as stack:
+            groups = [stack.enter_context(Group(c, workload, pinned)) for c in part]
+            found.update(zip(part, measure(groups, workload, rounds, steps)))
+    return found
+
+
+def tune_horovod(workload: str, pinned: bool) -> dict[str, str]:
+    """The variables of the candidate with the fastest median step."""
+    candidates = [
+        Configuration(
+            f"Horovod, cycle {cycle_ms} ms, fusion {fusion_mib} MiB",
+            "horovod",
+            2,
+            environment=(
+                ("HOROVOD_CYCLE_TIME", str(cycle_ms)),
+                ("HOROVOD_FUSION_THRESHOLD", str(fusion_mib << 20)),
+            ),
+        )
+        for cycle_ms, fusion_mib in HOROVOD_CANDIDATES
+    ]
+    found = measure_all(candidates, workload, 5, 2, pinned)
+    best = min(candidates, key=lambda c: found[c].median_ms)
+    for candidate in candidates:
+        _say(f"  {candidate.title}: {found[candidate].median_ms:.0f} ms{', taken' if candidate is best else ''}")
+    return dict(best.environment)
+
+
+def run(models: Sequence[str], wanted: Sequence[str], rounds: int, steps: int, pinned: bool) -> list[report.Result]:
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    if not has_horovod:
+        _say("Horovod is not installed: its rows stay empty. python -m whale_ops.build_horovod builds it.")
+    results: list[report.Result] = []
+    for workload in models:
+        _say(TITLES[workload])
+        chosen = [c for c in CONFIGURATIONS if not wanted or any(w in c.title for w in wanted)]
+        if has_horovod and any("horovod" in c.kind for c in chosen):
+            tuned = tuple(tune_horovod(workload, pinned).items())
+            chosen = [replace(c, environment=tuned) if "horovod" in c.kind else c for c in chosen]
+        present = [c for c in chosen if has_horovod or "horovod" not in c.kind]
+        found = measure_all(present, workload, rounds, steps, pinned)
+        for c in chosen:
+            result = found.get(c, report.Result(TITLES[workload], c.title, note=NOT_INSTALLED))
+            results.append(result)
+            text = result.note
+            if result.samples_ms:
+                low, high = result.quartiles_ms
+                text = f"{result.median_ms:7.0f} ms  ({low:.0f} to {high:.0f}), processor {result.cpu_ms:.0f} ms"
+            _say(f"  {c.title:<28} {text}")
+    return results
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", default=",".join(TITLES))
+    parser.add_argument("--only", default="", help="parts of titles of configurations, separated by semicolons")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round")
+    parser.add_argument("--no-pin", action="store_true", help="let the system place ranks on cores")
+    parser.add_argument("--out", help="folder that receives benchmarks.md and benchmarks.svg")
+    options = parser.parse_args()
+    # Ended from outside, the groups still have to be woken and ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    models = options.models.split(",")
+    unknown = sorted(set(models) - set(TITLES))
+    if unknown or options.rounds < 2:
+        parser.error(f"unknown models: {', '.join(unknown)}" if unknown else "--rounds is at least 2")
+    where = report.machine()
+    wanted = [part for part in options.only.split(";") if part]
+    results = run(models, wanted, options.rounds, options.steps, not options.no_pin)
+    table = report.markdown(results)
+    sys.stdout.write("\n" + table)
+    if options.out:
+        folder = Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        report.plot(results, folder / "benchmarks.svg")
+        report.write_page(folder / "benchmarks.md", table, where, options.rounds, options.steps)
+        _say(f"\nwritten: {folder / 'benchmarks.md'}, {folder / 'benchmarks.svg'}")
+
+
+if __name__ == "__main__":
+    main()
