@@ -1,6 +1,8 @@
 # make demo            train an example on two processes, beside the one-process run
 # make test            all tests                      make test TF=2.15.1   with another TensorFlow
 # make oracle          the full matrix of plans against one device; writes docs/oracle.md
+# make bench           step times beside plain TensorFlow and Horovod; writes docs/benchmarks.md (BENCH_ARGS=...)
+# make horovod         builds Horovod for that TensorFlow (make bench does without it, with empty rows)
 # make lint            ruff and mypy                  make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
@@ -11,6 +13,7 @@ TF := $(DEFAULT_TF)
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 TESTS ?= tests
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 # The newest Python for which that TensorFlow has wheels.
 NEWEST_PYTHON := $(if $(filter 2.15.%,$(TF)),11,$(if $(filter 2.16.% 2.17.% 2.18.% 2.19.%,$(TF)),12,13))
@@ -24,7 +27,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle lint bazel clean setup build check-python check-compiler
+.PHONY: demo test oracle bench horovod lint bazel clean setup build check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -34,6 +37,11 @@ test: build
 
 oracle: build
 	@$(RUN) -m tests.oracle --table docs/oracle.md
+
+bench: $(VENV)/.bench build
+	@$(RUN) -m benchmarks.step_time --out docs $(BENCH_ARGS)
+
+horovod: $(VENV)/.horovod
 
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .
@@ -65,6 +73,15 @@ $(VENV)/.installed: $(VENV)/.tensorflow pyproject.toml setup.py
 
 $(VENV)/.lint: $(VENV)/.installed
 	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[lint]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[bench]'
+	@touch $@
+
+$(VENV)/.horovod: $(VENV)/.installed
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[horovod]'
+	@$(RUN) -m whale_ops.build_horovod
 	@touch $@
 
 # tf_keras is Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.

@@ -10,7 +10,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from tests.kernels import run_kernel
 from whale.ir.program import Node, Program, Ref, prune
 from whale.ir.values import Func, TensorType
+from whale.lowering.emit import HOROVOD_ALL_REDUCE
 
 LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("If", "StatelessIf")
@@ -173,6 +174,14 @@ def _check(attrs, operands, size):
     return [()] * size, 0
 
 
+def _met_under_its_name(node: Node) -> Node:
+    """Horovod's all-reduce as Whale's: ranks meet under the node's name, and nothing scales the sum."""
+    if [node.attrs[a] for a in ("reduce_op", "prescale_factor", "postscale_factor")] != [1, 1.0, 1.0]:
+        raise InterpreterError(f"{node.name}: not a plain sum: {node.attrs}")
+    attrs = {"key": node.name, "reduction": "sum", "N": node.attrs["num_tensors"]}
+    return replace(node, op="WhaleAllReduce", attrs=attrs)
+
+
 _COLLECTIVES: dict[str, Any] = {
     "WhaleAllReduce": _all_reduce, "WhaleAllGather": _all_gather, "WhaleReduceScatter": _reduce_scatter,
     "WhaleAllToAll": _all_to_all, "WhaleBroadcast": _broadcast, "WhaleCheck": _check,
@@ -244,6 +253,8 @@ class _Run:
     # -- one node
 
     def _start(self, node: Node, operands: list[Any]) -> Running:
+        if node.op == HOROVOD_ALL_REDUCE:
+            node, operands = _met_under_its_name(node), [None, *operands]
         if node.op in _COLLECTIVES:
             ticket = self.exchange.post(self.rank.number, node, operands[1:])
             while ticket not in self.exchange.results:
@@ -292,6 +303,8 @@ class _Run:
             if node.attrs["rank"] != rank.number:
                 raise InterpreterError(f"rank {rank.number} uses the communicator of rank {node.attrs['rank']}")
             return ("communicator",)
+        if node.op == "WhaleHold":
+            return (operands[0],)
         if node.op in ("NoOp", "PrintV2"):
             rank.printed += [bytes(x.item()) for x in operands]
             return ()

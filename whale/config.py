@@ -45,6 +45,13 @@ KEYS: tuple[Key, ...] = (
         choices=("mpi", "in-process"),
     ),
     Key(
+        "communication.backend",
+        "str",
+        "whale",
+        "who sums gradients, losses and metrics over the ranks; all other communication is Whale's own",
+        choices=("whale", "horovod"),
+    ),
+    Key(
         "communication.group_bytes",
         "int",
         4 << 20,

@@ -89,14 +89,7 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True
 def _build_locked(folder: Path, verbose: bool) -> None:
     info_path = folder / INFO_NAME
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
-    compiler = compiler_command()
-    if shutil.which(compiler[0]) is None:
-        raise CommError(
-            "no C++ compiler was found",
-            given=" ".join(compiler),
-            expected="g++ 9 or newer, or another by $CXX",
-            action="install g++ (Debian, Ubuntu: apt install g++)",
-        )
+    compiler = find_compiler()
     built = False
     for target in list(_targets()):  # all, so that nothing is compiled before all is found
         wanted = _digest(target, compiler)
@@ -120,6 +113,23 @@ def compiler_command() -> list[str]:
     return shlex.split(os.environ.get("CXX", "g++"))
 
 
+def find_compiler() -> list[str]:
+    """The C++ compiler's command.
+
+    Raises:
+        CommError: there is none.
+    """
+    compiler = compiler_command()
+    if shutil.which(compiler[0]) is None:
+        raise CommError(
+            "no C++ compiler was found",
+            given=" ".join(compiler),
+            expected="g++ 9 or newer, or another by $CXX",
+            action="install g++ (Debian, Ubuntu: apt install g++)",
+        )
+    return compiler
+
+
 def compiler_version(command: Sequence[str]) -> str:
     """The first line that the compiler says about itself."""
     return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
@@ -132,7 +142,7 @@ def _shown(folder: Path) -> str:
 def _targets() -> Iterable[Target]:
     core = [path for path in sorted((PACKAGE / "core").glob("*.cc")) if path.name != "mpi_transport.cc"]
     yield Target(CORE_NAME, tuple(core), ("-ldl",), "", {})
-    version = _tensorflow_version()
+    version = tensorflow_version()
     folder, library = _tensorflow_folder()
     yield Target(
         ops_name(version),
@@ -266,7 +276,12 @@ def _run(command: Sequence[str]) -> None:
         print(result.stderr.strip(), file=sys.stderr)
 
 
-def _tensorflow_version() -> str:
+def tensorflow_version() -> str:
+    """Version of the installed TensorFlow, without importing it.
+
+    Raises:
+        CommError: none is installed, or one that is not supported.
+    """
     expected = f"TensorFlow {OLDEST_TENSORFLOW} to {NEWEST_TENSORFLOW}"
     for name in TENSORFLOW_NAMES:
         try:
@@ -310,8 +325,12 @@ def _tensorflow_folder() -> tuple[Path, str]:
     return folder, library.name
 
 
-def _mpi_flags() -> dict[str, list[str]] | None:
-    """Flags of the MPI compiler wrapper without its absolute run-time paths, and the folders of its libraries."""
+def find_mpi_wrapper() -> str | None:
+    """Path of the MPI compiler wrapper: $MPICC, that of this environment, or mpicc on PATH; None without any.
+
+    Raises:
+        CommError: $MPICC cannot be run.
+    """
     candidates = [os.environ.get("MPICC", ""), str(Path(sys.prefix) / "bin" / "mpicc"), shutil.which("mpicc") or ""]
     wrapper = next((name for name in candidates if name and shutil.which(name)), None)
     if os.environ.get("MPICC") and wrapper != os.environ["MPICC"]:
@@ -321,6 +340,12 @@ def _mpi_flags() -> dict[str, list[str]] | None:
             expected="the path of an mpicc",
             action="correct or unset MPICC",
         )
+    return None if wrapper is None else shutil.which(wrapper)
+
+
+def _mpi_flags() -> dict[str, list[str]] | None:
+    """Flags of the MPI compiler wrapper without its absolute run-time paths, and the folders of its libraries."""
+    wrapper = find_mpi_wrapper()
     if wrapper is None:
         return None
     # Open MPI and MPICH both print the compiler's command line.

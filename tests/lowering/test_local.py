@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,12 @@ from tests.lowering.compare import assert_equal_runs, lowered
 from tests.lowering.talk import assert_ranks_agree, communication
 from tests.programs import Builder, body, mlp, planned
 from whale.errors import PlanError
-from whale.ir.layout import B, split
+from whale.ir.layout import B, Partial, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
+from whale.lowering.emit import HOROVOD_ALL_REDUCE
+from whale.passes.check import check
 
 SHARES = [(8,), (4, 4), (5, 3), (8, 0), (0, 8), (3, 3, 2), (0, 7, 1), (2, 2, 2, 2), (0, 5, 0, 3)]
 
@@ -34,6 +38,20 @@ def test_gradients_travel_in_one_collective() -> None:
     assert sorted(n.op for _, n in communication(lowered(mlp(), plan)[0])) == ["WhaleAllReduce", "WhaleCheck"]
     alone = planned(mlp(), 4, 4, group_bytes=0)
     assert [n.op for _, n in communication(lowered(mlp(), alone)[0])].count("WhaleAllReduce") == 5
+
+
+@pytest.mark.parametrize("sizes", SHARES[1:], ids=str)
+def test_sums_through_horovod(sizes: tuple[int, ...]) -> None:
+    program = mlp()
+    plan = planned(program, *sizes)
+    reshards = (replace(r, backend="horovod") if isinstance(r.source, Partial) else r for r in plan.reshards)
+    plan = replace(plan, reshards=tuple(reshards))
+    check(program, plan)
+    assert_equal_runs(program, plan)
+    for rank in lowered(program, plan):
+        (reduced,) = (n for n in rank.nodes if n.op == HOROVOD_ALL_REDUCE)
+        assert rank.by_name[reduced.inputs[0].node].op == "WhaleHold", "never computed while TensorFlow optimises"
+        assert "WhaleAllReduce" not in {n.op for n in rank.nodes}
 
 
 def test_one_rank_talks_to_nobody() -> None:

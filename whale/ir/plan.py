@@ -20,7 +20,8 @@ class Reshard:
     """One change of layout: tensor ``ref`` of graph ``graph`` ("" is the program) goes from ``source`` to ``target``.
 
     ``key`` is equal on all ranks and unique in the plan; ``bytes`` are the logical bytes moved in total; ``group`` is
-    the number of the fused collective it belongs to, -1 when it travels alone.
+    the number of the fused collective it belongs to, -1 when it travels alone; ``backend`` is who carries it out:
+    ``"whale"``, or ``"horovod"``.
     """
 
     graph: str
@@ -31,6 +32,7 @@ class Reshard:
     bytes: int
     group: int = -1
     origin: str = ""
+    backend: str = "whale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class Plan:
                     (r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin)
                     for r in self.reshards
                 ],
+                backends={r.key: r.backend for r in self.reshards if r.backend != "whale"},
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -164,6 +167,7 @@ class _File(msgspec.Struct):
     total_flops: int
     exceptions: list[str] = []
     local_inputs: list[str] = []
+    backends: dict[str, str] = {}  # of the reshards that are not Whale's own
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -202,7 +206,7 @@ def _plan(f: _File) -> Plan:
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
         returned={g: tuple(map(parse_placement, placements)) for g, placements in f.returned.items()},
         reshards=tuple(
-            Reshard(g, Ref(n, i), parse_placement(s), parse_placement(t), k, b, gr, o)
+            Reshard(g, Ref(n, i), parse_placement(s), parse_placement(t), k, b, gr, o, f.backends.get(k, "whale"))
             for g, n, i, s, t, k, b, gr, o in f.reshards
         ),
         unruled=f.unruled,

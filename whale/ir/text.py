@@ -339,9 +339,11 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     more = [f"{len(layouts) - 6} other kinds"] if len(layouts) > 6 else []
     out.append("Tensors  " + ", ".join(shown + more))
     moving = [r for r in plan.reshards if r.bytes]
+    horovod = sum(r.backend == "horovod" for r in moving)
     out.append(
         f"Communication per step: {human_bytes(plan.logical_bytes)} logical, {len(moving)} tensors in "
         f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
+        + (f"; {horovod} of the tensors through Horovod" if horovod else "")
     )
     out += _traffic(plan, moving, rows)
     if plan.exceptions:
@@ -372,7 +374,8 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
 
 
 def _change(r: Reshard) -> str:
-    return f"{_verb(r)} {r.source} -> {r.target}"
+    through = " through Horovod" if r.backend == "horovod" else ""
+    return f"{_verb(r)} {r.source} -> {r.target}{through}"
 
 
 def _shortened(name: str, limit: int = 44) -> str:

@@ -27,8 +27,11 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype, static_shape
 
 COMMUNICATOR = "whale/communicator"
+HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
+_HOROVOD_SUM = 1  # horovod.tensorflow.Sum
 COMMUNICATION = frozenset(
     {
+        HOROVOD_ALL_REDUCE,
         "WhaleAllReduce",
         "WhaleAllGather",
         "WhaleReduceScatter",
@@ -144,9 +147,32 @@ class Emitter:
         attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
         return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
 
-    def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], op: str, key: str) -> Ref:
+    def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], r: Reshard, key: str) -> Ref:
+        """Reduces tensors together, as ``r`` (or the group that it belongs to) says; the first result."""
+        assert isinstance(r.source, Partial), r
+        op = r.source.op
+        if r.backend == "horovod":
+            return self._horovod_all_reduce(name, sources, types)
         attrs = {"key": key, "reduction": op, "N": len(sources)}
         return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
+
+    def _horovod_all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType]) -> Ref:
+        """Sums through Horovod, whose ranks meet under the node's name."""
+        self.communicates = True
+        dtype = DType(types[0].dtype)
+        # Horovod's op is no stateful one: where all its operands are constants (a rank without rows), TensorFlow runs
+        # it while it optimises the graph, on that rank alone, and waits for the others for ever.
+        first = self.add(name + "/held", "WhaleHold", sources[:1], {"T": dtype}, types[:1], stateful=True)
+        attrs = {
+            "T": dtype,
+            "num_tensors": len(sources),
+            "reduce_op": _HOROVOD_SUM,
+            "prescale_factor": 1.0,
+            "postscale_factor": 1.0,
+            "ignore_name_scope": False,
+            "process_set_id": 0,
+        }
+        return self.add(name, HOROVOD_ALL_REDUCE, (first, *sources[1:]), attrs, types)
 
     def scatter(self, name: str, source: Ref | None, t: TensorType, target: Split, key: str) -> Ref:
         """The first rank's tensor, cut: an all-to-all in which only the first rank has anything to send.
@@ -285,7 +311,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         )
     assert isinstance(have, Partial)
     if isinstance(want, Broadcast):
-        return e.all_reduce(name, (local,), (t,), have.op, r.key)
+        return e.all_reduce(name, (local,), (t,), r, r.key)
     if isinstance(want, Split):
         attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
         return e.comm_op(

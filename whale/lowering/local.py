@@ -187,11 +187,10 @@ class _Localiser:
                 continue
             done.add(r.group)
             members = self.plan.groups[r.group]
-            assert isinstance(r.source, Partial), r
             sources = [self.get(m.ref, m.source) for m in members]
             types = [self.program.type_of(m.ref) for m in members]
             name = f"whale/group_{r.group}"
-            self.emitter.all_reduce(name, [s for s in sources if s is not None], types, r.source.op, name)
+            self.emitter.all_reduce(name, [s for s in sources if s is not None], types, r, name)
 
     def _output(self, ref: Ref, i: int) -> Ref:
         returned = self.plan.returned.get(self.graph)

@@ -35,7 +35,7 @@ def group(
         reductions = [r for r in mine if isinstance(r.source, Partial) and isinstance(r.target, Broadcast)]
         for r in sorted(reductions, key=lambda r: position[r.ref.node]):
             tensor = body.type_of(r.ref)
-            kind = (graph, depth[r.key], tensor.dtype, r.source)
+            kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
@@ -48,6 +48,11 @@ def group(
     for number, members in enumerate(m for m in closed if len(m) > 1):
         numbers.update((key, number) for key in members)
     return tuple(replace(r, group=numbers.get(r.key, -1)) for r in reshards)
+
+
+def moves(r: Reshard) -> bool:
+    """Whether data travel. (A sum of unknown size has no bytes in the plan, but moves some.)"""
+    return r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, Own | Partial))
 
 
 def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> dict[str, int]:
@@ -63,9 +68,7 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
             return base
         if r.key not in result:
             start = base if r.source == layout.produced[ref] else through(ref, r.source)
-            # A sum of unknown size has no bytes here, but moves some.
-            moves = r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, Own | Partial))
-            result[r.key] = start + moves
+            result[r.key] = start + moves(r)
         return result[r.key]
 
     for node in program.nodes:

@@ -20,6 +20,7 @@ from whale.passes.decompose import decompose, is_composite
 from whale.passes.fold import fold
 from whale.passes.group import group
 from whale.passes.hidden import refuse_hidden_updates
+from whale.passes.horovod import give_to_horovod, refuse_horovod
 from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
 from whale.passes.own import Semantics
@@ -49,6 +50,7 @@ class PlanContext:
     group_bytes: int = 4 << 20
     own_statistics: bool = False
     own_streams: bool = False
+    backend: str = "whale"
     dump: str = ""
 
 
@@ -56,9 +58,14 @@ NORMALISE: tuple[Callable[[Program], Program], ...] = (inline, fold, specialise,
 
 
 def normalise(program: Program, context: PlanContext) -> Program:
-    """Functions inlined, shape chains folded, dead nodes dropped, task graphs completed."""
+    """Functions inlined, shape chains folded, dead nodes dropped, task graphs completed.
+
+    Raises:
+      ProgramError: the program averages its gradients through Horovod itself.
+    """
     with no_garbage_collection():
         _dump(context, "captured", program)
+        refuse_horovod(program)
         for step in NORMALISE:
             program = step(program)
             _dump(context, step.__name__, program)
@@ -84,6 +91,8 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             for g, layout in layouts.items()
         }
         reshards = explicit_reshards(expanded, layouts, context.size)
+        if context.backend == "horovod":
+            reshards = give_to_horovod(expanded, layouts[""], reshards)
         reshards = group(expanded, layouts, reshards, context.group_bytes)
         divided, total = _flops(expanded, layouts)
         plan = Plan(

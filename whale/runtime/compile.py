@@ -13,8 +13,9 @@ from whale.errors import PlanError, ProgramError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.plan import Plan, plan_from_json
-from whale.ir.program import Program
+from whale.ir.program import Node, Program, Ref
 from whale.lowering.compiled import compile_marked
+from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
 from whale.runtime.context import Context
@@ -49,6 +50,7 @@ def plan_context(context: Context) -> PlanContext:
         group_bytes=config["communication.group_bytes"],
         own_statistics=not config["sync_batch_norm"],
         own_streams=config["random"] == "local",
+        backend=config["communication.backend"],
         dump=config["dump"] if context.rank == 0 else "",
     )
 
@@ -104,16 +106,26 @@ def compile_alone(program: Program, context: Context) -> Program:
 
 
 def _with_number(program: Program, number: int) -> Program:
-    """Keys are unique in a plan; the program's number makes them unique in the run."""
+    """Keys are unique in a plan; the program's number makes them unique in the run. Horovod's is the node's name."""
 
     def of_graph(graph: Program) -> Program:
-        nodes = tuple(
-            replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
-            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck"
-            else n
-            for n in graph.nodes
-        )
-        return graph.with_nodes(nodes)
+        renamed = {n.name: f"{n.name}_of_{number}" for n in graph.nodes if n.op == HOROVOD_ALL_REDUCE}
+
+        def of_ref(ref: Ref) -> Ref:
+            return Ref(renamed[ref.node], ref.index) if ref.node in renamed else ref
+
+        def of_node(n: Node) -> Node:
+            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck":
+                n = replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
+            if n.name in renamed or not renamed.keys().isdisjoint(r.node for r in n.inputs):
+                n = replace(n, name=renamed.get(n.name, n.name), inputs=tuple(map(of_ref, n.inputs)))
+            return n
+
+        nodes = tuple(map(of_node, graph.nodes))
+        if not renamed:
+            return graph.with_nodes(nodes)
+        effects = tuple(renamed.get(name, name) for name in graph.effects)
+        return replace(graph, nodes=nodes, outputs=tuple(map(of_ref, graph.outputs)), effects=effects)
 
     main = of_graph(program)
     return replace(main, functions={name: of_graph(body) for name, body in program.functions.items()})

@@ -18,6 +18,7 @@ from whale.cluster import ProcessPlace, process_place
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
+from whale.runtime import horovod
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
 
@@ -31,6 +32,7 @@ class Context:
       comms: the communicators of these ranks, in the same order; empty when there is one rank only.
       comm_name: the name under which the op library finds them.
       programs: number of programs compiled so far, equal on all ranks.
+      after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       elements: number of messages so far about what ranks read, equal on all ranks.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
@@ -49,6 +51,7 @@ class Context:
     scope_count: int = 0
     failed: bool = False
     dry: DryRun | None = None
+    after_horovod: bool = False
 
     @property
     def rank(self) -> int:
@@ -109,6 +112,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         )
     config = config if isinstance(config, Config) else Config(config or {})
     place = process_place()
+    after_horovod = horovod.is_running()
     _runs += 1
     name = f"whale{_runs}"
     ranks: tuple[int, ...]
@@ -145,11 +149,15 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         size, ranks = comms[0].size, (comms[0].rank,)
     else:
         size, ranks, comms = 1, (0,), ()
+    if config["communication.backend"] == "horovod" and _dry is None:
+        horovod.start(config, size, ranks)
     link = config.link
     if link is not None:
         for comm in comms:
             comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
-    context = Context(config, place, size, ranks, comms, name, VariableOwner(), watch, dry=_dry)
+    context = Context(
+        config, place, size, ranks, comms, name, VariableOwner(), watch, dry=_dry, after_horovod=after_horovod
+    )
     if context.between_processes:
         _share_random_state(context)
     _current = context
@@ -197,12 +205,18 @@ def local_rank() -> int:
 
 
 def shutdown() -> None:
-    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat."""
+    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat.
+
+    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. Where Horovod
+    came first, MPI is Horovod's to end, and both go on.
+    """
     global _current
     context, _current = _current, None
     if context is None:
         return
     context.variables.clear()
+    if not context.after_horovod:
+        horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
     for comm in context.comms:
         comm.leave()
     if context.watch is not None:

@@ -39,6 +39,13 @@ class CommunicatorOp : public tensorflow::OpKernel {
   int rank_ = -1;
 };
 
+class HoldOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override { ctx->set_output(0, ctx->input(0)); }
+  bool IsExpensive() override { return false; }
+};
+
 std::string pack_shapes(const std::vector<TensorShape>& shapes) {
   std::string out;
   const auto append = [&out](int64_t value) { out.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
@@ -310,6 +317,7 @@ class CheckOp : public CommunicationOp {
 }  // namespace
 
 REGISTER_KERNEL_BUILDER(Name("WhaleCommunicator").Device(tensorflow::DEVICE_CPU), CommunicatorOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleHold").Device(tensorflow::DEVICE_CPU), HoldOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleBroadcast").Device(tensorflow::DEVICE_CPU), BroadcastOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleSend").Device(tensorflow::DEVICE_CPU), SendOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleRecv").Device(tensorflow::DEVICE_CPU), RecvOp);

@@ -281,4 +281,12 @@ REGISTER_OP("WhaleCheck")
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Compares the fingerprint over the ranks; a difference aborts the communicator on all of them.");
 
+REGISTER_OP("WhaleHold")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc("The input, as something that is known only when the step runs: nothing behind it is computed while TensorFlow optimises.");
+
 }  // namespace whale_ops
