@@ -229,3 +229,25 @@ print("went on")
     )
     assert done.returncode == 128 + 9
     assert "rank 1 was killed by SIGKILL" in said
+
+
+def test_rank_that_is_killed_before_it_sends_first_values(launcher: Launcher) -> None:
+    _, said = fails(
+        launcher,
+        STEP
+        + """
+import os, signal
+import whale.runtime.variables as variables
+wh.init()
+if wh.rank() == 0:
+    variables._broadcast_values = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    wh.function(descend)(x, y)
+except wh.CommError as error:
+    print("told:", error)
+    raise
+print("went on")
+""",
+    )
+    # Whether it waited already, or was about to, depends on who is faster.
+    assert re.search(r"told: rank 0 was killed by SIGKILL.* rank 1 .*Broadcast 'whale/first_values/", said), said

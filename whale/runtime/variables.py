@@ -13,6 +13,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.errors import CommError
 from whale.ir.layout import B, Placement
+from whale.runtime.faults import raise_comm_error
 
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
@@ -55,7 +56,11 @@ class VariableOwner:
         """
         new = [c for c in captured if id(c.handle) not in self._entries]
         if context.between_processes and new:
-            _broadcast_values(new, context)
+            try:
+                _broadcast_values(new, context)
+            except tf.errors.OpError as error:
+                raise_comm_error(error, context)
+                raise
         for c in new:
             copies = [
                 tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
