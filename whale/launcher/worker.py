@@ -281,9 +281,12 @@ class _Relay:
             pass
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """mpirun ends this rank: the script is told, and has a moment until mpirun kills what is left."""
+        """mpirun ends this rank: the script is told, and has a moment.
+
+        mpirun kills this process after a second; the script's children would then be nobody's.
+        """
         self._kill(number)
-        deadline_s = time.monotonic() + 1.0
+        deadline_s = time.monotonic() + 0.5
         while self._running and time.monotonic() < deadline_s:
             if os.waitid(os.P_PID, self._script, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return
