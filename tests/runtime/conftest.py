@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 import whale as wh
 
@@ -20,11 +19,3 @@ def ranks() -> Iterator[Callable[..., None]]:
 
     yield start
     wh.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def no_global_seed() -> Iterator[None]:
-    """A seed that one test sets is none of the others'."""
-    tf.random.set_seed(None)
-    yield
-    tf.random.set_seed(None)
