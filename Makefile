@@ -13,6 +13,9 @@ TF := $(DEFAULT_TF)
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 TESTS ?= tests
 PYTEST_ARGS ?=
+# Tests that start processes, and often watch clocks, have the machine for themselves; the others share its cores.
+APART := tests/distributed tests/doctor tests/faults tests/launcher tests/whale_ops
+JOBS ?= 2
 BENCH_ARGS ?=
 
 # The newest Python for which that TensorFlow has wheels.
@@ -33,7 +36,12 @@ demo: build
 	@$(RUN) examples/demo.py
 
 test: build
+ifeq ($(TESTS),tests)
+	@$(RUN) -m pytest $(PYTEST_ARGS) -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(APART)) tests
+	@$(RUN) -m pytest $(PYTEST_ARGS) $(APART)
+else
 	@$(RUN) -m pytest $(PYTEST_ARGS) $(TESTS)
+endif
 
 oracle: build
 	@$(RUN) -m tests.oracle --table docs/oracle.md

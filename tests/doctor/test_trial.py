@@ -76,7 +76,11 @@ def test_a_run_that_hangs_is_ended(launcher: Launcher, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_command_itself_is_ended(launcher: Launcher, number: signal.Signals) -> None:
     launcher.script(STUCK + "\n", "stuck.py")
-    code = "from whale.doctor import trial; trial.MODULE = 'stuck'; trial.look(600.0)"
+    # Tests that run in the background inherit that SIGINT is ignored; a person's shell does not do that.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from whale.doctor import trial; trial.MODULE = 'stuck'; trial.look(600.0)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 60
     while sum("worker" in line for line in launcher.left_behind()) < 4 and time.monotonic() < deadline_s:
