@@ -42,7 +42,7 @@ SPREADS = (
 
 
 # Where all of them would only repeat what float64 decides with the newest Keras.
-FEW_SPREADS = (Spread(1), Spread(2), Spread(2, (5, 3)), Spread(3, (5, 3, 0)), Spread(4))
+FEW_SPREADS = (Spread(2, (5, 3)), Spread(3, (5, 3, 0)), Spread(4))
 
 
 @dataclass(frozen=True, slots=True)
