@@ -85,7 +85,7 @@ def test_every_change(shape: tuple[int, ...], parts: int) -> None:
         (O, B, {"WhaleBroadcast"}), (O, split(0, (3, 1)), {"WhaleAllToAll"}), (O, P_SUM, {"Fill"}),
         (B, split(0, (2, 2)), {"Slice"}), (B, P_MAX, {"Fill"}),
     ],
-    ids=str,
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
 )  # fmt: skip
 def test_the_op_of_each_change(source: Placement, target: Placement, ops: set[str]) -> None:
     t, r = TensorType("float64", (4, 3)), Reshard("", Ref("x"), source, target, "k", 0)
