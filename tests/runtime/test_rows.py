@@ -175,6 +175,10 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
         return y
 
     source = tf.data.Dataset.range(200).map(lambda y: tf.numpy_function(count, [y], tf.int64)).batch(2)
+    # The stages that tf.data adds by itself hold one or two batches more, and not always as many.
+    plain = tf.data.Options()
+    plain.experimental_optimization.apply_default_optimizations = False
+    source = source.with_options(plain)
     config = Config({"input.prefetch": prefetch}, environment={})
     context = _Rank(0, 1, [], config, between_processes=False)
     for taken, _ in enumerate(ShardedDataset(source, context, "row"), 1):
@@ -182,8 +186,7 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
         while len(made) < 2 * (taken + prefetch) and time.monotonic() < deadline_s:
             time.sleep(0.002)
         time.sleep(0.02)
-        # Those in the queue, one in the hands of whoever fills it, and one that the loop may already have asked for.
-        assert 2 * (taken + prefetch) <= len(made) <= 2 * (taken + prefetch + 2)
+        assert len(made) == 2 * (taken + prefetch)
         if taken == 5:
             break
 

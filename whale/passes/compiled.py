@@ -38,13 +38,13 @@ def marked(program: Program) -> Program:
 def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
     """Names of the functions that loops and branches of ``program`` run, and of those that these run."""
     found: set[str] = set()
-    todo = [program]
-    while todo:
-        for node in todo.pop().nodes:
+    bodies = [program]
+    while bodies:
+        for node in bodies.pop().nodes:
             for _, func in function_refs(node):
                 if func.name in functions and func.name not in found:
                     found.add(func.name)
-                    todo.append(functions[func.name])
+                    bodies.append(functions[func.name])
     return found
 
 
