@@ -19,7 +19,7 @@ import tensorflow as tf
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from tests.oracle.compare import Outcome, compare
-from tests.oracle.matrix import SPREADS, Run, Spread, matrix
+from tests.oracle.matrix import SPREADS, Run, Spread, all_runs
 from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import CASES, case_named
 
@@ -40,7 +40,8 @@ def main() -> int:
     options = parser.parse_args()
     cases = [case_named(name) for name in options.case] if options.case else list(CASES)
     if options.table:
-        return full(options.table, matrix(cases, flavours()), options.jobs)
+        runs = [run for flavour in flavours() for run in all_runs(cases, flavour)]
+        return full(options.table, runs, options.jobs)
     if not options.case:
         parser.error("give --case or --table")
     shares = tuple(int(part) for part in options.shares.split(",") if part)

@@ -41,10 +41,6 @@ SPREADS = (
 )
 
 
-# Where all of them would only repeat what float64 decides with the newest Keras.
-FEW_SPREADS = (Spread(2, (5, 3)), Spread(3, (5, 3, 0)), Spread(4))
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run of the matrix.
@@ -95,16 +91,6 @@ def all_runs(
         if flavour in case.flavours
         for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scoped)
     ]
-
-
-def matrix(cases: Sequence[Case], flavours: Sequence[str]) -> list[Run]:
-    """The runs of the table: every case, dtype, optimizer and Keras; all spreads for light cases in float64."""
-
-    def wanted(run: Run) -> bool:
-        everything = run.dtype == "float64" and run.flavour == flavours[0] and not run.case.heavy
-        return everything or run.spread in FEW_SPREADS
-
-    return [run for flavour in flavours for run in all_runs(cases, flavour) if wanted(run)]
 
 
 # With which factors a case is paired; a heavy case's traces cost seconds each.
