@@ -1,6 +1,6 @@
 """Latency and bandwidth of all-reduce between processes, through a TensorFlow graph.
 
-    whale run -np 2 benchmarks/comm.py      (or mpirun -np 2 python benchmarks/comm.py)
+    whale run -np 2 benchmarks/comm.py [--mpi]      (or mpirun -np 2 python benchmarks/comm.py)
 
 Prints, for 1 KB to 64 MB of float32, the median time of one all-reduce on rank 0, the tensor's bytes per second and the
 bytes per second that rank 0 sent.
@@ -8,6 +8,7 @@ bytes per second that rank 0 sent.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
@@ -21,7 +22,9 @@ SECONDS_PER_SIZE = 1.0
 
 def main() -> None:
     """Measures every size and prints one row each on rank 0."""
-    communicator = whale_ops.mpi("benchmark")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mpi", action="store_true", help="through MPI within a machine as well")
+    communicator = whale_ops.mpi("benchmark", share_memory=not parser.parse_args().mpi)
     ops = whale_ops.ops()
 
     @tf.function(reduce_retracing=True)

@@ -45,6 +45,12 @@ KEYS: tuple[Key, ...] = (
         choices=("mpi", "in-process"),
     ),
     Key(
+        "communication.shared_memory",
+        "bool",
+        True,
+        "ranks of one machine exchange data through memory; else, and between machines, through MPI",
+    ),
+    Key(
         "communication.backend",
         "str",
         "whale",

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import json
 import os
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -247,10 +248,12 @@ def in_process(name: str, size: int) -> list[Communicator]:
     return [Communicator(name, handle or 0) for handle in handles]
 
 
-def mpi(name: str) -> Communicator:
+def mpi(name: str, *, share_memory: bool = True) -> Communicator:
     """The communicator of this process among all processes that mpirun or srun has started.
 
-    Collective: all processes make their communicators in the same order. Starts MPI if nobody else has.
+    Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
+    ``share_memory`` ranks of one machine speak through memory; where they cannot, a line on stderr says why, and MPI
+    carries their messages.
 
     Raises:
         CommError: the MPI transport is not built or cannot start, or the ranks give different names.
@@ -258,8 +261,14 @@ def mpi(name: str) -> Communicator:
     from whale_ops import _native
 
     plugin = _native.load_mpi()
-    handle = ctypes.c_void_p()
-    _native.check(_native.core().whale_mpi_create(name.encode(), str(plugin).encode(), ctypes.byref(handle)))
+    handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
+    _native.check(
+        _native.core().whale_mpi_create(
+            name.encode(), str(plugin).encode(), share_memory, ctypes.byref(handle), ctypes.byref(notes)
+        )
+    )
+    for note in _native.take_bytes(notes.value or 0):
+        sys.stderr.write(f"whale_ops: {note.decode()}\n")
     communicator = Communicator(name, handle.value or 0)
     names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]
     if len(set(names)) > 1:

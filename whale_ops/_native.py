@@ -119,7 +119,7 @@ def core() -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, Sequence[Any]]] = {
         "whale_last_error": (text, []),
         "whale_in_process_create": (integer, [text, integer, handles]),
-        "whale_mpi_create": (integer, [text, text, handles]),
+        "whale_mpi_create": (integer, [text, text, integer, handles, handles]),
         "whale_release": (None, [pointer]),
         "whale_rank": (integer, [pointer]),
         "whale_size": (integer, [pointer]),

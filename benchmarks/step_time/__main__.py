@@ -43,6 +43,7 @@ CONFIGURATIONS = (
     Configuration("TensorFlow, 1 thread", "plain"),
     Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
     Configuration("Whale, 2 ranks", "whale", 2),
+    Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "false"),)),
     Configuration("Whale over Horovod, 2 ranks", "whale-horovod", 2),  # tuned alike
     Configuration("Whale, 4 ranks", "whale", 4),
 )
@@ -117,7 +118,7 @@ def run(models: Sequence[str], wanted: Sequence[str], rounds: int, steps: int, p
         chosen = [c for c in CONFIGURATIONS if not wanted or any(w in c.title for w in wanted)]
         if has_horovod and any("horovod" in c.kind for c in chosen):
             tuned = tuple(tune_horovod(workload, pinned).items())
-            chosen = [replace(c, environment=tuned) if "horovod" in c.kind else c for c in chosen]
+            chosen = [replace(c, environment=c.environment + tuned) if "horovod" in c.kind else c for c in chosen]
         present = [c for c in chosen if has_horovod or "horovod" not in c.kind]
         found = measure_all(present, workload, rounds, steps, pinned)
         for c in chosen:

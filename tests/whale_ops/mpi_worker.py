@@ -1,4 +1,7 @@
-"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker SCENARIO`."""
+"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker memory|mpi|both SCENARIO`.
+
+With "both", rank 0 does without shared memory: the others speak through it among themselves.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +94,23 @@ def twice(communicator: whale_ops.Communicator) -> str:
     return " ".join(str(float(case.outputs[other.rank][0]) / other.size) for case in cases)
 
 
+def flood(communicator: whale_ops.Communicator) -> str:
+    """Rank 0 announces more than a ring of shared memory holds before rank 1 waits for any of it."""
+    n, count = 900, 400
+    data = [np.full(n, i, np.float32) for i in range(count)]
+    outs = [np.zeros(n, np.float32) for _ in range(count)]
+    kind, peer = ("Send", 1) if communicator.rank == 0 else ("Recv", 0)
+    if communicator.rank == 1:
+        time.sleep(0.5)
+    order = reversed(range(count)) if communicator.rank else range(count)
+    facts = [{"counts": [n], "root": peer}] * 2
+    started = [Case(kind, f"message {i}", [data[i]] * 2, [outs[i]] * 2, facts).start(communicator) for i in order]
+    for operation in started:
+        operation.wait(30)
+    assert communicator.rank == 0 or all((out == i).all() for i, out in enumerate(outs))
+    return "flood agrees"
+
+
 def tensorflow(communicator: whale_ops.Communicator) -> str:
     import tensorflow as tf
 
@@ -122,8 +142,10 @@ def failure(case: Case, communicator: whale_ops.Communicator, within_s: float) -
 
 
 def main() -> None:
-    communicator = whale_ops.mpi("run")
-    scenario = globals()[sys.argv[1]]
+    transport, scenario_name = sys.argv[1:]
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    communicator = whale_ops.mpi("run", share_memory=transport == "memory" or (transport == "both" and rank > 0))
+    scenario = globals()[scenario_name]
     outcome = scenario(communicator)
     # One write, so that the lines of the ranks do not mix.
     os.write(1, f"rank {communicator.rank}: {outcome}\n".encode())

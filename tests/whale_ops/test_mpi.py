@@ -1,4 +1,4 @@
-"""The MPI transport between real processes."""
+"""The transports between real processes: shared memory inside a machine, MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def mpirun(size: int, scenario: str) -> list[str]:
+TRANSPORTS = ("memory", "mpi", "both")  # what tests.whale_ops.mpi_worker calls them
+
+
+def mpirun(size: int, transport: str, scenario: str) -> list[str]:
     """What each rank printed, by rank; all ranks must end well, having seen all others leave."""
     wheel = Path(sys.prefix) / "bin" / "mpirun"
     program = str(wheel) if wheel.exists() else shutil.which("mpirun")
@@ -34,6 +37,7 @@ def mpirun(size: int, scenario: str) -> list[str]:
         sys.executable,
         "-m",
         "tests.whale_ops.mpi_worker",
+        transport,
         scenario,
     ]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -44,35 +48,45 @@ def mpirun(size: int, scenario: str) -> list[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("size", [2, 3])
-def test_values(size: int) -> None:
-    assert mpirun(size, "values") == ["values agree"] * size
+@pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (2, "mpi"), (3, "memory"), (3, "both")])
+def test_values(size: int, transport: str) -> None:
+    assert mpirun(size, transport, "values") == ["values agree"] * size
 
 
-def test_a_message_of_more_than_2_to_the_30_bytes() -> None:
-    assert mpirun(2, "large") == ["large agrees"] * 2
+@pytest.mark.parametrize("transport", ["memory", "mpi"])
+def test_a_message_of_more_than_2_to_the_30_bytes(transport: str) -> None:
+    assert mpirun(2, transport, "large") == ["large agrees"] * 2
 
 
-def test_ranks_that_disagree() -> None:
-    for outcome in mpirun(3, "disagree"):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_disagree(transport: str) -> None:
+    for outcome in mpirun(3, transport, "disagree"):
         assert outcome.startswith("True") and "'k'" in outcome and "float32" in outcome and "float64" in outcome
 
 
-def test_abort() -> None:
-    assert mpirun(3, "abort") == ["True rank 1 gave up kind: aborted next: look at its log"] * 3
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_abort(transport: str) -> None:
+    assert mpirun(3, transport, "abort") == ["True rank 1 gave up kind: aborted next: look at its log"] * 3
 
 
-def test_a_rank_that_leaves() -> None:
-    first, left, last = mpirun(3, "leave")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_leaves(transport: str) -> None:
+    first, left, last = mpirun(3, transport, "leave")
     assert left == "rank 1 is done"
     for outcome in (first, last):
         assert outcome.startswith("True rank 1 has left the run") and "AllReduce 'k'" in outcome
 
 
-def test_two_communicators() -> None:
-    assert mpirun(2, "twice") == ["1.0 10.0"] * 2
+@pytest.mark.parametrize("transport", ["memory", "mpi"])
+def test_two_communicators(transport: str) -> None:
+    assert mpirun(2, transport, "twice") == ["1.0 10.0"] * 2
+
+
+def test_more_messages_than_fit_into_a_ring() -> None:
+    assert mpirun(2, "memory", "flood") == ["flood agrees"] * 2
 
 
 @pytest.mark.core
-def test_tensorflow_ops() -> None:
-    assert mpirun(2, "tensorflow") == ["tensorflow agrees"] * 2
+@pytest.mark.parametrize("transport", ["memory", "mpi"])
+def test_tensorflow_ops(transport: str) -> None:
+    assert mpirun(2, transport, "tensorflow") == ["tensorflow agrees"] * 2

@@ -141,7 +141,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
     elif place.size > 1:
         watch = Watch(config)
         try:
-            comms = _connect(name, place)
+            comms = _connect(name, place, config)
         except BaseException:
             watch.stop()
             raise
@@ -165,8 +165,8 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         atexit.register(_at_exit)
 
 
-def _connect(name: str, place: ProcessPlace) -> tuple[whale_ops.Communicator]:
-    comm = whale_ops.mpi(name)
+def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
+    comm = whale_ops.mpi(name, share_memory=config["communication.shared_memory"])
     if comm.size != place.size:
         raise ClusterError(
             "MPI and the launcher disagree about the number of ranks",

@@ -140,19 +140,27 @@ WHALE_EXPORT int whale_in_process_create(const char* name, int size, void** hand
   return report(Status::Ok());
 }
 
-WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, void** handle) {
+// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they cannot, and why.
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, void** handle, void** notes) {
   Status status = Engine::check_not_forked();
   const whale::MpiPlugin* plugin = nullptr;
   if (status.ok()) status = load_mpi(plugin_path, &plugin);
   if (status.ok()) status = plugin->initialize();
   if (!status.ok()) return report(status);
   std::vector<std::unique_ptr<whale::Transport>> transports(1);
-  Engine::instance().call([&] { status = plugin->open(&transports[0]); });
+  auto obstacles = std::make_unique<Bytes>();
+  Engine::instance().call([&] {
+    status = plugin->open(&transports[0]);
+    if (!status.ok()) return;
+    status = whale::share_memory(std::move(transports[0]), share_memory != 0, plugin->gather, Engine::instance().doorbell(),
+                                 &transports[0], &obstacles->parts);
+  });
   if (!status.ok()) return report(status);
   std::vector<std::shared_ptr<Endpoint>> endpoints;
   status = Engine::instance().add(name, std::move(transports), &endpoints);
   if (!status.ok()) return report(status);
   *handle = new Communicator{endpoints[0], plugin};
+  *notes = obstacles.release();
   return report(Status::Ok());
 }
 

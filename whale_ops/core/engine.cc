@@ -13,9 +13,10 @@ namespace whale {
 namespace {
 
 // How the thread waits for messages from other processes, by the time since something last happened: first it asks again
-// at once (a small message takes a few microseconds), then it lets others run in between, then it sleeps. Where the rank
-// has one core, every look takes some microseconds from the computation that the other ranks wait for, so a sleep is a
-// part of the time waited so far: the longer the wait, the fewer the looks, and the wait grows by that part at most.
+// at once (a small message takes a few microseconds), then it sleeps until somebody rings. MPI does not ring: there it
+// lets others run in between, then sleeps for a while. Where the rank has one core, every look takes some microseconds
+// from the computation that the other ranks wait for, so a sleep is a part of the time waited so far: the longer the
+// wait, the fewer the looks, and the wait grows by that part at most.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 200'000;
 constexpr int64_t kShortSleepNs = 30'000;
@@ -57,8 +58,7 @@ Status Engine::add(const std::string& name, std::vector<std::unique_ptr<Transpor
     endpoints->push_back(std::move(endpoint));
   }
   start_locked();
-  woken_ = true;
-  condition_.notify_one();
+  wake();
   return Status::Ok();
 }
 
@@ -80,8 +80,7 @@ void Engine::call(const std::function<void()>& task) {
       task();
       finished.set_value();
     });
-    woken_ = true;
-    condition_.notify_one();
+    wake();
   }
   finished.get_future().wait();
 }
@@ -111,21 +110,15 @@ void Engine::forget(const Endpoint& endpoint) {
   registry_.erase({endpoint.name(), endpoint.rank()});
 }
 
-void Engine::wake() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (woken_) return;
-  woken_ = true;
-  condition_.notify_one();
-}
+void Engine::wake() { doorbell_.bell()->ring(); }
 
 void Engine::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!running_ || stopping_ || forked) return;
     stopping_ = true;
-    woken_ = true;
-    condition_.notify_one();
   }
+  wake();
   thread_.join();
 }
 
@@ -135,11 +128,11 @@ void Engine::run() {
   int64_t last_work_ns = now_ns();
   std::vector<std::shared_ptr<Endpoint>> endpoints;
   for (;;) {
+    const uint32_t rings = doorbell_.rings();  // before looking: what comes while looking ends the wait
     std::vector<std::function<void()>> tasks;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (stopping_) return;
-      woken_ = false;
       endpoints_.erase(std::remove_if(endpoints_.begin(), endpoints_.end(), [](const auto& e) { return e->closed(); }),
                        endpoints_.end());
       endpoints = endpoints_;
@@ -148,35 +141,34 @@ void Engine::run() {
     for (const auto& task : tasks) task();
     const int64_t now = now_ns();
     int64_t deadline_ns = now + kMaxSleepNs;
-    bool worked = false, polling = false, active = false;
+    bool worked = false;
+    Watch watch;
     for (const auto& endpoint : endpoints) worked |= endpoint->poll(now);
     for (const auto& endpoint : endpoints) {
       deadline_ns = std::min(deadline_ns, endpoint->next_deadline_ns());
-      polling |= endpoint->needs_polling();
-      active |= endpoint->has_active();
+      watch.polling |= endpoint->needs_polling();
+      watch.active |= endpoint->has_active();
+      watch.expecting |= endpoint->has_active() && endpoint->between_processes();
     }
     if (worked) {
       last_work_ns = now;
       continue;
     }
-    idle(now, deadline_ns, polling, active, now - last_work_ns);
+    idle(rings, watch, std::max<int64_t>(0, deadline_ns - now), now - last_work_ns);
   }
 }
 
-void Engine::idle(int64_t now, int64_t deadline_ns, bool polling, bool active, int64_t quiet_ns) {
-  if (polling && active && quiet_ns < kSpinNs) return;
-  if (polling && active && quiet_ns < kYieldNs) {
+void Engine::idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns) {
+  if (watch.expecting && quiet_ns < kSpinNs) return;
+  if (watch.polling && watch.active && quiet_ns < kYieldNs) {
     sched_yield();
     return;
   }
-  int64_t sleep_ns = std::max<int64_t>(0, deadline_ns - now);
-  if (polling) {
+  if (watch.polling) {
     const int64_t patience_ns = std::clamp(quiet_ns / kPartOfWait, kShortSleepNs, kLongSleepNs);
-    sleep_ns = std::min(sleep_ns, active ? patience_ns : kIdleSleepNs);
+    sleep_ns = std::min(sleep_ns, watch.active ? patience_ns : kIdleSleepNs);
   }
-  if (sleep_ns == 0) return;
-  std::unique_lock<std::mutex> lock(mutex_);
-  condition_.wait_for(lock, std::chrono::nanoseconds(sleep_ns), [this] { return woken_; });
+  if (sleep_ns > 0) doorbell_.wait(rings, sleep_ns);
 }
 
 }  // namespace whale

@@ -1,7 +1,6 @@
 // The one progress thread of the process, and the communicators that it serves.
 #pragma once
 
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "doorbell.h"
 #include "endpoint.h"
 
 namespace whale {
@@ -33,22 +33,28 @@ class WHALE_EXPORT Engine {
   // Ends the progress thread; for the exit of the process.
   void stop();
   static Status check_not_forked();
+  // Rung for everything that the progress thread has to look at.
+  const Doorbell& doorbell() const { return doorbell_; }
 
  private:
   Engine() = default;
   void start_locked();
   void run();
-  void idle(int64_t now, int64_t deadline_ns, bool polling, bool active, int64_t quiet_ns);
+  struct Watch {
+    bool polling = false;    // some transport does not ring
+    bool active = false;     // operations are under way
+    bool expecting = false;  // messages from other processes may come at any moment
+  };
+  void idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns);
 
   std::mutex mutex_;
-  std::condition_variable condition_;
   std::vector<std::function<void()>> tasks_;
-  bool woken_ = false;
   bool stopping_ = false;
   bool running_ = false;
   std::vector<std::shared_ptr<Endpoint>> endpoints_;
   std::map<std::pair<std::string, int>, std::shared_ptr<Endpoint>> registry_;
   std::thread thread_;
+  Doorbell doorbell_;
 };
 
 }  // namespace whale

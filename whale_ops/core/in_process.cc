@@ -34,6 +34,7 @@ class InProcessTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(hub_->mailboxes.size()); }
   bool needs_polling() const override { return false; }
+  bool between_processes() const override { return false; }
   bool drained() const override { return hub_->mailboxes[rank_].finished_sends.empty(); }
 
   void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,

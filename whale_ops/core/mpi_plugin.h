@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "host_transport.h"
 #include "transport.h"
 
 namespace whale {
@@ -12,6 +13,8 @@ struct MpiPlugin {
   Status (*initialize)();
   // A duplicate of MPI_COMM_WORLD. Collective; on the engine's thread.
   Status (*open)(std::unique_ptr<Transport>* transport);
+  // Fixed-size data of all ranks of MPI_COMM_WORLD. Collective; on the engine's thread.
+  GatherFixed gather;
   // MPI_Finalize, if initialize() started MPI and no transport is open any more.
   Status (*finalize_if_last)();
 };

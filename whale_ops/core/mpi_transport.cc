@@ -66,6 +66,7 @@ class MpiTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool needs_polling() const override { return size_ > 1; }
+  bool between_processes() const override { return size_ > 1; }
   bool drained() const override { return requests_.empty(); }
 
   void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
@@ -273,6 +274,12 @@ Status open(std::unique_ptr<Transport>* transport) {
   return Status::Ok();
 }
 
+Status gather(const void* mine, size_t bytes, void* all) {
+  const int count = static_cast<int>(bytes);
+  const int code = MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, MPI_COMM_WORLD);
+  return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
+}
+
 Status finalize_if_last() {
   if (!started_here || finalized_here || open_transports > 0) return Status::Ok();
   finalized_here = true;
@@ -283,4 +290,4 @@ Status finalize_if_last() {
 }  // namespace
 }  // namespace whale
 
-extern "C" WHALE_EXPORT const whale::MpiPlugin whale_mpi_plugin = {whale::initialize, whale::open, whale::finalize_if_last};
+extern "C" WHALE_EXPORT const whale::MpiPlugin whale_mpi_plugin = {whale::initialize, whale::open, whale::gather, whale::finalize_if_last};

@@ -41,8 +41,7 @@ class TransportSink {
 };
 
 // One rank's end of a communicator. All calls are made by the engine's thread.
-// Messages of one pair of ranks arrive in the order in which they were sent. A transport that can do more (whole
-// collectives in shared memory, say) offers that through an interface of its own beside this one.
+// Messages of one pair of ranks arrive in the order in which they were sent.
 class Transport {
  public:
   static constexpr size_t kInlineBytes = 4096;  // payloads up to this size travel with the header
@@ -63,6 +62,8 @@ class Transport {
   virtual bool progress(TransportSink* sink) = 0;
   // Whether progress() must be called for messages from outside this process to be seen.
   virtual bool needs_polling() const = 0;
+  // Whether messages come from other processes; then a short look-out before sleeping pays.
+  virtual bool between_processes() const = 0;
   // Whether every send that was given to the network has left this rank's memory.
   virtual bool drained() const = 0;
 };

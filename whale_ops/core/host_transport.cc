@@ -1,0 +1,374 @@
+#include "host_transport.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <unordered_map>
+
+namespace whale {
+namespace {
+
+constexpr size_t kRingBytes = 256 << 10;  // of announcements and small payloads under way from one peer
+constexpr size_t kCacheLine = 64;
+
+// Of one writer and one reader, each in a process of its own. All zeros is an empty ring.
+struct Ring {
+  alignas(kCacheLine) std::atomic<uint64_t> written;        // bytes ever written
+  std::atomic<uint32_t> writer_waits;                       // for room: the reader has to ring the writer's bell
+  alignas(kCacheLine) std::atomic<uint64_t> read;           // bytes ever taken out
+  alignas(kCacheLine) char bytes[kRingBytes];
+};
+
+// What a rank owns and its peers map: its mark, then a ring for each rank of the machine, in rank order.
+struct Segment {
+  uint64_t mark[2];
+  alignas(kCacheLine) Ring rings[1];
+
+  static size_t bytes_for(size_t ranks) { return sizeof(Segment) + (ranks - 1) * sizeof(Ring); }
+};
+
+enum class RecordKind : uint32_t { kMessage = 0, kTaken = 1 };
+
+// In a ring. Behind it lie a message's note and its payload, if that is small.
+struct Record {
+  RecordKind kind = RecordKind::kMessage;
+  uint32_t note_bytes = 0;
+  uint32_t payload_bytes = 0;
+  uint32_t padding = 0;
+  uint64_t address = 0;  // of a payload that stays with the sender
+  uint64_t cookie = 0;   // the sender's, of a payload that has to be, or was, taken
+  MessageHeader header;
+};
+
+constexpr int kSwitchedOff = -1;
+
+// What a rank tells all others before anything is shared.
+struct Card {
+  char machine[40];  // equal on ranks under one kernel
+  int32_t process;
+  int32_t segment_descriptor;  // -1: this rank has no shared memory
+  int32_t bell_descriptor;
+  int32_t error;               // why not: errno, or kSwitchedOff
+  uint64_t mark[2];            // random; first thing in the segment, and at mark_address
+  uint64_t mark_address;
+};
+
+std::string machine_name() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string name;
+  std::getline(file, name);
+  return name;
+}
+
+// Under Yama's "restricted ptrace" a process has to agree to being read by others of its user.
+void allow_reading() {
+  std::ifstream file("/proc/sys/kernel/yama/ptrace_scope");
+  int scope = 0;
+  if (file >> scope && scope == 1) prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+}
+
+// Copies out of another process's memory; 0 or errno.
+int read_memory(int process, uint64_t address, void* dst, size_t bytes) {
+  auto* to = static_cast<char*>(dst);
+  while (bytes > 0) {
+    const iovec local{to, bytes};
+    const iovec remote{reinterpret_cast<void*>(address), bytes};
+    const ssize_t got = process_vm_readv(process, &local, 1, &remote, 1, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return got < 0 ? errno : EFAULT;
+    to += got;
+    address += static_cast<uint64_t>(got);
+    bytes -= static_cast<size_t>(got);
+  }
+  return 0;
+}
+
+// Memory of another process's descriptor; null and errno if that cannot be had.
+void* map_of(int process, int descriptor, size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return nullptr;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  const int error = errno;
+  close(file);
+  errno = error;
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+class HostTransport final : public Transport {
+ public:
+  explicit HostTransport(std::unique_ptr<Transport> network)
+      : network_(std::move(network)), rank_(network_->rank()), size_(network_->size()), peers_(size_) {}
+
+  ~HostTransport() override {
+    for (Peer& peer : peers_) {
+      if (peer.segment != nullptr) munmap(peer.segment, segment_bytes_);
+      if (peer.bell != nullptr) munmap(peer.bell, sizeof(Bell));
+    }
+    if (own_ != nullptr) munmap(own_, segment_bytes_);
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  // Makes this rank's segment for the ranks of the machine and fills in the card.
+  void offer(const Doorbell& bell, Card* card) {
+    std::strncpy(card->machine, machine_name().c_str(), sizeof(card->machine) - 1);
+    card->process = getpid();
+    card->bell_descriptor = bell.descriptor();
+    // As many rings as there are ranks: who shares the machine is not known yet, and what nobody touches takes no memory.
+    segment_bytes_ = Segment::bytes_for(static_cast<size_t>(size_));
+    descriptor_ = static_cast<int>(syscall(SYS_memfd_create, "whale_rings", 1u /* close on exec */));
+    void* memory = MAP_FAILED;
+    if (descriptor_ >= 0 && ftruncate(descriptor_, static_cast<off_t>(segment_bytes_)) == 0) {
+      memory = mmap(nullptr, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+    }
+    if (memory == MAP_FAILED || card->bell_descriptor < 0 || getrandom(mark_, sizeof(mark_), 0) != sizeof(mark_)) {
+      card->error = errno;
+      return;
+    }
+    own_ = static_cast<Segment*>(memory);
+    std::memcpy(own_->mark, mark_, sizeof(mark_));
+    std::memcpy(card->mark, mark_, sizeof(mark_));
+    card->segment_descriptor = descriptor_;
+    card->mark_address = reinterpret_cast<uint64_t>(mark_);
+    allow_reading();
+  }
+
+  // Maps what a peer offers; what is in the way, in words, or nothing.
+  std::string reach(int rank, const Card& card) {
+    Peer& peer = peers_[rank];
+    peer.process = card.process;
+    if (own_ == nullptr) return "this rank could make no shared memory";
+    if (card.segment_descriptor < 0 && card.error == kSwitchedOff) return "that one has shared memory switched off";
+    if (card.segment_descriptor < 0) return std::string("that one could make no shared memory (") + std::strerror(card.error) + ")";
+    uint64_t mark[2] = {};
+    const int error = read_memory(card.process, card.mark_address, mark, sizeof(mark));
+    if (error != 0 || std::memcmp(mark, card.mark, sizeof(mark)) != 0) {
+      return std::string("its memory cannot be read (") + (error != 0 ? std::strerror(error) : "another process has its number") +
+             "; containers need one process namespace and CAP_SYS_PTRACE)";
+    }
+    peer.segment = static_cast<Segment*>(map_of(card.process, card.segment_descriptor, segment_bytes_));
+    if (peer.segment != nullptr) peer.bell = static_cast<Bell*>(map_of(card.process, card.bell_descriptor, sizeof(Bell)));
+    if (peer.bell == nullptr) return std::string("its shared memory cannot be opened (") + std::strerror(errno) + ")";
+    if (std::memcmp(peer.segment->mark, card.mark, sizeof(mark)) != 0) return "its shared memory is not the one it told of";
+    peer.in = &own_->rings[rank];
+    peer.out = &peer.segment->rings[rank_];
+    return "";
+  }
+
+  void use(int rank) {
+    peers_[rank].shared = true;
+    shared_.push_back(rank);
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  bool needs_polling() const override { return has_remote() && network_->needs_polling(); }
+  bool between_processes() const override { return true; }
+  bool drained() const override {
+    if (untaken_ > 0 || (has_remote() && !network_->drained())) return false;
+    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.backlog.empty(); });
+  }
+
+  void send(int to, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
+            TransportSink* sink) override {
+    if (!peers_[to].shared) return network_->send(to, header, note, payload, cookie, sink);
+    const bool inlined = header.bytes <= kInlineBytes;
+    Record record;
+    record.header = header;
+    record.note_bytes = static_cast<uint32_t>(note.size());
+    if (inlined) {
+      record.payload_bytes = static_cast<uint32_t>(header.bytes);
+    } else {
+      record.address = reinterpret_cast<uint64_t>(payload);
+      record.cookie = cookie;
+      ++untaken_;
+    }
+    write(&peers_[to], record, note, payload);
+    if (inlined && cookie != 0) sink->transferred(cookie);
+  }
+
+  void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
+    Peer& peer = peers_[arrival.source];
+    if (!peer.shared) return network_->receive(arrival, dst, cookie, sink);
+    const int error = read_memory(peer.process, parked_.at(arrival.token).address, dst, arrival.header.bytes);
+    discard(arrival);  // the sender may have its memory back
+    if (error == 0) return sink->transferred(cookie);
+    sink->failed("reading " + std::to_string(arrival.header.bytes) + " bytes from the memory of rank " +
+                 std::to_string(arrival.source) + ": " + std::strerror(error));
+  }
+
+  void discard(const Arrival& arrival) override {
+    Peer& peer = peers_[arrival.source];
+    if (!peer.shared) return network_->discard(arrival);
+    const auto parked = parked_.find(arrival.token);
+    Record record;
+    record.kind = RecordKind::kTaken;
+    record.cookie = parked->second.cookie;
+    parked_.erase(parked);
+    write(&peer, record, "", nullptr);
+  }
+
+  bool progress(TransportSink* sink) override {
+    bool worked = has_remote() && network_->progress(sink);
+    for (const int rank : shared_) {
+      Peer& peer = peers_[rank];
+      worked |= flush(&peer);
+      // What is there now; what comes of it may write more, and the engine looks again after work was done.
+      const uint64_t end = peer.in->written.load(std::memory_order_acquire);
+      for (uint64_t position = peer.in->read.load(std::memory_order_relaxed); position != end;) {
+        position = take(rank, position, sink);
+        worked = true;
+      }
+    }
+    return worked;
+  }
+
+ private:
+  struct Peer {
+    bool shared = false;
+    int process = 0;
+    Segment* segment = nullptr;  // the peer's
+    Bell* bell = nullptr;
+    Ring* in = nullptr;
+    Ring* out = nullptr;
+    std::deque<std::string> backlog;  // records for which the ring had no room, in order
+  };
+  struct Parked {
+    uint64_t address;
+    uint64_t cookie;
+  };
+
+  bool has_remote() const { return static_cast<int>(shared_.size()) + 1 < size_; }
+
+  void write(Peer* peer, const Record& record, const std::string& note, const void* payload) {
+    std::string text(reinterpret_cast<const char*>(&record), sizeof(record));
+    text += note;
+    if (record.payload_bytes > 0) text.append(static_cast<const char*>(payload), record.payload_bytes);
+    if (!peer->backlog.empty() || !put(peer, text)) peer->backlog.push_back(std::move(text));
+  }
+
+  static bool put(Peer* peer, const std::string& text) {
+    Ring* ring = peer->out;
+    const uint64_t position = ring->written.load(std::memory_order_relaxed);
+    if (position + text.size() - ring->read.load(std::memory_order_acquire) > kRingBytes) {
+      ring->writer_waits.store(1, std::memory_order_seq_cst);
+      // Once more, in case the reader went by before it could see that.
+      if (position + text.size() - ring->read.load(std::memory_order_seq_cst) > kRingBytes) return false;
+    }
+    copy_in(ring, position, text.data(), text.size());
+    ring->written.store(position + text.size(), std::memory_order_release);
+    peer->bell->ring();
+    return true;
+  }
+
+  static bool flush(Peer* peer) {
+    bool worked = false;
+    while (!peer->backlog.empty() && put(peer, peer->backlog.front())) {
+      peer->backlog.pop_front();
+      worked = true;
+    }
+    return worked;
+  }
+
+  // Reads one record and acts on it; returns where the next one begins. The room is given back before anybody is told,
+  // since what they do may write.
+  uint64_t take(int rank, uint64_t position, TransportSink* sink) {
+    Peer& peer = peers_[rank];
+    Record record;
+    copy_out(*peer.in, position, &record, sizeof(record));
+    position += sizeof(record);
+    Arrival arrival;
+    arrival.source = rank;
+    arrival.header = record.header;
+    arrival.note.resize(record.note_bytes);
+    copy_out(*peer.in, position, &arrival.note[0], record.note_bytes);
+    position += record.note_bytes;
+    arrival.payload.resize(record.payload_bytes);
+    copy_out(*peer.in, position, &arrival.payload[0], record.payload_bytes);
+    position += record.payload_bytes;
+    peer.in->read.store(position, std::memory_order_seq_cst);
+    if (peer.in->writer_waits.load(std::memory_order_seq_cst) != 0 && peer.in->writer_waits.exchange(0) != 0) peer.bell->ring();
+    if (record.kind == RecordKind::kTaken) {
+      --untaken_;
+      sink->transferred(record.cookie);
+      return position;
+    }
+    arrival.inlined = record.header.bytes <= kInlineBytes;
+    if (!arrival.inlined) {
+      arrival.token = next_token_++;
+      parked_[arrival.token] = {record.address, record.cookie};
+    }
+    sink->arrived(std::move(arrival));
+    return position;
+  }
+
+  static void copy_in(Ring* ring, uint64_t position, const char* from, size_t bytes) {
+    const size_t start = position % kRingBytes, first = std::min(bytes, kRingBytes - start);
+    std::memcpy(ring->bytes + start, from, first);
+    std::memcpy(ring->bytes, from + first, bytes - first);
+  }
+
+  static void copy_out(const Ring& ring, uint64_t position, void* to, size_t bytes) {
+    const size_t start = position % kRingBytes, first = std::min(bytes, kRingBytes - start);
+    std::memcpy(to, ring.bytes + start, first);
+    std::memcpy(static_cast<char*>(to) + first, ring.bytes, bytes - first);
+  }
+
+  std::unique_ptr<Transport> network_;
+  const int rank_;
+  const int size_;
+  uint64_t mark_[2] = {};
+  Segment* own_ = nullptr;
+  size_t segment_bytes_ = 0;
+  int descriptor_ = -1;
+  std::vector<Peer> peers_;  // by rank
+  std::vector<int> shared_;  // ranks that are reached through shared memory
+  std::unordered_map<uint64_t, Parked> parked_;  // announced payloads that still lie with their senders, by token
+  uint64_t next_token_ = 1;
+  int64_t untaken_ = 0;  // payloads of this rank that peers have yet to read or drop
+};
+
+}  // namespace
+
+Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed gather, const Doorbell& bell,
+                    std::unique_ptr<Transport>* transport, std::vector<std::string>* notes) {
+  const int size = network->size(), rank = network->rank();
+  auto host = std::make_unique<HostTransport>(std::move(network));
+  Card card = {};
+  card.segment_descriptor = -1;
+  card.error = kSwitchedOff;
+  if (wanted) host->offer(bell, &card);
+  std::vector<Card> cards(static_cast<size_t>(size));
+  Status status = gather(&card, sizeof(card), cards.data());
+  if (!status.ok()) return status;
+  // A pair shares memory if each of the two reaches the other.
+  std::vector<char> reached(static_cast<size_t>(size), 0), all(static_cast<size_t>(size) * static_cast<size_t>(size));
+  for (int peer = 0; peer < size; ++peer) {
+    if (!wanted || peer == rank || card.machine[0] == 0 || std::strcmp(cards[peer].machine, card.machine) != 0) continue;
+    const std::string obstacle = host->reach(peer, cards[peer]);
+    reached[peer] = obstacle.empty();
+    if (!obstacle.empty()) {
+      notes->push_back("rank " + std::to_string(rank) + " reaches rank " + std::to_string(peer) +
+                       " of the same machine through the network: " + obstacle);
+    }
+  }
+  status = gather(reached.data(), reached.size(), all.data());
+  if (!status.ok()) return status;
+  for (int peer = 0; peer < size; ++peer) {
+    if (reached[peer] && all[static_cast<size_t>(peer) * static_cast<size_t>(size) + static_cast<size_t>(rank)]) host->use(peer);
+  }
+  *transport = std::move(host);
+  return Status::Ok();
+}
+
+}  // namespace whale
