@@ -1,7 +1,7 @@
 """The digits with TF1: a graph, placeholders, an Adam optimizer and a session.
 
-    whale run -np 2 examples/digits_tf1.py    on two processes
-    python examples/digits_tf1.py --plain     on one device, without whale: the same program
+whale run -np 2 examples/digits_tf1.py    on two processes
+python examples/digits_tf1.py --plain     on one device, without whale: the same program
 """
 
 from __future__ import annotations

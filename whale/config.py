@@ -105,6 +105,13 @@ KEYS: tuple[Key, ...] = (
         "batches that a wh.shard dataset reads ahead of the step",
         minimum=1,
     ),
+    Key(
+        "input.threads",
+        "int",
+        1,
+        "threads that run the functions of a wh.shard dataset, unless its options say how many",
+        minimum=1,
+    ),
     Key("batch.inputs", "list[str]", (), "names of the inputs whose dimension 0 is the batch; empty = found by size"),
     Key(
         "fault.freeze_s",

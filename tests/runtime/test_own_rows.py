@@ -177,7 +177,7 @@ def drawn(draw: Callable[[tf.Tensor], tf.Tensor], start: Any, shares: Sequence[i
     tf.random.set_seed(4)
     GENERATOR[:] = [tf.random.Generator.from_seed(6)]
     start(len(shares), **{"replica.shares": list(shares), "random": mode})
-    step = wh.function(lambda x: x + draw(x))
+    step = wh.function(lambda x: draw(x) + tf.reduce_sum(x))
     result = np.stack([step(tf.zeros([ROWS, 5])).numpy() for _ in range(2)])
     plan = step.plan(tf.zeros([ROWS, 5]))
     assert bool(plan.exceptions) == (mode == "local"), plan.exceptions
@@ -185,7 +185,22 @@ def drawn(draw: Callable[[tf.Tensor], tf.Tensor], start: Any, shares: Sequence[i
     return result
 
 
-@pytest.mark.parametrize("draw", [stateless, seeded, from_generator], ids=lambda f: f.__name__)
+def of_other_ops(x: tf.Tensor) -> tf.Tensor:
+    """Each of these ops has a rule of its own; a seed that did not reach one would make its ranks alike."""
+    shape, seed = tf.shape(x), [3, 5]
+    drawn_by = (
+        tf.random.stateless_normal(shape, seed),
+        tf.random.stateless_truncated_normal(shape, seed),
+        tf.cast(tf.random.stateless_uniform(shape, seed, 0, 1 << 20, tf.int32), x.dtype),
+        tf.cast(tf.random.stateless_uniform(shape, seed, None, None, tf.int32), x.dtype),
+        tf.random.normal(shape, seed=2),
+        tf.random.truncated_normal(shape, seed=2),
+        tf.cast(tf.random.uniform(shape, 0, 1 << 20, tf.int32, seed=2), x.dtype),
+    )
+    return tf.concat(drawn_by, 1)
+
+
+@pytest.mark.parametrize("draw", [stateless, seeded, from_generator, of_other_ops], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shares", [(4, 4), (5, 3, 0)], ids=str)
 def test_ranks_draw_from_streams_of_their_own(ranks: Any, draw: Any, shares: tuple[int, ...]) -> None:
     first, again = drawn(draw, ranks, shares, "local"), drawn(draw, ranks, shares, "local")

@@ -176,8 +176,10 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
         before = plan.reshard_of.get((graph, ref, placement))
         if before is not None and not {type(before.source), type(placement)} <= {Own, Partial}:
             raise _fail(made, f"{ref}, {before.source} made {placement} on the way to {node.name}", "no reduction")
-        if before is not None and Partial in (type(before.source), type(placement)) and P_SUM not in (
-            before.source, placement
+        if (
+            before is not None
+            and Partial in (type(before.source), type(placement))
+            and P_SUM not in (before.source, placement)
         ):
             raise _fail(made, f"{ref} {before.source} -> {placement}", "a sum")
         if isinstance(strategies[made.name].outputs[ref.index], Partial):

@@ -42,7 +42,10 @@ class ShardedDataset:
             self.report = f"rank {context.rank} reads {files}, and makes batches of them"
         else:
             self.report = self._by_rows()
-        options = dataset.options()
+        options = tf.data.Options().merge(dataset.options())
+        if options.threading.private_threadpool_size is None:
+            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
+            options.threading.private_threadpool_size = context.config["input.threads"]
         self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
 
     @property

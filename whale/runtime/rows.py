@@ -129,18 +129,16 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
     if empty and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
         raise Unknown("a rank has no rows of some batch, and the shapes of these are not known without reading them")
 
-    def mine(position: tf.Tensor, *_: Any) -> tf.Tensor:
-        row = position % size
-        here = (row >= sum(usual[:rank])) & (row < sum(usual[: rank + 1]))
-        if count < 0:
-            return here
-        low, high = (sum(rest[:rank]), sum(rest[: rank + 1])) if rest else (0, 0)
-        return tf.where(position // size < full, here, (row >= low) & (row < high))
+    skipped = np.array([sum(usual[:rank]), sum(rest[:rank])], np.int64)  # of a full batch, of the last one
+    taken = np.array([usual[rank], rest[rank] if rest else 0], np.int64)
 
-    def sample(_: tf.Tensor, element: Any) -> Any:
-        return element
+    def mine(number: tf.Tensor, samples: Any) -> tf.data.Dataset:
+        """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
+        whole = samples if isinstance(samples, tf.data.Dataset) else tf.data.Dataset.zip(samples)
+        kind = 0 if count < 0 else tf.cast(number >= full, tf.int32)
+        return whole.skip(tf.gather(skipped, kind)).take(tf.gather(taken, kind))
 
-    own = stream.enumerate().filter(mine).map(sample)
+    own = stream.window(size).enumerate().flat_map(mine)
     for made in reversed(maps):
         own = own.map(made._map_func._func, *_parallel(made))
     # The shares of a smaller batch are nowhere larger, so that the last rows make one batch as well.
