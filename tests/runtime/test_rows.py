@@ -167,7 +167,8 @@ def test_a_rank_transforms_its_samples_only(shares: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("asked", [None, 3])
 def test_functions_of_the_dataset_do_not_queue_behind_the_kernels_of_a_step(asked: int | None) -> None:
     options = tf.data.Options()
-    options.threading.private_threadpool_size = asked
+    if asked is not None:
+        options.threading.private_threadpool_size = asked
     context = _Rank(0, 1, [], Config({"input.threads": 2}, environment={}), between_processes=False)
     shared = ShardedDataset(samples(8).map(double).batch(4).with_options(options), context, "row")
     assert shared._read.options().threading.private_threadpool_size == (asked or 2)
