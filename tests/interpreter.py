@@ -338,16 +338,20 @@ def _check_type(node: Node, value: Any, t: TensorType) -> None:
 
 
 def run(
-    programs: Sequence[Program], feeds: Mapping[str, np.ndarray], variables: Mapping[str, np.ndarray], seed: int = 0
+    programs: Sequence[Program],
+    feeds: Mapping[str, np.ndarray],
+    variables: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]],
+    seed: int = 0,
 ) -> Outcome:
-    """Runs one program per rank, side by side; one program alone is the global run.
+    """Runs one program per rank, side by side; one program alone is the global run. Ranks may hold other variables.
 
     Raises:
       InterpreterError: a value's type is not what its node declares, a collective differs between ranks, or no rank
         can go on.
     """
     exchange = _Exchange(len(programs))
-    ranks = [Rank(i, {k: v.copy() for k, v in variables.items()}) for i in range(len(programs))]
+    held = [variables] * len(programs) if isinstance(variables, Mapping) else variables
+    ranks = [Rank(i, {k: v.copy() for k, v in mine.items()}) for i, mine in enumerate(held)]
     runs = [
         _Run(p, p, rank, exchange, [feeds[name] for name in p.inputs], random.Random(f"{seed} {rank.number}"))
         for p, rank in zip(programs, ranks)

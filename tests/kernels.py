@@ -70,6 +70,33 @@ def _unruled_mix(a: Mapping[str, Any], x: Array) -> Array:
     return np.cumsum(x, axis=0) - x.mean(axis=0, keepdims=True)
 
 
+def _one_hot(a: Mapping[str, Any], indices: Array, depth: Array, on: Array, off: Array) -> Array:
+    assert int(a.get("axis", -1)) == -1
+    return np.where(indices[..., None] == np.arange(int(depth)), on, off)
+
+
+def _gather(a: Mapping[str, Any], params: Array, indices: Array, axis: Array) -> Array:
+    assert indices.size == 0 or 0 <= indices.min() <= indices.max() < params.shape[int(axis)], (params.shape, indices)
+    return np.take(params, indices, axis=int(axis))
+
+
+def _segment_sum(a: Mapping[str, Any], data: Array, numbers: Array, count: Array) -> Array:
+    assert numbers.size == 0 or numbers.max() < count, (numbers, count)
+    result = np.zeros((int(count), *data.shape[numbers.ndim :]), data.dtype)
+    for where in np.ndindex(numbers.shape):
+        if numbers[where] >= 0:
+            result[numbers[where]] += data[where]
+    return result
+
+
+def _sparse_cross_entropy(a: Mapping[str, Any], logits: Array, labels: Array) -> tuple[Array, Array]:
+    assert labels.size == 0 or 0 <= labels.min() <= labels.max() < logits.shape[1], (logits.shape, labels)
+    z = logits - logits.max(-1, keepdims=True)
+    hot = labels[:, None] == np.arange(logits.shape[1])
+    log = np.log(np.exp(z).sum(-1, keepdims=True))
+    return (log - z)[hot], np.exp(z - log) - hot
+
+
 def _cast(a: Mapping[str, Any], x: Array) -> Array:
     return x.astype(numpy_dtype(a["DstT"]))
 
@@ -94,6 +121,17 @@ KERNELS: dict[str, Kernel] = {
     "Maximum": lambda a, x, y: np.maximum(x, y),
     "Minimum": lambda a, x, y: np.minimum(x, y),
     "Less": lambda a, x, y: x < y,
+    "GreaterEqual": lambda a, x, y: x >= y,
+    "Equal": lambda a, x, y: x == y,
+    "LogicalAnd": lambda a, x, y: x & y,
+    "FloorMod": lambda a, x, y: x % y,
+    "Exp": lambda a, x: np.exp(x),
+    "Log": lambda a, x: np.log(x),
+    "MulNoNan": lambda a, x, y: np.where(y == 0, 0, x * np.where(y == 0, 0, y)),
+    "OneHot": _one_hot,
+    "GatherV2": _gather,
+    "UnsortedSegmentSum": _segment_sum,
+    "SparseSoftmaxCrossEntropyWithLogits": _sparse_cross_entropy,
     "SelectV2": lambda a, c, x, y: np.where(c, x, y),
     "AddN": lambda a, *xs: sum(xs[1:], start=xs[0]),
     "MatMul": _matmul,

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from whale.annotations import replica as replica
+    from whale.annotations import split as split
     from whale.cluster import restarts as restarts
     from whale.config import Config as Config
     from whale.errors import CaptureError as CaptureError
@@ -52,6 +53,7 @@ _PUBLIC = {
     "shard": "whale.runtime.data",
     "ShardedTensor": "whale.runtime.data",
     "replica": "whale.annotations",
+    "split": "whale.annotations",
     "Config": "whale.config",
     "WhaleError": "whale.errors",
     "ConfigError": "whale.errors",

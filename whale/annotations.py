@@ -35,3 +35,38 @@ class replica(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+
+
+class split(ContextDecorator):
+    """``with wh.split():`` (or ``@wh.split()``): the tensors of the code inside are divided over the devices.
+
+    Every device holds a part of each weight and computes with that part; how products, activations and updates are
+    divided is chosen so that least is communicated. Outside, the batch is divided as under ``wh.replica``. Enter the
+    scope where layers are called (losses over many classes belong inside as well).
+
+    Args:
+      devices: ranks that take part; None means all.
+      dim: the dimension of their result along which products that read a weight are split: -1 divides the outputs of a
+        dense layer. None leaves it to what is communicated.
+
+    Raises:
+      ClusterError: entered before ``wh.init``.
+      PlanError: entered with devices that are not all ranks. Later, when the program is planned: nothing inside can be
+        split, or not along ``dim``.
+    """
+
+    def __init__(self, devices: Iterable[int] | None = None, dim: int | None = None) -> None:
+        self.devices = None if devices is None else tuple(devices)
+        self.dim = dim
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> split:
+        from whale.runtime.scopes import entered
+
+        scope = entered("split", self.devices, "" if self.dim is None else f"(dim={self.dim})")
+        scope.__enter__()
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)

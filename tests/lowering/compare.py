@@ -34,7 +34,14 @@ def run_both(
     """(global run, run of all ranks)."""
     inputs, variables = feeds_of(program, seed)
     inputs.update(feeds or {})
-    return run([program], inputs, variables, seed), run(lowered(program, plan), inputs, variables, seed)
+    held = [{name: own_part(plan, name, v, rank) for name, v in variables.items()} for rank in range(plan.size)]
+    return run([program], inputs, variables, seed), run(lowered(program, plan), inputs, held, seed)
+
+
+def own_part(plan: Plan, variable: str, value: np.ndarray, rank: int) -> np.ndarray:
+    """What ``rank`` holds of a variable."""
+    placement = plan.variables.get(variable)
+    return value if placement is None else np.take(value, placement.indices(rank), axis=placement.dim)
 
 
 def assert_equal_runs(
@@ -50,7 +57,8 @@ def assert_equal_runs(
             _assert_close(str(ref), expected, found, whole.largest)
     for rank in spread.ranks:
         for name, expected in whole.ranks[0].variables.items():
-            _assert_close(f"variable {name} on rank {rank.number}", expected, rank.variables[name], whole.largest)
+            mine = own_part(plan, name, expected, rank.number)
+            _assert_close(f"variable {name} on rank {rank.number}", mine, rank.variables[name], whole.largest)
     printed = [rank.printed for rank in spread.ranks]
     assert len(printed[0]) == len(whole.ranks[0].printed) and not any(printed[1:]), "printed once, on the first rank"
     assert_communication_is_planned(program, plan, spread)

@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--shares", default="", help="rows per rank, for example 5,3,0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="pairs of workers, with --table")
     parser.add_argument("--no-gradients", action="store_true", help="do not fetch gradients")
-    parser.add_argument("--scoped", action="store_true", help="build the model inside wh.replica()")
+    parser.add_argument("--scope", choices=("", "replica", "split"), default="", help="what the model is inside")
     options = parser.parse_args()
     cases = [case_named(name) for name in options.case] if options.case else list(CASES)
     if options.table:
@@ -52,7 +52,7 @@ def main() -> int:
             optimizer = options.optimizer or case.optimizers[0]
             run = Run(
                 case, case.name, options.flavour, options.dtype, optimizer, spread,
-                not options.no_gradients, options.scoped,
+                not options.no_gradients, options.scope,
             )  # fmt: skip
             outcome, problems = judged(pool, run)
             print(f"{run}: {'; '.join(problems) or 'as one device'}")

@@ -66,7 +66,7 @@ def compare(pool: Pool, run: Run) -> Outcome:
         "ranks": run.spread.ranks,
         "shares": list(run.spread.shares),
         "gradients": run.gradients,
-        "scoped": run.scoped,
+        "scope": run.scope,
     }
     found = pool.spread(run.flavour, job)
     worst = difference(load(wanted["path"]), load(found["path"]), wanted["floor"])

@@ -48,7 +48,7 @@ class Run:
     Attributes:
         flavour: which Keras the worker processes have.
         gradients: the step returns its gradients as well.
-        scoped: the model is inside `with wh.replica():` (without any scope the result must be the same).
+        scope: what the model is inside: `wh.replica` (which must be the same as nothing, ""), or `wh.split`.
     """
 
     case: Case = field(compare=False)
@@ -58,10 +58,10 @@ class Run:
     optimizer: str
     spread: Spread
     gradients: bool = True
-    scoped: bool = False
+    scope: str = ""
 
     def __str__(self) -> str:
-        extra = ("" if self.gradients else "-no_gradients") + ("-scoped" if self.scoped else "")
+        extra = ("" if self.gradients else "-no_gradients") + (f"-{self.scope}" if self.scope else "")
         return f"{self.flavour}-{self.name}-{self.dtype}-{self.optimizer}-{self.spread}{extra}"
 
     def factors(self) -> dict[str, object]:
@@ -73,7 +73,7 @@ class Run:
             "ranks": self.spread.ranks,
             "kind": self.spread.kind,
             "gradients": self.gradients,
-            "scoped": self.scoped,
+            "scope": self.scope,
         }
 
 
@@ -82,14 +82,14 @@ def all_runs(
     flavour: str,
     spreads: Sequence[Spread] = SPREADS,
     gradients: Sequence[bool] = (True,),
-    scoped: Sequence[bool] = (False,),
+    scopes: Sequence[str] = ("",),
 ) -> list[Run]:
     """Every run of the cases that this Keras can have."""
     return [
         Run(case, case.name, flavour, *values)
         for case in cases
         if flavour in case.flavours
-        for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scoped)
+        for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scopes)
     ]
 
 

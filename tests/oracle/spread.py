@@ -12,6 +12,8 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.runtime.context import check_replicas
 
+SCOPES = {"": contextlib.nullcontext, "replica": wh.replica, "split": wh.split}
+
 
 def spread(job: dict[str, Any]) -> dict[str, Any]:
     """Runs one case over `ranks` ranks.
@@ -34,7 +36,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
             job["optimizer"],
             function=wh.function,
             session=lambda graph: wh.Session(graph=graph),
-            scope=wh.replica if job["scoped"] else contextlib.nullcontext,
+            scope=SCOPES[job["scope"]],
             gradients=job["gradients"],
         )
         program = build(case, setting)

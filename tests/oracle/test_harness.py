@@ -77,12 +77,12 @@ def test_float32_limit_follows_noise_and_float64_does_not() -> None:
 
 
 def test_sample_meets_every_pair_and_is_the_same_each_time() -> None:
-    runs = all_runs(CASES, flavours()[0], gradients=(True, False), scoped=(False, True))
+    runs = all_runs(CASES, flavours()[0], gradients=(True, False), scopes=("", "replica"))
     sample = pairwise(runs, 1)
     assert sample == pairwise(runs, 1)
     assert len(sample) < len(runs) / 20
     sampled = [run.factors() for run in sample]
-    for one, other in itertools.combinations(["dtype", "ranks", "kind", "gradients", "scoped"], 2):
+    for one, other in itertools.combinations(["dtype", "ranks", "kind", "gradients", "scope"], 2):
         wanted = {(run.factors()[one], run.factors()[other]) for run in runs}
         assert {(factors[one], factors[other]) for factors in sampled} == wanted
     for run in (run for run in runs if not run.case.heavy and run.spread.ranks > 1):

@@ -71,6 +71,8 @@ class Plan:
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
       exceptions: what the run computes otherwise than one device, in words.
+      variables: handle nodes of variables that lie split between steps, with how.
+      expanded: composite nodes that the plan speaks of in their decomposed form.
     """
 
     program: str
@@ -86,6 +88,8 @@ class Plan:
     split_flops: int = 0
     total_flops: int = 0
     exceptions: tuple[str, ...] = ()
+    variables: Mapping[str, Placement] = field(default_factory=dict)
+    expanded: tuple[str, ...] = ()
 
     @property
     def logical_bytes(self) -> int:
@@ -140,6 +144,8 @@ class Plan:
                     for r in self.reshards
                 ],
                 backends={r.key: r.backend for r in self.reshards if r.backend != "whale"},
+                variables={name: str(p) for name, p in self.variables.items()},
+                expanded=list(self.expanded),
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -167,6 +173,8 @@ class _File(msgspec.Struct):
     total_flops: int
     exceptions: list[str] = []
     local_inputs: list[str] = []
+    variables: dict[str, str] = {}
+    expanded: list[str] = []
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
 
 
@@ -209,6 +217,8 @@ def _plan(f: _File) -> Plan:
             Reshard(g, Ref(n, i), parse_placement(s), parse_placement(t), k, b, gr, o, f.backends.get(k, "whale"))
             for g, n, i, s, t, k, b, gr, o in f.reshards
         ),
+        variables={name: parse_placement(p) for name, p in f.variables.items()},
+        expanded=tuple(f.expanded),
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

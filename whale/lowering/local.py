@@ -11,9 +11,10 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_shape
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref, topological
-from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
+from whale.ir.program import Node, Program, Ref, Variable, topological
+from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
 from whale.lowering.emit import COMMUNICATION, Emitter, emit_reshard, is_joint
+from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
@@ -89,9 +90,17 @@ class _Localiser:
             effects.append(self._check(what))
         nodes = topological(self.emitter.nodes)
         communicates = self.emitter.communicates
-        variables = tuple(v for v in self.program.variables if v.node in self.emitter.nodes)
+        variables = tuple(self._variable(v) for v in self.program.variables if v.node in self.emitter.nodes)
         result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
         return result, communicates
+
+    def _variable(self, variable: Variable) -> Variable:
+        """What this rank holds of it."""
+        (placement,) = self.strategies[variable.node].outputs
+        return replace(variable, type=TensorType(variable.type.dtype, self._local_shape(variable.type, placement)))
+
+    def _local_shape(self, t: TensorType, placement: Placement) -> Dims | None:
+        return local_shape(t.shape, placement, self.rank)
 
     def _take_part(self) -> None:
         """Emits the collectives whose results only other ranks read: an empty share here, a reader that runs once."""
@@ -229,7 +238,8 @@ class _Localiser:
             return
         control_flow = node.op in LOOPS or node.op in BRANCHES
         edit: Local = UNCHANGED
-        if spread and not control_flow and node.op != "Placeholder" and not handles_lists(node):
+        handle = self.program.variable_of.get(node.name)
+        if spread and not control_flow and node.op != "Placeholder" and not handles_lists(node) and handle is None:
             op = view(self.program, node, self.plan.size)
             if not node.stateful:
                 known = known_outputs(op, strategy, self.rank)
@@ -253,16 +263,26 @@ class _Localiser:
                 both = (found, e.const(f"{operand}/added", edit.added[i]))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             inputs.append(found)
+        inside = None
+        if edit.window is not None:
+            types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+            inside = emit_window(e, f"{name}/whale_window", edit.window, inputs, types)
         outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
-        if node.op == "Placeholder" and spread:
+        if node.op == "Placeholder" and spread and handle is None:
             attrs = {**attrs, "shape": Shape(outputs[0].shape)}
+        if node.op == "VarHandleOp" and spread and handle is not None:
+            attrs = {**attrs, "shape": Shape(self._local_shape(handle.type, strategy.outputs[0]))}
         op_type = edit.op or node.op
         if control_flow and not strategy.once:
             attrs, op_type = self._control_flow(node, outputs, attrs)
         controls = tuple(c for c in node.controls if not self._absent(c))
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
-        if edit.divide_by is not None:
+        if inside is not None and edit.window is not None and edit.window.masked == -1:
+            found_in = replace(lowered, name=name + "/whale_found")
+            e.nodes[found_in.name] = found_in
+            emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, types[edit.window.indices])
+        elif edit.divide_by is not None:
             e.nodes[name + "/whale_sum"] = replace(lowered, name=name + "/whale_sum")
             t = outputs[0]
             count = e.const(name + "/whale_count", np.array(edit.divide_by, numpy_dtype(t.dtype)))

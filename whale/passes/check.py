@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy, moved_bytes
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
 from whale.passes.horovod import horovod_can
 from whale.rules import rule_of
@@ -64,11 +64,16 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
             raise _fail(node, "no strategy", "one strategy per node")
         if len(strategy.inputs) != len(node.inputs) or len(strategy.outputs) != len(node.outputs):
             raise _fail(node, strategy, f"{len(node.inputs)} operands and {len(node.outputs)} outputs")
-        if node.op == "Placeholder" and strategy.outputs != (given.get(node.name, B),):
-            raise _fail(node, strategy, f"{given.get(node.name, B)}, as it is passed in")
+        passed = given.get(node.name) or (plan.variables.get(node.name, B) if graph == "" else B)
+        handle = graph == "" and node.name in program.variable_of
+        if (node.op == "Placeholder" or handle) and strategy.outputs != (passed,):
+            raise _fail(node, strategy, f"{passed}, as it is passed in")
         for ref, placement in zip(node.inputs, strategy.inputs):
             _check_available(program, graph, node, ref, placement, produced, plan)
-        _check_legal(program, node, strategy, plan.size)
+        if handle:
+            _check_variable(program.variable_of[node.name], node, passed, plan.size)
+        else:
+            _check_legal(program, node, strategy, plan.size)
         if any(isinstance(p, Own) for p in strategy.inputs):
             _check_contributed(program, graph, node, plan)
         for ref, placement in zip(node.refs(), strategy.outputs):
@@ -87,6 +92,16 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         )
     for ref, placement in zip(program.outputs, returned):
         _check_available(program, graph, program.by_name[ref.node], ref, placement, produced, plan)
+
+
+def _check_variable(variable: Variable, node: Node, placement: Placement, parts: int) -> None:
+    """A variable lies whole, or split with a part on every rank."""
+    if placement == B:
+        return
+    shape = variable.type.shape or ()
+    fits = isinstance(placement, Split) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
+    if not fits or len(placement.sizes) != parts or min(placement.sizes) < 1:  # type: ignore[union-attr]
+        raise _fail(node, f"{variable.name} {variable.type} laid out {placement}", f"{parts} parts that make it up")
 
 
 def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:

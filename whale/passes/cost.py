@@ -7,10 +7,11 @@ memory is cost_model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
-from whale.ir.layout import Partial, Placement, Split, Strategy, moved_bytes
+from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split, Strategy, in_runs, moved_bytes
 from whale.ir.program import Node
-from whale.ir.values import TensorType
+from whale.ir.values import Dims, TensorType
 
 LATENCY = 10_000.0  # 10 us: one more collective
 PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s
@@ -80,6 +81,29 @@ def fraction(placements: Sequence[Placement]) -> float:
 def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
     """Cost of computing one node under ``strategy`` on the coordinate that has most to do."""
     return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
+
+
+def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:
+    """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change."""
+    if source == wanted:
+        return 0.0
+    if isinstance(wanted, Owner):
+        return 0.0 if isinstance(source, Broadcast) else inf
+    if isinstance(wanted, Own) or (isinstance(source, Partial) and isinstance(wanted, Partial)):
+        return inf
+    if isinstance(wanted, Split) and not _fits(wanted, tensor.shape):
+        return inf
+    if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
+        return inf
+    if not tensor.is_static and not isinstance(source, Broadcast) and not isinstance(wanted, Broadcast):
+        return inf  # sizes that only the run knows can be gathered or reduced whole, nothing finer
+    if isinstance(source, Split) and isinstance(wanted, Partial):
+        wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
+    return move_cost(source, wanted, max(1, tensor.bytes), parts)
+
+
+def _fits(wanted: Split, shape: Dims | None) -> bool:
+    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent
 
 
 def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:

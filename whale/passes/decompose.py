@@ -1,4 +1,5 @@
-"""Composite ops as simple ones that have a distributed form: batch normalisation over a batch that is divided.
+"""Composite ops as simple ones that have a distributed form: batch normalisation over a batch that is divided, softmax,
+its losses and the search for an extremum over classes that are split (whale.passes.softmax, whale.passes.arg_extremum).
 
 Formulas: Ioffe and Szegedy, "Batch Normalization" (ICML 2015), sections 3 and 3.1, with what TensorFlow's fused
 kernels add: the batch variance that is returned has Bessel's correction, and ``exponential_avg_factor`` mixes in the
@@ -9,22 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from whale.errors import ProgramError
 from whale.ir.program import Node, Program, Ref, topological
-from whale.ir.values import Dims, DType, Tensor, TensorType, numpy_dtype, static_shape
+from whale.ir.values import DType, static_shape
+from whale.passes.arg_extremum import arg_extremum, is_arg_extremum
+from whale.passes.emitter import NodeEmitter
+from whale.passes.softmax import is_softmax, softmax
 
 _FORWARD = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
 _BACKWARD = frozenset({"FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"})
 
 
 def is_composite(node: Node) -> bool:
-    """Whether ``decompose`` knows ``node``: batch normalisation with the statistics of the batch, and its gradient."""
+    """Whether ``node`` is a batch normalisation with the statistics of the batch, or its gradient."""
     # An absent attribute is its default, and the default is training.
     return (node.op in _FORWARD or node.op in _BACKWARD) and node.attrs.get("is_training", True) is not False
+
+
+def has_split_form(program: Program, node: Node) -> bool:
+    """Whether ``decompose`` has a form of the node in which the dimension that it searches or sums can be split."""
+    return is_softmax(node) or is_arg_extremum(program, node)
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
@@ -41,7 +49,7 @@ def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node:
 
 
 def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Program:
-    chosen = {n.name for n in program.nodes if is_composite(n) and predicate(n)}
+    chosen = {n.name for n in program.nodes if (is_composite(n) or has_split_form(program, n)) and predicate(n)}
     if not chosen:
         return program
     taken = set(program.by_name)
@@ -56,8 +64,12 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
         if node.name not in chosen:
             nodes[node.name] = node
             continue
-        emit = _Emitter(program, node, nodes, taken)
-        results = _forward(emit) if node.op in _FORWARD else _backward(emit)
+        if not is_composite(node):
+            write = softmax if is_softmax(node) else arg_extremum
+            results = write(NodeEmitter(program, node, nodes, taken))
+        else:
+            emit = _Emitter(program, node, nodes, taken)
+            results = _forward(emit) if node.op in _FORWARD else _backward(emit)
         moved.update({Ref(node.name, i): r for i, r in enumerate(results)})
         # Whatever waits for the whole op still can.
         done = tuple(dict.fromkeys(r.node for r in results))
@@ -93,12 +105,11 @@ def _without_idle(program: Program, chosen: set[str]) -> Program:
     return replace(program, nodes=tuple(n for n in program.nodes if n.name not in chosen or n.name in awaited))
 
 
-class _Emitter:
-    """Adds the simple nodes of one composite node, ``x`` being the tensor that is normalised."""
+class _Emitter(NodeEmitter):
+    """Adds the simple nodes of one batch normalisation, ``x`` being the tensor that is normalised."""
 
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
-        self.node, self.nodes, self.taken = node, nodes, taken
-        self.program = program
+        super().__init__(program, node, nodes, taken)
         kind = self.type_of(node.inputs[0 if node.op in _FORWARD else 1])
         if not kind.is_static:
             raise ProgramError(
@@ -120,51 +131,9 @@ class _Emitter:
         self.dtype = self.type_of(node.inputs[2 if node.op in _BACKWARD else 1]).dtype
         self.epsilon = node.attrs.get("epsilon", 1e-4)
 
-    def type_of(self, ref: Ref) -> TensorType:
-        return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
-
-    def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
-        """A new node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
-        kind = TensorType(dtype or self.dtype, shape)
-        return self._new(suffix, op, inputs, kind, {"T": DType(kind.dtype), **attrs})
-
-    def _new(self, suffix: str, op: str, inputs: tuple[Ref, ...], kind: TensorType, attrs: dict[str, Any]) -> Ref:
-        name, n = f"{self.node.name}/{suffix}", 1
-        while name in self.taken:
-            name, n = f"{self.node.name}/{suffix}_{n}", n + 1
-        self.taken.add(name)
-        # What precedes the composite op precedes all that it does.
-        self.nodes[name] = Node(name, op, inputs, self.node.controls, attrs, (kind,), self.node.scope)
-        return Ref(name)
-
-    def const(self, suffix: str, value: np.ndarray) -> Ref:
-        tensor = Tensor.of(value)
-        attrs = {"dtype": DType(tensor.dtype), "value": tensor}
-        return self._new(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
-
-    def scalar(self, suffix: str, value: float) -> Ref:
-        return self.const(suffix, np.asarray(value, numpy_dtype(self.dtype)))
-
-    def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
-        x, y = self.type_of(a), self.type_of(b)
-        shape: Dims
-        if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
-            shape = tuple(max(m, n) for m, n in zip(static_shape(x), static_shape(y)))
-        else:
-            shape = max(x.shape, y.shape, key=len)
-        return self.add(suffix, op, (a, b), shape)
-
-    def cast(self, suffix: str, source: Ref, dtype: str) -> Ref:
-        own = self.type_of(source)
-        if own.dtype == dtype:
-            return source
-        attrs = {"SrcT": DType(own.dtype), "DstT": DType(dtype), "Truncate": False}
-        return self._new(suffix, "Cast", (source,), TensorType(dtype, own.shape), attrs)
-
     def reduce(self, suffix: str, op: str, source: Ref) -> Ref:
         """``op`` over all but the channels: [channels]."""
-        axes = self.const(f"{suffix}/axes", np.array(self.axes, np.int32))
-        return self.add(suffix, op, (source, axes), (self.channels,), Tidx=DType("int32"), keep_dims=False)
+        return self.reduce_over(suffix, op, source, self.axes, keep=False)
 
     def spread(self, suffix: str, vector: Ref) -> Ref:
         """A [channels] vector in a shape that broadcasts over the activations."""

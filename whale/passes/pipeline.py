@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Own, Split
+from whale.ir.layout import Own, Placement, Split, Strategy
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program, Ref
 from whale.passes.annotate import annotate, task_graphs
 from whale.passes.batch import batch_inputs
 from whale.passes.check import check
 from whale.passes.cost import matmul_flops
-from whale.passes.decompose import decompose, is_composite
+from whale.passes.decompose import decompose, has_split_form, is_composite
 from whale.passes.fold import fold
 from whale.passes.group import group
 from whale.passes.hidden import refuse_hidden_updates
@@ -28,6 +28,7 @@ from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
 from whale.passes.specialise import specialise
+from whale.passes.split import divide, split_scope
 from whale.passes.statistics import half_own, own_statistics
 from whale.passes.unpack import unpack
 from whale.rules import rule_of
@@ -40,6 +41,8 @@ class PlanContext:
     ``own_statistics`` and ``own_streams`` give up the equality with one device: batch statistics are of each rank's
     rows, random rows are drawn by each rank.
     ``local`` are the inputs of which a rank is given its own rows only, with the rows of every rank.
+    ``variables`` are the placements that the run's variables have already, by handle node; ``split_variables``: new ones
+    may lie split between steps.
     """
 
     size: int
@@ -47,6 +50,8 @@ class PlanContext:
     shares: tuple[int, ...] = ()
     marked_inputs: tuple[str, ...] = ()
     local: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    variables: Mapping[str, Placement] = field(default_factory=dict)
+    split_variables: bool = True
     group_bytes: int = 4 << 20
     own_statistics: bool = False
     own_streams: bool = False
@@ -80,8 +85,8 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
     """
     with no_garbage_collection():
         batch = _batch(program, context)
-        expanded = expand(program, batch, context)
-        layouts = _layouts(expanded, batch, context)
+        composites = _of_divided_batches(program, batch, context)
+        expanded, composites, layouts, variables = _lay_out(program, batch, composites, context)
         layouts = {
             g: place_reductions(expanded if g == "" else expanded.functions[g], layout, context.size)
             for g, layout in layouts.items()
@@ -105,6 +110,8 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             strategies={g: layout.strategies for g, layout in layouts.items()},
             returned={g: layout.outputs for g, layout in layouts.items()},
             reshards=reshards,
+            variables=variables,
+            expanded=tuple(n.name for n in program.nodes if n.name in composites),
             unruled=_unruled(expanded, layouts, reshards),
             exceptions=_exceptions(expanded, layouts[""]) if context.size > 1 else (),
             split_flops=divided,
@@ -133,11 +140,48 @@ def _batch(program: Program, context: PlanContext) -> tuple[BatchInput, ...]:
         return ()
 
 
-def expand(program: Program, batch: Sequence, context: PlanContext) -> Program:
-    """``program`` with the composite ops replaced whose batch is divided; the rest stays fused."""
-    if context.size == 1 or context.own_statistics or not any(is_composite(n) for n in program.nodes):
+def expand(program: Program, composites: Collection[str], context: PlanContext) -> Program:
+    """``program`` with the named composite ops replaced by simple ones; the rest stays fused."""
+    if not composites:
         return program
-    layout = _layouts(program, batch, context)[""]
+    result = decompose(program, lambda node: node.name in composites)
+    _dump(context, "decompose", result)
+    return result
+
+
+def _lay_out(
+    program: Program, batch: Sequence, composites: frozenset[str], context: PlanContext
+) -> tuple[Program, frozenset[str], dict[str, GraphLayout], Mapping[str, Placement]]:
+    """The expanded program, its composite nodes that were expanded, the layouts, and the variables that lie split."""
+    losses = frozenset(n.name for n in program.nodes if split_scope(n.scope) and has_split_form(program, n))
+    if context.size == 1:
+        losses = frozenset()
+    while True:
+        expanded = expand(program, composites | losses, context)
+        layouts = _layouts(expanded, batch, context, {})
+        division = divide(expanded, layouts[""], context.size, context.variables, context.split_variables)
+        whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
+        if not whole:
+            break
+        losses -= whole
+    if division.strategies:
+        layouts = _layouts(expanded, batch, context, division.strategies)
+    return expanded, composites | losses, layouts, division.variables
+
+
+def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
+    """Whether the classes of an expanded softmax, or of the search for an extremum, are split."""
+    strategy = strategies.get(f"{loss}/whale_max")
+    axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
+    cut = strategy.inputs[0] if strategy is not None else None
+    return isinstance(cut, Split) and axes is not None and cut.dim in axes
+
+
+def _of_divided_batches(program: Program, batch: Sequence, context: PlanContext) -> frozenset[str]:
+    """The batch normalisations of divided batches that need the statistics of the whole batch."""
+    if context.size == 1 or context.own_statistics or not any(is_composite(n) for n in program.nodes):
+        return frozenset()
+    layout = _layouts(program, batch, context, {})[""]
     divided = {
         n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
     }
@@ -150,25 +194,24 @@ def expand(program: Program, batch: Sequence, context: PlanContext) -> Program:
             and any(r.node in divided or _reads(program, d, n.name) for r in n.inputs for d in divided)
         }  # fmt: skip
         if not more:
-            break
+            return frozenset(divided)
         divided |= more
-    result = decompose(program, lambda node: node.name in divided)
-    _dump(context, "decompose", result)
-    return result
 
 
 def _reads(program: Program, reader: str, producer: str) -> bool:
     return any(r.node == producer for r in program.by_name[reader].inputs)
 
 
-def _layouts(program: Program, batch: Sequence, context: PlanContext) -> dict[str, GraphLayout]:
+def _layouts(
+    program: Program, batch: Sequence, context: PlanContext, fixed: Mapping[str, Strategy]
+) -> dict[str, GraphLayout]:
     divided = {b.name: b.placement for b in batch} if context.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
     whole: set[Ref] = set()
     while True:
         statistics = own_statistics(program, whole) if context.own_statistics and divided else None
         semantics = Semantics(statistics, context.own_streams)
-        layouts = propagate(program, context.size, divided, semantics, local)
+        layouts = propagate(program, context.size, divided, semantics, local, fixed)
         mixed = half_own(program, layouts[""], statistics) if statistics is not None else set()
         if not mixed:
             return layouts

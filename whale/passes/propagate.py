@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy, even_sizes, in_runs, split
+from whale.ir.layout import B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy, even_sizes, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func, static_shape
-from whale.passes.cost import compute_cost, matmul_flops, move_cost
+from whale.passes.cost import change_cost, compute_cost, matmul_flops, move_cost
 from whale.passes.meet import at_next_turn, behind_branches
 from whale.passes.own import AS_ONE_DEVICE, OwnRows, Semantics
 from whale.passes.unsendable import NeededWhole, cannot_be_sent
@@ -26,6 +27,7 @@ from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, 
 from whale.rules.registry import LineRule
 
 _INFINITE = float("inf")
+_NOTHING: Mapping[str, Strategy] = MappingProxyType({})
 _MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
 
 
@@ -58,6 +60,7 @@ def propagate(
     batch: Mapping[str, Placement],
     semantics: Semantics = AS_ONE_DEVICE,
     local: Collection[str] = (),
+    fixed: Mapping[str, Strategy] = _NOTHING,
 ) -> dict[str, GraphLayout]:
     """Strategies for the program (key "") and each function body it calls.
 
@@ -66,6 +69,7 @@ def propagate(
       batch: placement of the batch inputs, by input name; the others are global values.
       semantics: what is not global.
       local: batch inputs that come divided; the others come whole and are cut.
+      fixed: strategies of nodes of the program that are decided already.
 
     Raises:
       PlanError: a tensor that cannot be sent would have to be.
@@ -73,7 +77,7 @@ def propagate(
     whole: set[tuple[str, Ref]] = set()
     while True:
         try:
-            return _propagate(program, parts, batch, semantics, local, whole)
+            return _propagate(program, parts, batch, semantics, local, whole, fixed)
         except NeededWhole as needed:
             if needed.refs <= whole:
                 raise cannot_be_sent(needed) from None
@@ -87,11 +91,12 @@ def _propagate(
     semantics: Semantics,
     local: Collection[str],
     whole: set[tuple[str, Ref]],
+    fixed: Mapping[str, Strategy],
 ) -> dict[str, GraphLayout]:
     """``propagate``, given which tensors have to be made whole."""
     graphs: dict[str, GraphLayout] = {}
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
-    main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows)
+    main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows, fixed)
     for name in program.inputs:
         ref = Ref(name)
         passed = batch[name] if name in local else B
@@ -122,9 +127,10 @@ class _Propagation:
         whole: set[tuple[str, Ref]],
         semantics: Semantics,
         rows: Mapping[int, Split],
+        fixed: Mapping[str, Strategy] = _NOTHING,
     ):
         self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs
-        self.whole = whole
+        self.whole, self.fixed = whole, fixed
         self.own = OwnRows(program, parts, semantics if name == "" else replace(semantics, statistics=None), rows)
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
@@ -140,7 +146,9 @@ class _Propagation:
             if node.name in strategies:
                 continue
             current = [preferred.get(r) or produced[r] for r in node.inputs]
-            if (spread := self.own.spread(node, [produced[r] for r in node.inputs])) is not None:
+            if (given := self.fixed.get(node.name)) is not None:
+                strategy = given
+            elif (spread := self.own.spread(node, [produced[r] for r in node.inputs])) is not None:
                 strategy = spread
             elif node.op in LOOPS:
                 strategy = self._loop(node, current)
@@ -154,7 +162,8 @@ class _Propagation:
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
             self._track_batch(node, strategy, current)
-            preferred.update(self.own.kept(node, strategy))
+            if given is None:
+                preferred.update(self.own.kept(node, strategy))
 
     def _all_broadcast(self, node: Node) -> Strategy:
         key = (len(node.inputs), len(node.outputs))
@@ -274,21 +283,7 @@ class _Propagation:
         if tensor.dtype in UNMOVABLE:
             free = ref in self.remakable or (source == B and wanted == O)
             return 0.0 if free else _INFINITE
-        if type(wanted) is Owner:
-            return 0.0 if source == B else _INFINITE
-        if type(wanted) is Own:
-            return _INFINITE
-        if type(wanted) is Split and not _fits(wanted, tensor.shape):
-            return _INFINITE
-        if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
-            return _INFINITE
-        if not tensor.is_static and type(source) is not Broadcast and type(wanted) is not Broadcast:
-            return _INFINITE  # sizes that only the run knows can be gathered or reduced whole, nothing finer
-        if type(source) is Partial and type(wanted) is Partial:
-            return _INFINITE
-        if type(source) is Split and type(wanted) is Partial:
-            wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
-        return move_cost(source, wanted, max(1, tensor.bytes), self.parts)
+        return change_cost(tensor, source, wanted, self.parts)
 
     def _is_whole(self, ref: Ref) -> bool:
         return (self.name, ref) in self.whole
@@ -432,7 +427,3 @@ class _Propagation:
 
 def _divides(option: Strategy) -> bool:
     return any(type(p) is Split for p in option.inputs + option.outputs)
-
-
-def _fits(wanted: Split, shape: tuple[int | None, ...] | None) -> bool:
-    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent

@@ -16,7 +16,9 @@ from whale.ir.layout import B, Own, Placement, Strategy, local_shape
 from whale.ir.program import Node
 from whale.ir.values import Dims, TensorType
 
-__all__ = ["UNCHANGED", "Local", "OpView", "Rule", "Strategy", "local_input_shape", "local_output_shape", "replicated"]
+__all__ = [
+    "UNCHANGED", "Local", "OpView", "Rule", "Strategy", "Window", "local_input_shape", "local_output_shape", "replicated",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,34 @@ class OpView:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Indices into a dimension of which a rank holds ``size`` positions from ``offset``.
+
+    The rank's node sees them counted from ``offset``. Of an index that falls elsewhere: without ``masked`` it becomes
+    -1, which the op ignores; with ``masked`` it becomes a position that exists, and its elements are zeroed, in that
+    operand (a number), or in the first output (-1), whose dimensions from ``at`` are those of the indices.
+    """
+
+    indices: int
+    offset: int
+    size: int
+    masked: int | None = None
+    at: int = 0
+
+    def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(what the rank's node sees, whether it is inside)."""
+        moved = indices - np.array(self.offset, indices.dtype)
+        inside = (moved >= 0) & (moved < self.size)
+        other = np.clip(moved, 0, self.size - 1) if self.masked is not None else np.full_like(moved, -1)
+        return np.where(inside, moved, other), inside
+
+    def zeroed(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        """``values`` with zeros where the index falls elsewhere."""
+        shape = (1,) * self.at + inside.shape + (1,) * (values.ndim - self.at - inside.ndim)
+        return np.where(inside.reshape(shape), values, np.zeros((), values.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """How a rank's node differs from the program's.
 
@@ -50,6 +80,7 @@ class Local:
       op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
       divide_by: the first output is divided by this afterwards (the global count of a mean).
       added: operand number -> what is added to it (a seed of the rank's own).
+      window: indices into a dimension that is cut.
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +88,7 @@ class Local:
     op: str | None = None
     divide_by: float | None = None
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
+    window: Window | None = None
 
 
 UNCHANGED = Local()

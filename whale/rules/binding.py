@@ -11,6 +11,9 @@ from whale.ir.values import Dims, TensorType
 from whale.rules.base import Strategy
 from whale.rules.notation import Line, Passes, Term
 
+# Types of tensors that stand for others: a list's placement is that of its elements, a variable's that of its value.
+HANDLES = ("variant", "resource")
+
 # Where a label stands in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
 # None: the tensor lacks it.
 Place = tuple[int, int, int] | None
@@ -131,7 +134,7 @@ def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, 
     interms = _spread(line, line.inputs, len(inputs), "operands")
     outterms = _spread(line, line.outputs, len(outputs), "outputs")
     terms, types = interms + outterms, inputs + outputs
-    ranked = [(t, None if y.dtype == "variant" or y.shape is None else len(y.shape)) for t, y in zip(terms, types)]
+    ranked = [(t, None if y.dtype in HANDLES or y.shape is None else len(y.shape)) for t, y in zip(terms, types)]
     runs, free = _run_lengths(line, ranked)
     if hint is not None:
         variants = [(t, hint) if y.dtype == "variant" and _named(t) else r for t, y, r in zip(terms, types, ranked)]
@@ -143,11 +146,11 @@ def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, 
         named = [n or [] for n in named]
     else:
         blocked = False
-    shapes = [None if y.dtype == "variant" else y.shape for y in types]
+    shapes = [None if y.dtype in HANDLES else y.shape for y in types]
     sizes = _sizes(line, named, shapes)
     dims = [_parts(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
     n = len(inputs)
-    lists = frozenset(i for i, y in enumerate(inputs) if y.dtype == "variant")
+    lists = frozenset(i for i, y in enumerate(inputs) if y.dtype in HANDLES)
     cuts = {} if blocked else _cuts(line, named, dims, shapes, sizes, outterms, n, lists)
     keep = [tuple(tuple(part for part in parts if part[0] in cuts) for parts in row) for row in dims]
     return Binding(interms, outterms, cuts, tuple(keep[:n]), tuple(keep[n:]))

@@ -1,15 +1,20 @@
-"""Gathers and scatters by index: cut by index rows or by the dimensions that indices do not reach."""
+"""Gathers and scatters by index: cut by index rows, by the dimensions that indices do not reach, or, where every row
+comes from one rank, by the dimension that they index: the others contribute zeros."""
 
 from __future__ import annotations
 
-from whale.rules.base import OpView
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import numpy_dtype
+from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import axis, names, term, terms
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
 
 def gather(op: OpView) -> str:
-    """axis and batch_dims; the indexed dimension is whole"""
+    """axis and batch_dims; the indexed dimension can be cut where there are no batch_dims"""
     params, indices = op.inputs[0].shape, op.inputs[1].shape
     if params is None or indices is None:
         return REPLICATED
@@ -19,7 +24,20 @@ def gather(op: OpView) -> str:
     batch = int(op.attr("batch_dims", 0)) % max(len(indices), 1) if op.attr("batch_dims", 0) else 0
     b, i = names("b", batch), names("i", len(indices) - batch)
     before, after = names("p", at - batch), names("q", len(params) - at - 1)
-    return f"{terms([*b, *before, 'v^', *after], [*b, *i])}, . -> {term([*b, *before, *i, *after])}"
+    row = "v^" if batch or not op.inputs[1].is_static or not op.outputs[0].is_static else "v+"
+    return f"{terms([*b, *before, row, *after], [*b, *i])}, . -> {term([*b, *before, *i, *after])}"
+
+
+def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Rows that other ranks hold are zeros here, where the dimension that is cut is the one that is indexed."""
+    cut = strategy.inputs[0]
+    at = 0
+    if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
+        found = axis(op, 2, len(op.inputs[0].shape))
+        at = -1 if found is None else found
+    if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0):
+        return UNCHANGED
+    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at))
 
 
 def _depth(op: OpView) -> int | None:
@@ -40,8 +58,10 @@ def gather_nd(op: OpView) -> str:
 
 
 def resource_gather(op: OpView) -> str:
-    """batch_dims (the variable stays whole)"""
+    """batch_dims (with any, the variable stays whole)"""
     batch = int(op.attr("batch_dims", 0))
+    if not batch and op.inputs[1].is_static and op.outputs[0].is_static:
+        return "v+ q*, i* -> i* q*"
     if op.inputs[1].shape is None or op.outputs[0].shape is None:
         return REPLICATED
     b = " ".join(f"b{n}^" for n in range(batch))
@@ -73,7 +93,21 @@ def one_hot(op: OpView) -> str:
         return REPLICATED
     labels, at = names("i", len(indices)), int(op.attr("axis", -1))
     at = len(indices) if at == -1 else at
-    return f"{term(labels)}, ., ., . -> {term([*labels[:at], 'd^', *labels[at:]])}"
+    depth = "d^" if op.inputs[0].dtype == "uint8" else "d"  # indices below the first are negative
+    return f"{term(labels)}, ., ., . -> {term([*labels[:at], depth, *labels[at:]])}"
+
+
+def _depth_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """A rank's part of the depth: indices counted from its first, and those that fall elsewhere are off everywhere."""
+    cut, at = strategy.outputs[0], int(op.attr("axis", -1))
+    at = len(op.inputs[0].shape or ()) if at == -1 else at
+    if not isinstance(cut, Split) or cut.dim != at:
+        return UNCHANGED
+    dtype = numpy_dtype(op.inputs[0].dtype)
+    return Local(
+        consts={1: np.array(cut.local(coordinate), np.int32)},
+        added={0: np.array(-cut.offset(coordinate), dtype)},
+    )
 
 
 def dynamic_stitch(op: OpView) -> str:
@@ -90,17 +124,17 @@ def _data_operands(op: OpView) -> str:
 
 
 RULES = (
-    rule("GatherV2", gather, copy="0"),
+    rule("GatherV2", gather, copy="0", local=_rows_here),
     rule("Gather", "v^ q*, i* -> i* q*", copy="0"),
     rule("GatherNd", gather_nd, copy="0"),
-    rule("ResourceGather", resource_gather),
+    rule("ResourceGather", resource_gather, local=_rows_here),
     rule("ResourceGatherNd", "., i* k^ -> i* q*^"),
     rule("ScatterNd", scatter_nd, lin="1"),
     rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2"),
     rule("TensorScatterUpdate", tensor_scatter, copy="0&2"),
     rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max"),
     rule("TensorScatterMin", tensor_extremum, mono="min:0&2", reduce="min"),
-    rule("OneHot", one_hot),
+    rule("OneHot", one_hot, local=_depth_here, produces_any=True),
     rule("DynamicPartition", "i*^ q*, i*^ -> {n^ q*}", copy="0"),
     rule("DynamicStitch ParallelDynamicStitch", dynamic_stitch, copy=_data_operands),
     rule("InplaceAdd InplaceSub", "v^ q*, i^, i^ q* -> v^ q*", lin="0&2"),

@@ -161,7 +161,15 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
             continue
         local = rule.localize(op, strategy, at)
         mine = [local.consts.get(i, o[at]) for i, o in enumerate(operands)]
+        mine = [x + local.added[i] if i in local.added else x for i, x in enumerate(mine)]
+        window, inside = local.window, np.ones(0, bool)
+        if window is not None:
+            mine[window.indices], inside = window.local(mine[window.indices])
+            if window.masked is not None and window.masked >= 0:
+                mine[window.masked] = window.zeroed(mine[window.masked], inside)
         outs = evaluate(local.op or case.op, {**case.attrs, **local.attrs}, mine)
+        if window is not None and window.masked == -1:
+            outs = [window.zeroed(outs[0], inside), *outs[1:]]
         if local.divide_by is not None:
             outs = [outs[0] / local.divide_by, *outs[1:]]
         results.append([o if k is None else k for o, k in zip(outs, known)])

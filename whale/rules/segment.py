@@ -5,7 +5,11 @@ Where the number of segments is found in the data (``SegmentSum``), the rows sta
 
 from __future__ import annotations
 
-from whale.rules.base import OpView
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import numpy_dtype
+from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.registry import rule
 
 
@@ -24,15 +28,24 @@ def dense_bincount(op: OpView) -> str:
     return f"{rows}, ., {rows if weights == shape else '.'} -> {lead}n^"
 
 
-_UNSORTED = "i*+ q*, i*+, . -> s^ q*"
+def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """A rank's segments: numbers counted from its first; rows of other segments have the number -1, which is dropped."""
+    cut = strategy.outputs[0]
+    if not isinstance(cut, Split) or cut.dim != 0:
+        return UNCHANGED
+    count = np.array(cut.local(coordinate), numpy_dtype(op.inputs[2].dtype))
+    return Local(consts={2: count}, window=Window(1, cut.offset(coordinate), cut.local(coordinate)))
+
+
+_UNSORTED = "i*+ q*, i*+, . -> s q*"
 _SORTED = "i^ q*, i^ -> s^ q*"
 _COUNTED = "i+ q*, i+, . -> s^ q*"
 
 RULES = (
-    rule("UnsortedSegmentSum", _UNSORTED, lin="0"),
-    rule("UnsortedSegmentMax", _UNSORTED, mono="max:0", reduce="max"),
-    rule("UnsortedSegmentMin", _UNSORTED, mono="min:0", reduce="min"),
-    rule("UnsortedSegmentProd", _UNSORTED, reduce="prod"),
+    rule("UnsortedSegmentSum", _UNSORTED, lin="0", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentMax", _UNSORTED, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentMin", _UNSORTED, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentProd", _UNSORTED, reduce="prod", local=_segments_here, produces_any=True),
     rule("SegmentSum SegmentMean", _SORTED, lin="0"),
     rule("SegmentMax", _SORTED, mono="max:0"),
     rule("SegmentMin", _SORTED, mono="min:0"),

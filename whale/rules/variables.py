@@ -1,7 +1,9 @@
-"""Variables: every rank holds the whole value and applies the same update, so all operands and results are whole."""
+"""Variables: reads and updates element by element, wherever the value is cut; a handle lies as what it refers to."""
 
 from __future__ import annotations
 
+from whale.ir.layout import Split
+from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
@@ -12,13 +14,46 @@ _SPARSE = ("Adadelta Adagrad AdagradDA AdagradV2 CenteredRMSProp Ftrl FtrlV2 Mom
 _SCATTERS = "Add Sub Mul Div Max Min Update NdAdd NdSub NdMax NdMin NdUpdate".split()
 
 
+def update(op: OpView) -> str:
+    """which operands are scalars: all others have the variable's elements"""
+    return ", ".join("." if t.dtype != "resource" and t.shape == () else "p*" for t in op.inputs) + " ->"
+
+
+def sparse_update(op: OpView) -> str:
+    """where the gradient's rows are numbered (the last integers); the columns can be cut"""
+    numbers = max((i for i, t in enumerate(op.inputs) if t.shape and t.dtype in ("int32", "int64")), default=None)
+    if numbers is None or len(op.inputs[numbers].shape or ()) != 1:
+        return ", ".join("." for _ in op.inputs) + " ->"
+    words = {numbers: "i^", numbers - 1: "i^ q*"}
+    named = ["." if t.dtype != "resource" and t.shape == () else "v^ q*" for t in op.inputs]
+    return ", ".join(words.get(n, word) for n, word in enumerate(named)) + " ->"
+
+
+def scatter(op: OpView) -> str:
+    """whether the update is a sum: then rows that other ranks hold add zeros here"""
+    if op.inputs[1].shape is None or op.inputs[2].shape is None or op.inputs[2].shape == ():
+        return ", ".join("." for _ in op.inputs) + " ->"
+    sums = op.node.op in ("ResourceScatterAdd", "ResourceScatterSub")
+    rows = "v" if sums and op.inputs[1].is_static and op.inputs[2].is_static else "v^"
+    return f"{rows} q*, i*^, i*^ q* ->"
+
+
+def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    cut = strategy.inputs[0]
+    if not isinstance(cut, Split) or cut.dim != 0:
+        return UNCHANGED
+    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=2))
+
+
 def _named(prefix: str, stems: list[str]) -> str:
     return " ".join(prefix + s for s in stems)
 
 
 RULES = (
+    rule("ReadVariableOp", "p* -> p*"),
+    rule("AssignVariableOp AssignAddVariableOp AssignSubVariableOp", "p*, p* ->"),
     rule(
-        "VarHandleOp ReadVariableOp AssignVariableOp AssignAddVariableOp AssignSubVariableOp VarIsInitializedOp "
+        "VarHandleOp VarIsInitializedOp "
         "VariableShape DestroyResourceOp ResourceCountUpTo ResourceStridedSliceAssign DisableCopyOnRead "
         "IsVariableInitialized CountUpTo _VarHandlesOp _ReadVariablesOp",
         REPLICATED,
@@ -27,10 +62,11 @@ RULES = (
         "Variable VariableV2 TemporaryVariable DestroyTemporaryVariable Assign AssignAdd AssignSub StridedSliceAssign",
         REPLICATED,
     ),
-    rule(_named("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), REPLICATED),
+    rule(_named("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), update),
     rule(_named("Apply", _OPTIMIZERS), REPLICATED),
-    rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), REPLICATED),
+    rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
     rule(_named("SparseApply", _SPARSE), REPLICATED),
-    rule(_named("ResourceScatter", _SCATTERS), REPLICATED),
+    rule(_named("ResourceScatter", _SCATTERS[:7]), scatter, local=_rows_here),
+    rule(_named("ResourceScatter", _SCATTERS[7:]), REPLICATED),
     rule(_named("Scatter", _SCATTERS), REPLICATED),
 )

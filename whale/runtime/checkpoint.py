@@ -94,9 +94,12 @@ class CheckpointManager:
         Raises:
           CommError: the first rank could not write it (there, what TensorFlow raised).
         """
+        # The first rank reads what it writes; reading a variable that lies split takes all ranks.
+        self._context.variables.bring_home()
         state = self._on_first_rank(lambda: self._manager.save(checkpoint_number, **options), "the writing to")
         if self._context.rank > 0:
             self._checkpoint.save_counter.assign(state.counter)
+        self._context.variables.settle()
         return state.saved
 
     def restore_or_initialize(self) -> str | None:

@@ -12,6 +12,7 @@ import msgspec
 from whale.errors import PlanError, ProgramError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint, node_digests
+from whale.ir.layout import Placement
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Node, Program, Ref
 from whale.lowering.compiled import compile_marked
@@ -56,12 +57,17 @@ def plan_context(context: Context) -> PlanContext:
 
 
 def compile_program(
-    program: Program, context: Context, local: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    program: Program,
+    context: Context,
+    local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    variables: Mapping[str, Placement] | None = None,
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
 
     Args:
       local: inputs of which this rank is given its own rows only, with the rows of every rank.
+      variables: how variables lie that earlier programs have fixed, by handle node; None: all lie whole, whatever the
+        scopes say, because this run cannot hold them split.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -77,7 +83,7 @@ def compile_program(
         now = time.perf_counter()
         times[name], start = now - start, now
 
-    settings = plan_context(context)
+    settings = replace(plan_context(context), variables=variables or {}, split_variables=variables is not None)
     program = normalise(program, settings)
     lap("normalise")
     if context.dry is not None:
@@ -90,7 +96,7 @@ def compile_program(
     lap("fingerprint")
     plan = _agreed_plan(program, number, context, settings)
     lap("plan")
-    expanded = expand(program, plan.batch_inputs, settings)
+    expanded = expand(program, plan.expanded, settings)
     lap("expand")
     what = f"`{program.name}` (program {number} of the run)"
     with no_garbage_collection():

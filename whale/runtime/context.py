@@ -189,6 +189,11 @@ def current(what: str = "this call") -> Context:
     return _current
 
 
+def is_current(context: Context) -> bool:
+    """Whether it is the context of a run that goes on."""
+    return context is _current
+
+
 def rank() -> int:
     """Number of this process's rank (the first one with the in-process transport)."""
     return current("wh.rank()").rank

@@ -187,8 +187,8 @@ def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: An
         _capturing.reset(token)
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
-    compiled = compile_program(captured.program, context, local)
-    context.variables.adopt(captured.variables, context)
+    compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))
+    context.variables.adopt(captured.variables, context, compiled.plan.variables)
     start_s = time.perf_counter()
     with no_garbage_collection():
         call = _callable(captured, compiled, context)
@@ -239,6 +239,7 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
                 action="compute the gradient inside the function that wh.function decorates",
             )
         try:
+            context.variables.settle()
             if not several:
                 return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
             context.variables.follow()

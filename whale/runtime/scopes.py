@@ -16,8 +16,8 @@ SCOPE_ATTRIBUTE = "_whale_scope"
 
 
 @contextmanager
-def entered(kind: str, devices: tuple[int, ...] | None) -> Iterator[None]:
-    """Annotates what is built inside with a new scope of ``kind``.
+def entered(kind: str, devices: tuple[int, ...] | None, settings: str = "") -> Iterator[None]:
+    """Annotates what is built inside with a new scope of ``kind``; ``settings`` become part of its name.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
@@ -26,15 +26,16 @@ def entered(kind: str, devices: tuple[int, ...] | None) -> Iterator[None]:
     context = current(f"the scope wh.{kind}")
     if devices is not None and sorted(devices) != list(range(context.size)):
         raise PlanError(
-            f"wh.{kind} divides the batch over all ranks of the run",
+            f"wh.{kind} divides {'tensors' if kind == 'split' else 'the batch'} over all ranks of the run",
             given=f"devices={list(devices)}",
             expected=f"all of {list(range(context.size))}, or devices=None",
-            action="leave devices out, and give ranks without a share size 0 in replica.shares",
+            action="leave devices out"
+            + (", and give ranks without a share size 0 in replica.shares" if kind == "replica" else ""),
         )
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Numbered within a graph, so that tracing it again gives the same names.
     number = getattr(graph, "_whale_scopes", 0) if graph is not None else context.scope_count
-    path = "/".join([*context.scopes[-1:], f"{kind}_{number}"])
+    path = "/".join([*context.scopes[-1:], f"{kind}_{number}{settings}"])
     if graph is not None:
         graph._whale_scopes = number + 1
     else:

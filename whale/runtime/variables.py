@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
 from whale.errors import CommError
-from whale.ir.layout import B, Placement
+from whale.ir.layout import B, Placement, Split
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.split_variable import Parts
 
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
@@ -24,15 +25,19 @@ class _Entry:
     """A variable that programs of this run use: its layout (the first plan fixes it) and the copies of other ranks.
 
     ``left`` is the first rank's value as the last step left it, when other ranks of this process have copies.
+    ``parts`` are what the ranks hold instead, where the variable lies split.
     """
 
-    __slots__ = ("copies", "handle", "layout", "left", "name", "variable")
+    __slots__ = ("copies", "handle", "left", "name", "parts", "variable")
 
-    def __init__(self, captured: CapturedVariable, copies: Sequence[Any]):
+    def __init__(self, captured: CapturedVariable, copies: Sequence[Any], parts: Parts | None = None):
         self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
-        self.layout: Placement = B
-        self.copies = tuple(copies)
+        self.copies, self.parts = tuple(copies), parts
         self.left = self.read() if copies else None
+
+    @property
+    def layout(self) -> Placement:
+        return B if self.parts is None else self.parts.placement
 
     def read(self) -> tf.Tensor:
         """The first rank's value: the variable's own memory until somebody writes to it."""
@@ -44,12 +49,24 @@ class VariableOwner:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._split: list[Parts] = []
 
     def clear(self) -> None:
         self._entries.clear()
+        self._split.clear()
 
-    def adopt(self, captured: Sequence[CapturedVariable], context: Context) -> None:
+    def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Placement]:
+        """How those variables lie that an earlier program has fixed, by handle node."""
+        known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
+        return {node: entry.layout for node, entry in known if entry is not None}
+
+    def adopt(
+        self, captured: Sequence[CapturedVariable], context: Context, placed: Mapping[str, Placement]
+    ) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
+
+        Args:
+          placed: handle node -> placement of those that lie split.
 
         Raises:
           CommError: the ranks cannot exchange the values.
@@ -62,11 +79,26 @@ class VariableOwner:
                 raise_comm_error(error, context)
                 raise
         for c in new:
+            placement = placed.get(c.node)
+            if isinstance(placement, Split):
+                self._split.append(Parts(c, placement, context))
+                self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
+                continue
             copies = [
                 tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
                 for rank in context.ranks[1:]
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
+
+    def settle(self) -> None:
+        """Cuts whole values that were assigned to split variables since the last step."""
+        for parts in self._split:
+            parts.settle()
+
+    def bring_home(self) -> None:
+        """Whole values into the split variables themselves, until the next step. Collective between processes."""
+        for parts in self._split:
+            parts.bring_home()
 
     def follow(self) -> None:
         """Gives what a script assigned since the last step to the copies too: it knows the first rank's variable only.
@@ -75,7 +107,7 @@ class VariableOwner:
         """
         for entry in self._entries.values():
             if not entry.copies:
-                return
+                continue
             now = entry.read()
             if not _is_untouched(now, entry.left):
                 for copy in entry.copies:
@@ -86,20 +118,22 @@ class VariableOwner:
         """Remembers the values that a step left, for ``follow``."""
         for entry in self._entries.values():
             if not entry.copies:
-                return
+                continue
             entry.left = entry.read()
 
     def handles(self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int) -> list[Any]:
         """Handles of the variables behind ``nodes`` for the process's rank number ``position``."""
         by_node = {c.node: c for c in captured}
-        if position == 0:
-            return [by_node[n].handle for n in nodes]
-        return [self._entries[id(by_node[n].handle)].copies[position - 1].handle for n in nodes]
+        entries = [self._entries[id(by_node[n].handle)] for n in nodes]
+        return [
+            e.parts.handles[position] if e.parts else e.handle if position == 0 else e.copies[position - 1].handle
+            for e in entries
+        ]
 
     def check(self, context: Context) -> None:
         """Raises CommError when a rank's copy of a variable differs from the first rank's."""
         self.follow()
-        for entry in self._entries.values():
+        for entry in (e for e in self._entries.values() if e.parts is None):
             mine = entry.variable.numpy()
             for rank, copy in zip(context.ranks[1:], entry.copies):
                 _compare(entry.name, rank, mine, copy.numpy())
@@ -108,11 +142,10 @@ class VariableOwner:
 
     def _check_between_processes(self, context: Context) -> None:
         comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
-        digests = [
-            hashlib.blake2b(e.variable.numpy().tobytes(), digest_size=16).digest() for e in self._entries.values()
-        ]
+        entries = [e for e in self._entries.values() if e.parts is None]
+        digests = [hashlib.blake2b(e.variable.numpy().tobytes(), digest_size=16).digest() for e in entries]
         for rank, other in enumerate(comm.allgather_bytes("whale/replicas", b"".join(digests), timeout_s)):
-            for i, entry in enumerate(self._entries.values()):
+            for i, entry in enumerate(entries):
                 if other[16 * i : 16 * i + 16] != digests[i]:
                     raise CommError(
                         "a variable differs between ranks",

@@ -1,0 +1,71 @@
+"""Adds simple nodes in place of a composite one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims, DType, Tensor, TensorType, numpy_dtype, static_shape
+
+
+class NodeEmitter:
+    """Nodes called ``<composite>/...``, in its scope, behind what it waits for.
+
+    Attributes:
+      dtype: of what is computed, unless a call names another.
+    """
+
+    def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
+        self.program, self.node, self.nodes, self.taken = program, node, nodes, taken
+        self.dtype = self.type_of(node.inputs[0]).dtype
+
+    def type_of(self, ref: Ref) -> TensorType:
+        return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
+
+    def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
+        """A new node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
+        kind = TensorType(dtype or self.dtype, shape)
+        return self.node_of(suffix, op, inputs, kind, {"T": DType(kind.dtype), **attrs})
+
+    def node_of(self, suffix: str, op: str, inputs: tuple[Ref, ...], kind: TensorType, attrs: dict[str, Any]) -> Ref:
+        """A new node with exactly these attributes and this type."""
+        name, n = f"{self.node.name}/{suffix}", 1
+        while name in self.taken:
+            name, n = f"{self.node.name}/{suffix}_{n}", n + 1
+        self.taken.add(name)
+        # What precedes the composite op precedes all that it does.
+        self.nodes[name] = Node(name, op, inputs, self.node.controls, attrs, (kind,), self.node.scope)
+        return Ref(name)
+
+    def const(self, suffix: str, value: np.ndarray) -> Ref:
+        tensor = Tensor.of(value)
+        attrs = {"dtype": DType(tensor.dtype), "value": tensor}
+        return self.node_of(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
+
+    def scalar(self, suffix: str, value: float) -> Ref:
+        return self.const(suffix, np.asarray(value, numpy_dtype(self.dtype)))
+
+    def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
+        x, y = self.type_of(a), self.type_of(b)
+        shape: Dims
+        if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
+            shape = tuple(max(m, n) for m, n in zip(static_shape(x), static_shape(y)))
+        else:
+            shape = max(x.shape, y.shape, key=len)
+        return self.add(suffix, op, (a, b), shape)
+
+    def cast(self, suffix: str, source: Ref, dtype: str) -> Ref:
+        own = self.type_of(source)
+        if own.dtype == dtype:
+            return source
+        attrs = {"SrcT": DType(own.dtype), "DstT": DType(dtype), "Truncate": False}
+        return self.node_of(suffix, "Cast", (source,), TensorType(dtype, own.shape), attrs)
+
+    def reduce_over(self, suffix: str, op: str, source: Ref, axes: tuple[int, ...], keep: bool) -> Ref:
+        """``op`` over dimensions ``axes``, which are kept with size 1 or left out."""
+        dims = static_shape(self.type_of(source))
+        shape = tuple(1 if i in axes else d for i, d in enumerate(dims) if keep or i not in axes)
+        numbers = self.const(f"{suffix}/axes", np.array(axes, np.int32))
+        return self.add(suffix, op, (source, numbers), shape, Tidx=DType("int32"), keep_dims=keep)

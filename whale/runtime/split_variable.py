@@ -1,0 +1,167 @@
+"""Variables that lie split between steps: every rank holds its part, and steps read and update the parts.
+
+The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives the
+global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step cuts
+into parts again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+import whale_ops
+from whale.errors import CommError
+from whale.ir.layout import Split
+
+if TYPE_CHECKING:
+    from whale.capture.captured import CapturedVariable
+    from whale.runtime.context import Context
+
+# Methods that need the whole value in the variable itself.
+_NEED_WHOLE = (
+    "assign_add", "assign_sub", "sparse_read", "gather_nd", "scatter_add", "scatter_sub", "scatter_mul", "scatter_div",
+    "scatter_max", "scatter_min", "scatter_update", "scatter_nd_add", "scatter_nd_sub", "scatter_nd_max",
+    "scatter_nd_min", "scatter_nd_update", "batch_scatter_update",
+)  # fmt: skip
+
+
+class Parts:
+    """The parts that this process's ranks hold of one variable.
+
+    Attributes:
+      handles: of the parts, in the order of the process's ranks.
+    """
+
+    def __init__(self, captured: CapturedVariable, placement: Split, context: Context):
+        self.name, self.placement = captured.name, placement
+        self._variable, self._handle, self._context = captured.variable, captured.handle, context
+        self._parts: list[tf.Variable] = []
+        self.settle()
+        self._variable._whale_parts = self
+        self._variable.__class__ = _split_class(type(self._variable))
+
+    @property
+    def handles(self) -> list[Any]:
+        return [part.handle for part in self._parts]
+
+    def settle(self) -> None:
+        """Cuts the whole value into parts, if the variable itself has one."""
+        whole = self._held()
+        if whole is None:
+            return
+        for i, rank in enumerate(self._context.ranks):
+            part = _cut(whole, self.placement, rank)
+            if i < len(self._parts):
+                self._parts[i].assign(part)
+            else:
+                self._parts.append(tf.Variable(part, trainable=False, name=f"part{rank}"))
+        gen_resource_variable_ops.assign_variable_op(self._handle, tf.zeros((0,), whole.dtype))
+
+    def whole(self) -> tf.Tensor:
+        """The global value. Collective between processes, unless a whole value was assigned.
+
+        Raises:
+          CommError: the ranks do not all read it, or the run is over.
+        """
+        held = self._held()
+        if held is not None:
+            return held
+        parts = [part.read_value() for part in self._parts]
+        if self._context.between_processes:
+            return _gathered(parts[0], self.name, self.placement, self._context)
+        return _joined(parts, self.placement)
+
+    def bring_home(self) -> None:
+        """The whole value into the variable itself, until the next step. Collective between processes."""
+        gen_resource_variable_ops.assign_variable_op(self._handle, self.whole())
+
+    def make_room(self) -> None:
+        """Any whole value, so that another can be assigned."""
+        if self._held() is None:
+            zeros = tf.zeros(self._variable.shape, self._variable.dtype)
+            gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
+
+    def _held(self) -> tf.Tensor | None:
+        value = gen_resource_variable_ops.read_variable_op(self._handle, self._variable.dtype)
+        return value if value.shape == self._variable.shape else None
+
+
+def _cut(whole: tf.Tensor, placement: Split, rank: int) -> tf.Tensor:
+    if placement.blocks > 1:
+        return tf.gather(whole, placement.indices(rank), axis=placement.dim)
+    begin, size = [0] * whole.shape.rank, [-1] * whole.shape.rank
+    begin[placement.dim], size[placement.dim] = placement.offset(rank), placement.sizes[rank]
+    return tf.slice(whole, begin, size)
+
+
+def _joined(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
+    joined = tf.concat(parts, axis=placement.dim)
+    return _in_order(joined, placement)
+
+
+def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
+    if placement.blocks == 1:
+        return joined
+    order = np.concatenate([placement.indices(i) for i in range(len(placement.sizes))])
+    return tf.gather(joined, np.argsort(order), axis=placement.dim)
+
+
+def _gathered(part: tf.Tensor, name: str, placement: Split, context: Context) -> tf.Tensor:
+    from whale.runtime.context import is_current
+
+    if not is_current(context):
+        raise CommError(
+            "a variable that lies split over the ranks cannot be read any more",
+            variable=name,
+            given="a reading after wh.shutdown()",
+            expected="a reading by all ranks before it",
+            action="read or save variables before wh.shutdown()",
+        )
+    # Told apart by this exchange, which every other rank has to make at the same place of its script.
+    purpose = f"the reading of the variable {name!r}, which lies split over the ranks (every rank has to read it)"
+    said = context.comms[0].allgather_bytes("whale/read", name.encode(), context.config["check.timeout_s"], purpose)
+    other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
+    if other is not None:
+        raise CommError(
+            "the ranks read different variables, which lie split over them",
+            given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
+            expected="the same variables in the same order on every rank",
+            action="read variables on every rank, whatever the rank does with the value",
+        )
+    ops = whale_ops.ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    sizes = [placement.local(rank) for rank in range(context.size)]
+    key = f"whale/read/{name}"
+    joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=[])
+    return _in_order(joined, placement)
+
+
+@cache
+def _split_class(kind: type) -> type:
+    """``kind`` for a variable that lies split; graphs that read it are built as ever."""
+
+    def read(self: Any, no_copy: bool = False) -> Any:
+        if tf.executing_eagerly():
+            return self._whale_parts.whole()
+        return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+
+    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self._whale_parts.make_room()
+        return kind.assign(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def whole_first(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                self._whale_parts.bring_home()
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    methods = {name: whole_first(name) for name in _NEED_WHOLE if hasattr(kind, name)}
+    return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read, "assign": assign})
