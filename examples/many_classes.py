@@ -5,8 +5,8 @@
     whale run -np 2 examples/many_classes.py --data-parallel      for comparison
 
 Each class has a code, a random vector; an example is its class's code with noise. The hidden layer is under
-`wh.replica()`, so its rows are divided. The classifier and its loss are under `wh.split()`: each rank holds the weights of
-some of the classes, and neither the weight, nor its gradient, nor the logits are ever sent.
+`wh.replica()`, so its rows are divided. The classifier and its loss are under `wh.split()`: each rank holds the weights
+of some of the classes, and neither the weight, nor its gradient, nor the logits are ever sent.
 """
 
 from __future__ import annotations

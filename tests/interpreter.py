@@ -75,7 +75,7 @@ class _Exchange:
     def __init__(self, size: int):
         self.size = size
         self.posted: dict[tuple[str, int], dict[int, tuple[Node, list[np.ndarray]]]] = {}
-        self.results: dict[tuple[str, int], list[tuple[np.ndarray, ...]]] = {}
+        self.results: dict[tuple[str, int], dict[int, tuple[np.ndarray, ...]]] = {}
         self.count: Counter[tuple[int, str]] = Counter()
         self.mail: dict[tuple[str, int, int], np.ndarray] = {}
         self.calls: list[Call] = []
@@ -100,11 +100,17 @@ class _Exchange:
         self.count[rank, key] += 1
         members = self.posted.setdefault(ticket, {})
         members[rank] = (node, operands)
-        if len(members) == self.size:
-            self._complete(ticket, [members[r] for r in range(self.size)])
+        group = node.attrs.get("ranks") or tuple(range(self.size))
+        if rank not in group:
+            raise InterpreterError(f"rank {rank} takes part in {key} of ranks {group}")
+        if len(members) == len(group):
+            self._complete(ticket, group, members)
         return ticket
 
-    def _complete(self, ticket: tuple[str, int], members: list[tuple[Node, list[np.ndarray]]]) -> None:
+    def _complete(
+        self, ticket: tuple[str, int], group: Sequence[int], posted: Mapping[int, tuple[Node, list[np.ndarray]]]
+    ) -> None:
+        members = [posted[r] for r in group]
         first = members[0][0]
         for node, _ in members[1:]:
             if (node.op, node.attrs) != (first.op, first.attrs):
@@ -112,8 +118,8 @@ class _Exchange:
                     f"collective {ticket[0]} differs: {first.op} {first.attrs}, {node.op} {node.attrs}"
                 )
         operands = [xs for _, xs in members]
-        results, moved = _COLLECTIVES[first.op](first.attrs, operands, self.size)
-        self.results[ticket] = results
+        results, moved = _COLLECTIVES[first.op](first.attrs, operands, len(group))
+        self.results[ticket] = dict(zip(group, results))
         self.calls.append(Call(ticket[0], first.op, first.attrs, moved))
 
 

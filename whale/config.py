@@ -79,6 +79,13 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
     ),
     Key(
+        "split.ranks",
+        "int",
+        0,
+        "ranks that divide tensors together under wh.split; groups of as many ranks divide the batch; 0 = all ranks",
+        minimum=0,
+    ),
+    Key(
         "sync_batch_norm",
         "bool",
         False,

@@ -1,6 +1,6 @@
 """Script for `whale run`: one case of the zoo over MPI; every rank writes what it computed.
 
-case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER        (SHARES: 5,3 or even)
+case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE        (SHARES: 5,3 or even; SCOPE: replica or split)
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.runtime.context import check_replicas
 
-name, dtype, optimizer, shares, folder = sys.argv[1:]
+name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
 wh.init(wh.Config({"replica.shares": rows, "sync_batch_norm": True, "random": "global"}))
 case = case_named(name)
-setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), wh.replica)
+setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), getattr(wh, scope))
 program = build(case, setting)
 save(Path(folder, f"{wh.rank()}.npz"), execute(case, program))
 check_replicas()
 plan = program.plan(program.batches(1)[0])
 assert plan.split_flops_fraction >= 0.9, f"only {plan.split_flops_fraction:.1%} of the FLOPs are split"
 assert plan.logical_bytes > 0, "the plan moves no bytes"
+assert bool(plan.variables) == (scope == "split" and not name.startswith("tf1")), plan.variables
 print(f"rank {wh.rank()} of {wh.size()} is done")
 wh.shutdown()

@@ -16,21 +16,24 @@ SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
 
 
 @pytest.mark.parametrize(
-    ("case", "optimizer", "shares"),
+    ("case", "optimizer", "shares", "scope"),
     [
-        pytest.param("mlp", "adam", "5,3", marks=pytest.mark.core),
-        pytest.param("mlp_metrics", "sgd", "4,0,4"),
-        pytest.param("convnet", "sgd", "even,even,even"),
-        pytest.param("tf1_mlp", "adam", "2,6", marks=pytest.mark.core),
+        pytest.param("mlp", "adam", "5,3", "replica", marks=pytest.mark.core),
+        pytest.param("mlp_metrics", "sgd", "4,0,4", "replica"),
+        pytest.param("convnet", "sgd", "even,even,even", "replica"),
+        pytest.param("tf1_mlp", "adam", "2,6", "replica", marks=pytest.mark.core),
+        pytest.param("embedding", "adam", "even,even,even", "split", marks=pytest.mark.core),
+        pytest.param("tf1_mlp", "sgd", "even,even", "split"),
     ],
 )
 def test_processes_compute_what_one_device_computes(
-    launcher: Launcher, pool: Pool, tmp_path: Path, case: str, optimizer: str, shares: str
+    launcher: Launcher, pool: Pool, tmp_path: Path, case: str, optimizer: str, shares: str, scope: str
 ) -> None:
     wanted = pool.reference(flavours()[0], case, "float64", optimizer)
     size = len(shares.split(","))
     rows = "even" if "even" in shares else shares
-    done = launcher.run("-np", str(size), SCRIPT, case, "float64", optimizer, rows, str(tmp_path), timeout_s=180)
+    arguments = [case, "float64", optimizer, rows, str(tmp_path), scope]
+    done = launcher.run("-np", str(size), SCRIPT, *arguments, timeout_s=180)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [load(tmp_path / f"{rank}.npz") for rank in range(size)]
     worst = difference(load(wanted["path"]), results[0], wanted["floor"])

@@ -48,7 +48,8 @@ class Run:
     Attributes:
         flavour: which Keras the worker processes have.
         gradients: the step returns its gradients as well.
-        scope: what the model is inside: `wh.replica` (which must be the same as nothing, ""), or `wh.split`.
+        scope: what the model is inside: `replica` (which must be the same as nothing, ""), `split`, or `split:2` for
+            groups of two ranks that split.
     """
 
     case: Case = field(compare=False)

@@ -22,10 +22,12 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         `split_flops_fraction` and `logical_bytes` of the plan that ran.
     """
     case = case_named(job["case"])
+    scope, _, group = job["scope"].partition(":")
     config = {
         "communication.transport": "in-process",
         "cluster.ranks": job["ranks"],
         "replica.shares": job["shares"],
+        "split.ranks": int(group or 0),
         "sync_batch_norm": True,
         "random": "global",
     }
@@ -36,7 +38,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
             job["optimizer"],
             function=wh.function,
             session=lambda graph: wh.Session(graph=graph),
-            scope=SCOPES[job["scope"]],
+            scope=SCOPES[scope],
             gradients=job["gradients"],
         )
         program = build(case, setting)

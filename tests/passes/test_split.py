@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from whale.ir.layout import P_SUM, B, Partial, Split, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
+from whale.passes import eliminate, integer_program
 from whale.passes.annotate import annotate
 from whale.passes.choose import Edge, choose, total_cost
 from whale.passes.pipeline import PlanContext, expand, make_plan
@@ -171,7 +173,7 @@ def test_one_rank_has_nothing_to_split() -> None:
 
 
 def test_nothing_to_split_is_an_error_that_names_what_would_work() -> None:
-    with pytest.raises(PlanError, match=r"nothing under a split scope(.|\n)*layer1(.|\n)*\[2, 3\](.|\n)*over 4 ranks") as e:
+    with pytest.raises(PlanError, match=r"nothing under a split(.|\n)*layer1(.|\n)*\[2, 3\](.|\n)*over 4 ranks") as e:
         make_plan(scoped(mlp(8, 2, 3, 3)), PlanContext(4))
     assert "4 or more" in str(e.value)
     b = Builder("none")
@@ -224,11 +226,23 @@ def test_the_solver_finds_what_enumeration_finds(seed: int) -> None:
         edges.append(Edge(forms(producer), producer, readers, lambda p, q, prices=prices: prices[p, q]))
     every = itertools.product(*[range(len(options)) for options in costs])
     best = min(total_cost(costs, edges, chosen) for chosen in every)
-    assert total_cost(costs, edges, choose(costs, edges)) == pytest.approx(best, abs=1e-6)
+    for solve in (choose, eliminate.solve, integer_program.solve):
+        assert total_cost(costs, edges, solve(costs, edges)) == pytest.approx(best, rel=1e-4)
 
 
 def test_what_cannot_be_changed_is_not_chosen() -> None:
     edge = Edge((P_SUM, B), 0, ((1, (Partial("max"), B)),), lambda p, q: 0.0 if p == q else float("inf"))
-    assert choose([[0.0, 5.0], [0.0, 5.0]], [edge]) == [1, 1]
-    with pytest.raises(PlanError, match="no layouts were found"):
-        choose([[0.0], [0.0]], [Edge((P_SUM,), 0, ((1, (Partial("max"),)),), edge.price)])
+    only = Edge((P_SUM,), 0, ((1, (Partial("max"),)),), edge.price)
+    for solve in (choose, eliminate.solve, integer_program.solve):
+        assert solve([[0.0, 5.0], [0.0, 5.0]], [edge]) == [1, 1]
+    for solve in (choose, integer_program.solve):
+        with pytest.raises(PlanError, match="no layouts were found"):
+            solve([[0.0], [0.0]], [only])
+
+
+def test_graphs_that_are_too_wide_go_to_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = scoped(mlp(8, 12, 24, 6))
+    expected = planned(program, 2)
+    monkeypatch.setattr(eliminate, "_LARGEST_TABLE", 20)
+    monkeypatch.setattr(integer_program, "solve", seen := Mock(wraps=integer_program.solve))
+    assert planned(program, 2).logical_bytes == expected.logical_bytes and seen.called

@@ -73,6 +73,9 @@ class Plan:
       exceptions: what the run computes otherwise than one device, in words.
       variables: handle nodes of variables that lie split between steps, with how.
       expanded: composite nodes that the plan speaks of in their decomposed form.
+      inner: on a mesh of two axes, the plan of the second axis, for what the first axis' first coordinate runs.
+      repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
+        coordinate where they have the whole tensor, once in all where each has a part.
     """
 
     program: str
@@ -90,15 +93,20 @@ class Plan:
     exceptions: tuple[str, ...] = ()
     variables: Mapping[str, Placement] = field(default_factory=dict)
     expanded: tuple[str, ...] = ()
+    inner: Plan | None = None
+    repeats: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def logical_bytes(self) -> int:
         """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
-        return sum(r.bytes for r in self.reshards)
+        own = sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards)
+        return own if self.inner is None else own + self.size * self.inner.logical_bytes
 
     @property
     def split_flops_fraction(self) -> float:
         """Share of the FLOPs of matrix products and convolutions that are divided over the ranks; 1.0 without any."""
+        if self.inner is not None and self.inner.split_flops_fraction < 1.0:
+            return min(self.inner.split_flops_fraction, self.split_flops / self.total_flops if self.total_flops else 1)
         return self.split_flops / self.total_flops if self.total_flops else 1.0
 
     @cached_property
@@ -146,6 +154,8 @@ class Plan:
                 backends={r.key: r.backend for r in self.reshards if r.backend != "whale"},
                 variables={name: str(p) for name, p in self.variables.items()},
                 expanded=list(self.expanded),
+                inner=self.inner.to_json().decode() if self.inner is not None else "",
+                repeats=dict(self.repeats),
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -175,6 +185,8 @@ class _File(msgspec.Struct):
     local_inputs: list[str] = []
     variables: dict[str, str] = {}
     expanded: list[str] = []
+    inner: str = ""
+    repeats: dict[str, int] = {}
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
 
 
@@ -219,6 +231,8 @@ def _plan(f: _File) -> Plan:
         ),
         variables={name: parse_placement(p) for name, p in f.variables.items()},
         expanded=tuple(f.expanded),
+        inner=plan_from_json(f.inner.encode()) if f.inner else None,
+        repeats=f.repeats,
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

@@ -50,11 +50,13 @@ class Emitter:
     Attributes:
       rank, size: coordinate on the mesh axis and its extent.
       comm: name of the communicator that the ops look up.
+      prefix: of the names of what is added; another one where the program was lowered for another axis before.
     """
 
     rank: int
     size: int
     comm: str
+    prefix: str = "whale"
     nodes: dict[str, Node] = field(default_factory=dict)
     communicates: bool = False
 
@@ -269,7 +271,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     """
     if e.size == 1:
         return source()  # the first rank is all ranks
-    name = "whale/" + "".join(
+    name = f"{e.prefix}/" + "".join(
         c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}"
     )
     have, want = r.source, r.target

@@ -21,13 +21,16 @@ from whale.rules.empty import known_outputs
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
 
 
-def localise(program: Program, plan: Plan, rank: int, comm: str, what: str) -> Program:
+def localise(
+    program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale"
+) -> Program:
     """What ``rank`` runs.
 
     Args:
       program: the expanded program that ``plan`` was made for.
       comm: name of the communicator (see whale_ops).
-      what: how a person would call this run; used when ranks turn out to run different things.
+      what: how a person would call this run; used when ranks turn out to run different things. None: they do not check.
+      prefix: of the names of what is added.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard.
@@ -35,13 +38,13 @@ def localise(program: Program, plan: Plan, rank: int, comm: str, what: str) -> P
     functions: dict[str, Program] = {}
     talks: set[str] = set()
     for name, body in _callees_first(program):
-        lowered, communicates = _Localiser(body, name, plan, rank, comm, talks).run(None)
+        lowered, communicates = _Localiser(body, name, plan, rank, comm, talks, prefix).run(None)
         functions[name] = lowered
         if communicates:
             talks.add(name)
     for name, body in program.functions.items():  # called by ops that run on the first rank, or not at all: unchanged
         functions.setdefault(name, body)
-    lowered, _ = _Localiser(program, "", plan, rank, comm, talks).run(what)
+    lowered, _ = _Localiser(program, "", plan, rank, comm, talks, prefix).run(what)
     return replace(lowered, functions=functions)
 
 
@@ -63,7 +66,9 @@ def _callees_first(program: Program) -> list[tuple[str, Program]]:
 class _Localiser:
     """Lowers one graph for one rank."""
 
-    def __init__(self, program: Program, graph: str, plan: Plan, rank: int, comm: str, talks: set[str]):
+    def __init__(
+        self, program: Program, graph: str, plan: Plan, rank: int, comm: str, talks: set[str], prefix: str = "whale"
+    ):
         if graph not in plan.strategies:
             # Only called by something that runs on the first rank: it stays as it is.
             strategies: Mapping[str, Strategy] = {
@@ -74,7 +79,7 @@ class _Localiser:
             strategies = plan.strategies[graph]
         self.program, self.graph, self.plan, self.rank, self.talks = program, graph, plan, rank, talks
         self.strategies = strategies
-        self.emitter = Emitter(rank, plan.size, comm)
+        self.emitter = Emitter(rank, plan.size, comm, prefix)
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
         self.grouped: dict[int, list[Ref | None]] = {}
 
@@ -168,7 +173,7 @@ class _Localiser:
             found = self._recreate(producer, ref, wanted)
         elif r.group >= 0:
             members = self.plan.groups[r.group]
-            found = Ref(f"whale/group_{r.group}", next(i for i, m in enumerate(members) if m.key == r.key))
+            found = Ref(f"{self.emitter.prefix}/group_{r.group}", next(i for i, m in enumerate(members) if m.key == r.key))
         else:
             found = emit_reshard(self.emitter, r, t, lambda: self.get(ref, r.source))
         self.local[key] = found
@@ -198,7 +203,7 @@ class _Localiser:
             members = self.plan.groups[r.group]
             sources = [self.get(m.ref, m.source) for m in members]
             types = [self.program.type_of(m.ref) for m in members]
-            name = f"whale/group_{r.group}"
+            name = f"{self.emitter.prefix}/group_{r.group}"
             self.emitter.all_reduce(name, [s for s in sources if s is not None], types, r, name)
 
     def _output(self, ref: Ref, i: int) -> Ref:
@@ -266,7 +271,7 @@ class _Localiser:
         inside = None
         if edit.window is not None:
             types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
-            inside = emit_window(e, f"{name}/whale_window", edit.window, inputs, types)
+            inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
         outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
         if node.op == "Placeholder" and spread and handle is None:
@@ -279,7 +284,7 @@ class _Localiser:
         controls = tuple(c for c in node.controls if not self._absent(c))
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
         if inside is not None and edit.window is not None and edit.window.masked == -1:
-            found_in = replace(lowered, name=name + "/whale_found")
+            found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
             e.nodes[found_in.name] = found_in
             emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, types[edit.window.indices])
         elif edit.divide_by is not None:

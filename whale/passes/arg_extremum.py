@@ -1,6 +1,6 @@
-"""ArgMax and ArgMin in simple ops, so that the dimension they search can be split: the first index that has the extremum.
+"""ArgMax and ArgMin in simple ops, so that the dimension they search can be split.
 
-An index is found as the smallest of those whose element equals the extremum, so both reductions are over parts. Where no
+The result is the smallest of the indices whose element equals the extremum, so both reductions are over parts. Where no
 element equals it (NaN) the index is 0.
 """
 

@@ -41,8 +41,10 @@ class PlanContext:
     ``own_statistics`` and ``own_streams`` give up the equality with one device: batch statistics are of each rank's
     rows, random rows are drawn by each rank.
     ``local`` are the inputs of which a rank is given its own rows only, with the rows of every rank.
-    ``variables`` are the placements that the run's variables have already, by handle node; ``split_variables``: new ones
-    may lie split between steps.
+    ``variables`` are the placements that the run's variables have already, by handle node; ``split_variables``: new
+    ones may lie split between steps. ``split_scopes``: tensors are divided under ``wh.split``; else rows, as elsewhere.
+    ``split_ranks``: ranks that divide tensors together (see whale.runtime.mesh); 0: all.
+    ``batch`` are the batch inputs where they are known already.
     """
 
     size: int
@@ -52,6 +54,9 @@ class PlanContext:
     local: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     variables: Mapping[str, Placement] = field(default_factory=dict)
     split_variables: bool = True
+    split_scopes: bool = True
+    split_ranks: int = 0
+    batch: tuple[BatchInput, ...] | None = None
     group_bytes: int = 4 << 20
     own_statistics: bool = False
     own_streams: bool = False
@@ -84,7 +89,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
     with no_garbage_collection():
-        batch = _batch(program, context)
+        batch = _batch(program, context) if context.batch is None else context.batch
         composites = _of_divided_batches(program, batch, context)
         expanded, composites, layouts, variables = _lay_out(program, batch, composites, context)
         layouts = {
@@ -95,31 +100,63 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             g: make_in_place(expanded if g == "" else expanded.functions[g], layout, context.size)
             for g, layout in layouts.items()
         }
-        reshards = explicit_reshards(expanded, layouts, context.size)
-        if context.backend == "horovod":
-            reshards = give_to_horovod(expanded, layouts[""], reshards)
-        reshards = group(expanded, layouts, reshards, context.group_bytes)
-        divided, total = _flops(expanded, layouts)
-        plan = Plan(
-            program=program.name,
-            fingerprint=fingerprint(program),
-            size=context.size,
-            devices=context.devices or tuple(f"rank {i}" for i in range(context.size)),
-            task_graphs=task_graphs(expanded, tuple(range(context.size))),
-            batch_inputs=batch,
-            strategies={g: layout.strategies for g, layout in layouts.items()},
-            returned={g: layout.outputs for g, layout in layouts.items()},
-            reshards=reshards,
-            variables=variables,
-            expanded=tuple(n.name for n in program.nodes if n.name in composites),
-            unruled=_unruled(expanded, layouts, reshards),
-            exceptions=_exceptions(expanded, layouts[""]) if context.size > 1 else (),
-            split_flops=divided,
-            total_flops=total,
-        )
-        check(expanded, plan)
-        refuse_hidden_updates(expanded, plan)
-        _dump(context, "plan", expanded, plan)
+        return _finished(program, expanded, layouts, batch, variables, composites, context)
+
+
+def complete_plan(program: Program, context: PlanContext, model: Plan) -> Plan:
+    """The plan of a program that is ``model``'s but for what belongs to the coordinate of another mesh axis.
+
+    Nodes that both programs have lie as in ``model``; the rest follows by propagation.
+
+    Raises:
+      PlanError: no such plan is legal.
+    """
+    with no_garbage_collection():
+        composites = frozenset(model.expanded)
+        expanded = expand(program, composites, context)
+        given = model.strategies[""]
+        fixed = {n.name: given[n.name] for n in expanded.nodes if n.name in given}
+        fixed = {name: fixed[name] for name in fixed if len(fixed[name].inputs) == len(expanded.by_name[name].inputs)}
+        layouts = _layouts(expanded, model.batch_inputs, context, fixed)
+        plan = _finished(expanded, expanded, layouts, model.batch_inputs, model.variables, composites, context)
+        return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
+
+
+def _finished(
+    program: Program,
+    expanded: Program,
+    layouts: dict[str, GraphLayout],
+    batch: tuple[BatchInput, ...],
+    variables: Mapping[str, Placement],
+    composites: Collection[str],
+    context: PlanContext,
+) -> Plan:
+    """The checked plan with these layouts, its changes of layout made explicit."""
+    reshards = explicit_reshards(expanded, layouts, context.size)
+    if context.backend == "horovod":
+        reshards = give_to_horovod(expanded, layouts[""], reshards)
+    reshards = group(expanded, layouts, reshards, context.group_bytes)
+    divided, total = _flops(expanded, layouts)
+    plan = Plan(
+        program=program.name,
+        fingerprint=fingerprint(program),
+        size=context.size,
+        devices=context.devices or tuple(f"rank {i}" for i in range(context.size)),
+        task_graphs=task_graphs(expanded, tuple(range(context.size))),
+        batch_inputs=batch,
+        strategies={g: layout.strategies for g, layout in layouts.items()},
+        returned={g: layout.outputs for g, layout in layouts.items()},
+        reshards=reshards,
+        variables=variables,
+        expanded=tuple(n.name for n in program.nodes if n.name in composites),
+        unruled=_unruled(expanded, layouts, reshards),
+        exceptions=_exceptions(expanded, layouts[""]) if context.size > 1 else (),
+        split_flops=divided,
+        total_flops=total,
+    )
+    check(expanded, plan)
+    refuse_hidden_updates(expanded, plan)
+    _dump(context, "plan", expanded, plan)
     return plan
 
 
@@ -153,9 +190,10 @@ def _lay_out(
     program: Program, batch: Sequence, composites: frozenset[str], context: PlanContext
 ) -> tuple[Program, frozenset[str], dict[str, GraphLayout], Mapping[str, Placement]]:
     """The expanded program, its composite nodes that were expanded, the layouts, and the variables that lie split."""
+    if context.size == 1 or not context.split_scopes:
+        expanded = expand(program, composites, context)
+        return expanded, composites, _layouts(expanded, batch, context, {}), {}
     losses = frozenset(n.name for n in program.nodes if split_scope(n.scope) and has_split_form(program, n))
-    if context.size == 1:
-        losses = frozenset()
     while True:
         expanded = expand(program, composites | losses, context)
         layouts = _layouts(expanded, batch, context, {})

@@ -1,8 +1,8 @@
 """Softmax, log-softmax and softmax cross-entropy in simple ops, so that the classes can be split.
 
 With m = max(x), s = sum(exp(x - m)) over the classes: softmax = exp(x - m) / s, log-softmax = x - m - log(s), and the
-cross-entropy of label k is log(s) - (x[k] - m) with the gradient softmax - one_hot(k). Where classes are split, m, s and
-x[k] are reduced over the ranks (one number per example each), and the logits stay where they are.
+cross-entropy of label k is log(s) - (x[k] - m) with the gradient softmax - one_hot(k). Where classes are split, m, s
+and x[k] are reduced over the ranks (one number per example each), and the logits stay where they are.
 """
 
 from __future__ import annotations

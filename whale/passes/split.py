@@ -24,7 +24,7 @@ from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split,
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.choose import Edge, choose
-from whale.passes.cost import change_cost, compute_cost, matmul_flops
+from whale.passes.cost import change_cost, compute_cost, fraction, matmul_flops
 from whale.passes.propagate import GraphLayout
 from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, view
@@ -69,7 +69,7 @@ def divide(
     """Strategies for the nodes of split scopes.
 
     Args:
-      outside: how the program lies when no scope is split: tells what arrives at the scopes' borders and is wanted there.
+      outside: how the program lies when no scope is split: tells what arrives at the scopes' borders, and is wanted.
       known: placements of variables (by handle node) that earlier programs of the run have fixed.
       at_rest: whether variables that are not known yet may lie split between steps.
 
@@ -95,7 +95,8 @@ class _Chooser:
         self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
         readers = {v.node for v in program.variables if any(n in self.nodes for n in self._readers(v.node))}
-        self.handles = {v.node: v for v in program.variables if v.node in readers or isinstance(known.get(v.node), Split)}
+        held = readers | {name for name, placement in known.items() if isinstance(placement, Split)}
+        self.handles = {v.node: v for v in program.variables if v.node in held}
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*self.handles, *self.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
         self.weights = self._weights()
@@ -105,7 +106,7 @@ class _Chooser:
         self._spread()
         self._settle_handles()
         self._insist()
-        names = [name for name in self.options]
+        names = list(self.options)
         number = {name: i for i, name in enumerate(names)}
         options = {name: list(self.options[name].values()) for name in names}
         chosen = choose([self._costs(name, options[name]) for name in names], self._edges(number, options))
@@ -116,24 +117,29 @@ class _Chooser:
     # -- the nodes that are chosen for
 
     def _can_choose(self, node: Node) -> bool:
-        """Whether the node's layout may be chosen here: it has a rule, and handles nothing but tensors and variables."""
+        """Whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and variables."""
         program, rule = self.program, rule_of(node.op)
         if rule is None or node.op in LOOPS or node.op in BRANCHES or node.op == "Placeholder":
             return False
         if node.name in program.variable_of or node.name in program.inputs:
             return False
-        strange = [r for r in node.inputs if program.type_of(r).dtype in UNMOVABLE and r.node not in program.variable_of]
-        if strange or any(t.dtype in UNMOVABLE for t in node.outputs):
+        handles = [r.node for r in node.inputs if r.node in program.variable_of or self._communicates(r.node)]
+        tensors = [program.type_of(r) for r in node.inputs if r.node not in handles]
+        if any(t.dtype in UNMOVABLE for t in (*tensors, *node.outputs)):
             return False
-        if node.stateful and not any(r.node in program.variable_of for r in node.inputs):
+        if node.stateful and not handles:
             return False
         return self.outside.strategies[node.name].once is False
+
+    def _communicates(self, name: str) -> bool:
+        """Whether it is the communicator of ops over another mesh axis."""
+        return self.program.by_name[name].op == "WhaleCommunicator"
 
     def _readers(self, handle: str) -> list[str]:
         return [n.name for n, _ in self.program.consumers.get(Ref(handle), ())]
 
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
-        """Products and lookups -> (operand that is a variable of the scope, its handle), variables of rank 2 and more."""
+        """Products and lookups -> (operand that is a variable of rank 2 or more, its handle)."""
         found: dict[str, list[tuple[int, str]]] = {}
         for node in self.nodes.values():
             lookup = node.op in _LOOKUPS
@@ -203,7 +209,7 @@ class _Chooser:
             names.reverse()
 
     def _ask(self, node: Node, at: int | None, placement: Placement | None) -> bool:
-        """Options of ``node`` when its tensor ``at`` (operands, then outputs) lies as ``placement``; True: new forms."""
+        """Options of ``node`` when tensor ``at`` (operands, then outputs) lies as ``placement``; True: new forms."""
         rule = rule_of(node.op)
         assert rule is not None
         current: list[Placement] = [B] * len(node.inputs)
@@ -214,7 +220,7 @@ class _Chooser:
             elif rule.own_stream or not isinstance(placement, Split):
                 return False
             else:
-                wanted = [None] * (at - len(current)) + [placement]
+                wanted = [*[None] * (at - len(current)), placement]
         new = False
         for option in self._strategies(rule, node, current, wanted):
             key = (option.inputs, option.outputs)
@@ -245,7 +251,7 @@ class _Chooser:
                 self.options[name][(), (p,)] = Strategy((), (p,), "split scope: a variable")
             for reader, i in self.program.consumers.get(ref, ()):
                 if reader.name in self.nodes:
-                    self._keep(reader.name, lambda o, i=i: o.inputs[i] in candidates)  # type: ignore[misc]
+                    self._keep(reader.name, lambda o, i=i, c=candidates: o.inputs[i] in c)  # type: ignore[misc]
 
     def _all_take(self, handle: Ref, placement: Placement) -> bool:
         for node, i in self.program.consumers.get(handle, ()):
@@ -284,6 +290,9 @@ class _Chooser:
                 taken = self._keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
                 if handle not in first and scope[1] is not None and node.op not in _LOOKUPS:
                     self._along(node, handle, scope[1])
+                    read = {o.inputs[i] for o in self.options[name].values()}
+                    if self.program.type_of(node.inputs[i]).shape == self.handles[handle].type.shape:
+                        self._keep(handle, lambda o, read=read: o.outputs[0] in read)  # type: ignore[misc]
                 first.add(handle)
                 if not taken:
                     continue
@@ -292,10 +301,13 @@ class _Chooser:
         for name, node in self.nodes.items():
             if matmul_flops(node, [self.program.type_of(r) for r in node.inputs]):
                 self._keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs + o.outputs))
-        for scope_path in {split_scope(n.scope) for n in self.nodes.values()} - {None}:
-            assert scope_path is not None
-            if not divided.get(scope_path[0], False):
-                raise self._nothing(scope_path[0])
+        for scope, something in divided.items():
+            if not something:
+                raise self._nothing(scope)
+        # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a batch
+        # is computed on, some scope must have.
+        if not divided and any(isinstance(p, Split) for p in self.outside.produced.values()):
+            raise self._nothing(next(iter(self.nodes.values())).scope if self.nodes else "wh.split")
 
     def _along(self, node: Node, handle: str, dim: int) -> None:
         shape = node.outputs[0].shape or ()
@@ -313,19 +325,25 @@ class _Chooser:
         )
 
     def _nothing(self, scope: str) -> PlanError:
-        rows = []
+        ranks = f"over {self.parts} ranks"
+        rows: dict[str, str] = {}
         for name, uses in self.weights.items():
-            node = self.nodes[name]
-            if node.scope == scope:
-                rows += [f"{self.handles[h].name} {list(self.handles[h].type.shape or ())} of {node.name}" for _, h in uses]
-        small = ", each dimension" if rows else ""
+            for weight in (self.handles[handle] for _, handle in uses):
+                if self.nodes[name].scope == scope:
+                    said = f"{name} reads {weight.name} {list(weight.type.shape or ())} {ranks}"
+                    rows.setdefault(weight.name, said)
+        if not rows:
+            return PlanError(
+                "nothing under a split scope can be divided",
+                op=scope,
+                given="no product or lookup that reads a variable",
+                expected="a dense, convolution, attention or embedding layer called under the scope",
+                action="enter the scope where such a layer is called, or take it away",
+            )
         return PlanError(
             "nothing under a split scope can be divided",
-            op=rows[0].rpartition(" of ")[2] if rows else scope,
-            given=f"{'; '.join(rows[:4])} over {self.parts} ranks" if rows else f"no product or lookup that reads a variable, in {scope}",
-            expected=f"dimensions of size {self.parts} or more{small and ' in the weights'}"
-            if rows
-            else "a dense, convolution, attention or embedding layer called under the scope",
+            given="; ".join(list(rows.values())[:4]),
+            expected=f"weights with a dimension of size {self.parts} or more",
             action="use fewer ranks or larger layers, or take the scope away",
         )
 
@@ -338,6 +356,8 @@ class _Chooser:
         types = [self.program.type_of(r) for r in node.inputs]
         flops = matmul_flops(node, types)
         touched = sum(t.bytes for t in types) + sum(t.bytes for t in node.outputs)
+        if any(self._communicates(r.node) for r in node.inputs):
+            return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
         return [_WORK * compute_cost(o, touched, flops) for o in options]
 
     def _edges(self, number: Mapping[str, int], options: Mapping[str, list[Strategy]]) -> list[Edge]:

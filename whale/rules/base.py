@@ -17,8 +17,16 @@ from whale.ir.program import Node
 from whale.ir.values import Dims, TensorType
 
 __all__ = [
-    "UNCHANGED", "Local", "OpView", "Rule", "Strategy", "Window", "local_input_shape", "local_output_shape", "replicated",
-]  # fmt: skip
+    "UNCHANGED",
+    "Local",
+    "OpView",
+    "Rule",
+    "Strategy",
+    "Window",
+    "local_input_shape",
+    "local_output_shape",
+    "replicated",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Window:
     The rank's node sees them counted from ``offset``. Of an index that falls elsewhere: without ``masked`` it becomes
     -1, which the op ignores; with ``masked`` it becomes a position that exists, and its elements are zeroed, in that
     operand (a number), or in the first output (-1), whose dimensions from ``at`` are those of the indices.
+    ``runs`` is how many runs the dimension consists of; only one can be counted from an offset.
     """
 
     indices: int
@@ -56,6 +65,7 @@ class Window:
     size: int
     masked: int | None = None
     at: int = 0
+    runs: int = 1
 
     def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(what the rank's node sees, whether it is inside)."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import numpy_dtype
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import axis, names, term, terms
 from whale.rules.notation import REPLICATED
@@ -37,7 +36,7 @@ def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         at = -1 if found is None else found
     if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0):
         return UNCHANGED
-    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at))
+    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at, runs=cut.blocks))
 
 
 def _depth(op: OpView) -> int | None:
@@ -103,11 +102,9 @@ def _depth_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     at = len(op.inputs[0].shape or ()) if at == -1 else at
     if not isinstance(cut, Split) or cut.dim != at:
         return UNCHANGED
-    dtype = numpy_dtype(op.inputs[0].dtype)
-    return Local(
-        consts={1: np.array(cut.local(coordinate), np.int32)},
-        added={0: np.array(-cut.offset(coordinate), dtype)},
-    )
+    count = cut.local(coordinate)
+    window = Window(0, cut.offset(coordinate), count, runs=cut.blocks)
+    return Local(consts={1: np.array(count, np.int32)}, window=window)
 
 
 def dynamic_stitch(op: OpView) -> str:

@@ -10,7 +10,7 @@ from importlib import import_module
 import numpy as np
 
 from whale.errors import RuleError
-from whale.ir.layout import B, Partial, Placement, Split
+from whale.ir.layout import B, Partial, Placement, Split, in_runs
 from whale.ir.values import TensorType
 from whale.rules import roles
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy
@@ -20,7 +20,7 @@ from whale.rules.notation import OWNER, Passes, parse, parse_passes
 FAMILIES = (
     "pointwise", "linear", "reductions", "einsum", "convolution", "pooling", "shape", "slicing", "gather", "segment",
     "losses", "norm", "random", "variables", "lists", "optional", "linalg", "fft", "image", "sort", "quantise", "rnn",
-    "sinks", "sources",
+    "sinks", "sources", "communication",
 )  # fmt: skip
 
 # Propagated with their bodies or frames, not by a rule.
@@ -92,6 +92,8 @@ class LineRule:
             raise RuleError(
                 error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts
             ) from None
+        if self.local is not None and any(in_runs(p) for s in found for p in s.inputs + s.outputs):
+            return [s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1]
         return list(found)
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:

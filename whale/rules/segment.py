@@ -29,12 +29,12 @@ def dense_bincount(op: OpView) -> str:
 
 
 def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """A rank's segments: numbers counted from its first; rows of other segments have the number -1, which is dropped."""
+    """A rank's segments: numbers counted from its first; rows of others have the number -1, which is dropped."""
     cut = strategy.outputs[0]
     if not isinstance(cut, Split) or cut.dim != 0:
         return UNCHANGED
     count = np.array(cut.local(coordinate), numpy_dtype(op.inputs[2].dtype))
-    return Local(consts={2: count}, window=Window(1, cut.offset(coordinate), cut.local(coordinate)))
+    return Local(consts={2: count}, window=Window(1, cut.offset(coordinate), cut.local(coordinate), runs=cut.blocks))
 
 
 _UNSORTED = "i*+ q*, i*+, . -> s q*"

@@ -42,7 +42,7 @@ def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     cut = strategy.inputs[0]
     if not isinstance(cut, Split) or cut.dim != 0:
         return UNCHANGED
-    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=2))
+    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=2, runs=cut.blocks))
 
 
 def _named(prefix: str, stems: list[str]) -> str:

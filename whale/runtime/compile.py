@@ -18,8 +18,9 @@ from whale.ir.program import Node, Program, Ref
 from whale.lowering.compiled import compile_marked
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
-from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
+from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.runtime.context import Context
+from whale.runtime.mesh import lower_mesh, plan_program
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def plan_context(context: Context) -> PlanContext:
         group_bytes=config["communication.group_bytes"],
         own_statistics=not config["sync_batch_norm"],
         own_streams=config["random"] == "local",
+        split_ranks=config["split.ranks"],
         backend=config["communication.backend"],
         dump=config["dump"] if context.rank == 0 else "",
     )
@@ -87,7 +89,7 @@ def compile_program(
     program = normalise(program, settings)
     lap("normalise")
     if context.dry is not None:
-        context.dry.seen(make_plan(program, replace(settings, size=context.dry.size, local=local)))
+        context.dry.seen(plan_program(program, replace(settings, size=context.dry.size, local=local)))
     else:
         settings = replace(settings, local=local)
     mark = fingerprint(program)
@@ -100,8 +102,11 @@ def compile_program(
     lap("expand")
     what = f"`{program.name}` (program {number} of the run)"
     with no_garbage_collection():
-        ranks = tuple(localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks)
-        ranks = tuple(compile_marked(_with_number(r, number)) for r in ranks)
+        if plan.inner is not None:
+            lowered = lower_mesh(program, plan, settings, context.ranks, context.comm_name, what)
+        else:
+            lowered = [localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks]
+        ranks = tuple(compile_marked(_with_number(r, number)) for r in lowered)
     lap("localise")
     return Compiled(plan, expanded, ranks, number, times)
 
@@ -198,11 +203,11 @@ def _purpose(program: Program, number: int) -> str:
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:
     """Rank 0's plan on every rank; when planning fails there, the same error on every rank."""
     if not context.between_processes:
-        return make_plan(program, settings)
+        return plan_program(program, settings)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     if context.rank == 0:
         try:
-            plan = make_plan(program, settings)
+            plan = plan_program(program, settings)
         except Exception as e:
             comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s)
             raise

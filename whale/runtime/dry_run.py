@@ -12,9 +12,10 @@ from whale.capture.function import capture_function
 from whale.errors import ClusterError, ProgramError
 from whale.ir.plan import Plan
 from whale.ir.text import format_plan
-from whale.passes.pipeline import PlanContext, make_plan, normalise
+from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import plan_context
+from whale.runtime.mesh import plan_program
 
 
 def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
@@ -34,7 +35,7 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
         from dataclasses import replace
 
         settings = replace(plan_context(runtime_context._current), size=ranks)
-    return make_plan(normalise(captured.program, settings), settings)
+    return plan_program(normalise(captured.program, settings), settings)
 
 
 def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -> int:

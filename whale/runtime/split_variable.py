@@ -1,8 +1,8 @@
 """Variables that lie split between steps: every rank holds its part, and steps read and update the parts.
 
-The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives the
-global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step cuts
-into parts again.
+The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives
+the global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step
+cuts into parts again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Parts:
         self._parts: list[tf.Variable] = []
         self.settle()
         self._variable._whale_parts = self
-        self._variable.__class__ = _split_class(type(self._variable))
+        kind: type = type(self._variable)
+        self._variable.__class__ = _split_class(kind)
 
     @property
     def handles(self) -> list[Any]:
@@ -55,7 +56,7 @@ class Parts:
         if whole is None:
             return
         for i, rank in enumerate(self._context.ranks):
-            part = _cut(whole, self.placement, rank)
+            part = _cut(whole, self.placement, rank % len(self.placement.sizes))
             if i < len(self._parts):
                 self._parts[i].assign(part)
             else:
@@ -74,7 +75,7 @@ class Parts:
         parts = [part.read_value() for part in self._parts]
         if self._context.between_processes:
             return _gathered(parts[0], self.name, self.placement, self._context)
-        return _joined(parts, self.placement)
+        return _joined(parts[: len(self.placement.sizes)], self.placement)
 
     def bring_home(self) -> None:
         """The whole value into the variable itself, until the next step. Collective between processes."""
@@ -135,9 +136,11 @@ def _gathered(part: tf.Tensor, name: str, placement: Split, context: Context) ->
         )
     ops = whale_ops.ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
-    sizes = [placement.local(rank) for rank in range(context.size)]
-    key = f"whale/read/{name}"
-    joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=[])
+    sizes = [placement.local(place) for place in range(len(placement.sizes))]
+    first = context.rank - context.rank % len(sizes)  # of the ranks that have the parts between them
+    group = list(range(first, first + len(sizes)))
+    key = f"whale/read/{name}@{first}"
+    joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=group)
     return _in_order(joined, placement)
 
 

@@ -60,9 +60,7 @@ class VariableOwner:
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         return {node: entry.layout for node, entry in known if entry is not None}
 
-    def adopt(
-        self, captured: Sequence[CapturedVariable], context: Context, placed: Mapping[str, Placement]
-    ) -> None:
+    def adopt(self, captured: Sequence[CapturedVariable], context: Context, placed: Mapping[str, Placement]) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
 
         Args:

@@ -1,0 +1,64 @@
+"""Variables that lie split over processes: read, assigned, saved and restored as global values, by all ranks or none."""
+
+from __future__ import annotations
+
+from tests.launcher.helpers import Launcher
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import tensorflow as tf
+import whale as wh
+
+wh.init()
+dense = tf.keras.layers.Dense(7)
+dense.build((None, 4))
+value = np.arange(28.0, dtype=np.float32).reshape(4, 7) / 28
+dense.set_weights([value, np.zeros(7)])
+
+@wh.function
+def step(x):
+    with wh.split(), tf.GradientTape() as tape:
+        loss = tf.reduce_mean(dense(x) ** 2)
+    (slope,) = tape.gradient(loss, [dense.kernel])
+    dense.kernel.assign_sub(0.5 * slope)
+    return loss
+
+x = np.eye(4, dtype=np.float32)
+assert set(step.plan(x).variables) and step.plan(x).split_flops_fraction == 1.0
+first = float(step(x))
+expected = value - 0.5 * 2 * value / 28
+np.testing.assert_allclose(dense.get_weights()[0], expected, rtol=1e-6)
+"""
+
+SAVED = SCRIPT + """
+folder = sys.argv[1]
+manager = wh.CheckpointManager(tf.train.Checkpoint(dense=dense), folder, max_to_keep=1)
+manager.save()
+second = float(step(x))
+dense.kernel.assign(value)
+assert float(step(x)) == first
+manager.restore_or_initialize()
+np.testing.assert_allclose(dense.get_weights()[0], expected, rtol=1e-6)
+assert float(step(x)) == second
+print("done")
+"""
+
+ALONE = SCRIPT + """
+if wh.rank() == 1:
+    dense.kernel.numpy()
+step(x)
+"""
+
+
+def test_global_values_are_read_assigned_saved_and_restored(launcher: Launcher) -> None:
+    folder = launcher.folder / "checkpoints"
+    done = launcher.run("-np", "2", launcher.script(SAVED), str(folder), timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done") == 2
+
+
+def test_a_rank_that_reads_alone_is_told(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(ALONE), timeout_s=120)
+    assert done.returncode != 0
+    assert "which lies split over the ranks (every rank has to read it)" in done.stderr + done.stdout

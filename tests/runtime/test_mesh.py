@@ -1,0 +1,101 @@
+"""Meshes of two axes: hand-written programs over groups of simulated ranks equal the global run, and move what is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.interpreter import Outcome, run
+from tests.lowering.compare import feeds_of
+from tests.passes.test_split import classifier, scoped
+from tests.programs import Builder, mlp
+from whale.errors import PlanError
+from whale.ir.layout import Split
+from whale.ir.plan import Plan, plan_from_json
+from whale.ir.program import Program
+from whale.passes.pipeline import PlanContext
+from whale.runtime.mesh import lower_mesh, plan_program
+
+
+def run_mesh(program: Program, groups: int, per_group: int, **settings: object) -> tuple[Plan, Outcome]:
+    """The plan and the run, which equals the global one on every rank."""
+    context = PlanContext(groups * per_group, split_ranks=per_group, **settings)
+    plan = plan_program(program, context)
+    assert plan.inner is not None and plan_from_json(plan.to_json()) == plan
+    inputs, variables = feeds_of(program)
+    for name in program.inputs:
+        t = program.by_name[name].outputs[0]
+        if t.dtype == "int32":
+            inputs[name] = np.random.default_rng(1).integers(0, 6, t.shape).astype(np.int32)
+    ranks = range(context.size)
+
+    def part(name: str, value: np.ndarray, rank: int) -> np.ndarray:
+        cut = plan.variables.get(name)
+        return np.take(value, cut.indices(rank % per_group), axis=cut.dim) if isinstance(cut, Split) else value
+
+    lowered = lower_mesh(program, plan, context, ranks, "comm", program.name)
+    held = [{name: part(name, value, rank) for name, value in variables.items()} for rank in ranks]
+    whole, spread = run([program], inputs, variables), run(lowered, inputs, held)
+    for rank in ranks:
+        for expected, found in zip(whole.outputs[0], spread.outputs[rank]):
+            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+        for name, value in whole.ranks[0].variables.items():
+            np.testing.assert_allclose(spread.ranks[rank].variables[name], part(name, value, rank), atol=1e-12)
+    moved: Counter[str] = Counter()
+    for call in spread.calls:
+        moved[call.op] += call.bytes
+    assert sum(moved.values()) == plan.logical_bytes
+    return plan, spread
+
+
+@pytest.mark.parametrize(("groups", "per_group"), [(2, 2), (3, 2), (2, 3)])
+def test_two_layers(groups: int, per_group: int) -> None:
+    plan, spread = run_mesh(scoped(mlp(12, 12, 24, 6)), groups, per_group)
+    assert plan.split_flops_fraction == 1.0 and plan.inner.split_flops_fraction == 1.0
+    assert plan.variables == plan.inner.variables and plan.variables["w1"].dim == 1
+    # Gradients of split weights are summed part by part: as many bytes as without groups of their own.
+    parts = {key: n for key, n in plan.repeats.items() if "d_w" in key}
+    assert parts and set(parts.values()) == {1}
+    assert {call.attrs["ranks"] for call in spread.calls if "ranks" in call.attrs and call.op == "WhaleAllReduce"} > {
+        tuple(range(per_group))
+    }
+
+
+@pytest.mark.parametrize("words", [0, 40], ids=["layer", "embedding"])
+def test_a_classifier_beside_divided_rows(words: int) -> None:
+    """Outside of the scope rows are divided over all ranks, inside the classes over the ranks of a group."""
+    plan, _ = run_mesh(classifier(16, 32, 4000, "split_0", words), 2, 2)
+    assert plan.inner.expanded == ("entropy",)
+    assert plan.variables["w"].sizes == (2000, 2000)
+    if not words:
+        layer = plan.inner.strategies[""]["layer"]
+        assert str(layer.inputs[0]) == "S(0)[4,4]"
+
+
+def test_rows_may_be_divided_unevenly_within_groups() -> None:
+    plan, _ = run_mesh(classifier(16, 32, 400, "split_0"), 2, 2, shares=(5, 3, 5, 3))
+    assert str(plan.inner.strategies[""]["layer"].inputs[0]) == "S(0)[5,3]"
+
+
+def test_programs_without_split_scopes_have_one_axis() -> None:
+    assert plan_program(mlp(), PlanContext(4, split_ranks=2)).inner is None
+    assert plan_program(scoped(mlp()), PlanContext(4, split_ranks=4)).inner is None
+    assert plan_program(scoped(mlp()), PlanContext(2)).inner is None
+
+
+def test_mistakes() -> None:
+    program = scoped(mlp(8, 12, 24, 6))
+    with pytest.raises(PlanError, match=r"equal groups\n  given: split.ranks=3, 4 ranks\n  expected: .*1 or 2 or 4"):
+        plan_program(program, PlanContext(4, split_ranks=3))
+    with pytest.raises(PlanError, match=r"equal rows(.|\n)*9 rows of x(.|\n)*a multiple of 2 rows"):
+        plan_program(scoped(mlp(9, 12, 24, 6)), PlanContext(4, split_ranks=2))
+    with pytest.raises(PlanError, match=r"equal rows(.|\n)*\[5, 1, 1, 1\]"):
+        plan_program(program, PlanContext(4, split_ranks=2, shares=(5, 1, 1, 1)))
+    with pytest.raises(PlanError, match="through Whale only"):
+        plan_program(program, PlanContext(4, split_ranks=2, backend="horovod"))
+    looping = replace(program, functions={"body": Builder("body").build()})
+    with pytest.raises(PlanError, match="loops or branches"):
+        plan_program(looping, PlanContext(4, split_ranks=2))

@@ -1,0 +1,57 @@
+"""Communication over one axis of a mesh, as the other axis sees it: each coordinate does it with its part of the tensors.
+
+These nodes stand in programs that were lowered for one axis already. Operand 0 is the communicator.
+"""
+
+from __future__ import annotations
+
+from whale.rules.base import OpView
+from whale.rules.dims import names, term
+from whale.rules.notation import REPLICATED
+from whale.rules.registry import rule
+
+
+def reduction(op: OpView) -> str:
+    """the number of tensors that travel together: one can be cut anywhere"""
+    return "., * -> *" if len(op.inputs) == 2 else REPLICATED
+
+
+def _sums(op: OpView) -> str | None:
+    """Which partial results pass: those of the same reduction."""
+    return "1" if op.attr("reduction") == "sum" and len(op.inputs) == 2 else None
+
+
+def _extrema(op: OpView) -> str | None:
+    """Which partial results pass: those of the same reduction."""
+    kind = op.attr("reduction")
+    return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
+
+
+def _but_for(op: OpView, attributes: tuple[str, ...]) -> str:
+    shape = op.inputs[1].shape
+    if shape is None:
+        return REPLICATED
+    moved = {int(op.attr(name)) for name in attributes}
+    here, there = (
+        [f"{kind}{i}^" if i in moved else x for i, x in enumerate(names("a", len(shape)))] for kind in ("part", "whole")
+    )
+    return f"., {term(here)} -> {term(there)}"
+
+
+def along_axis(op: OpView) -> str:
+    """the axis that is joined or cut, which stays as it is"""
+    return _but_for(op, ("axis",))
+
+
+def along_two_axes(op: OpView) -> str:
+    """the axes that are cut and joined, which stay as they are"""
+    return _but_for(op, ("split_axis", "concat_axis"))
+
+
+RULES = (
+    rule("WhaleAllReduce", reduction, lin=_sums, mono=_extrema),
+    rule("WhaleReduceScatter", along_axis, lin=_sums, mono=_extrema),
+    rule("WhaleAllGather", along_axis, lin="1"),
+    rule("WhaleAllToAll", along_two_axes, lin="1"),
+    rule("WhaleCommunicator WhaleBroadcast WhaleSend WhaleRecv WhaleCheck", REPLICATED),
+)
