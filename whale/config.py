@@ -141,6 +141,14 @@ KEYS: tuple[Key, ...] = (
         "seconds that an operation waits for other ranks before the run fails; 0 = for ever",
         minimum=0.0,
     ),
+    Key(
+        "zero.level",
+        "str",
+        "0",
+        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks, which update a part each; 0: every rank all",
+        choices=("0", "1", "2", "v0", "v1"),
+    ),
+    Key("zero.min_bytes", "int", 1 << 16, "variables below that size stay whole under zero.level", minimum=0),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(
         "check.timeout_s",
@@ -241,6 +249,11 @@ class Config(Mapping[str, Any]):
         return self._origins[_known(name, "code").name]
 
     @property
+    def zero_level(self) -> int:
+        """``zero.level`` as a number."""
+        return {"v0": 1, "v1": 2}.get(self["zero.level"]) or int(self["zero.level"])
+
+    @property
     def link(self) -> Link | None:
         """The emulated link, or None."""
         return parse_link(self["communication.emulate_link"])
@@ -282,6 +295,8 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
         )
 
     element: type
+    if key.choices and type(value) is int:
+        value = str(value)  # zero.level=1
     if key.type.startswith("list"):
         if not isinstance(value, (list, tuple)):
             raise wrong()

@@ -1,6 +1,6 @@
 """Script for `whale run`: one case of the zoo over MPI; every rank writes what it computed.
 
-case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE        (SHARES: 5,3 or even; SCOPE: replica or split)
+case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE        (SHARES: 5,3 or even; SCOPE: replica, split or zero)
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from whale.runtime.context import check_replicas
 
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
-wh.init(wh.Config({"replica.shares": rows, "sync_batch_norm": True, "random": "global"}))
+zero = {"zero.level": 1, "zero.min_bytes": 0} if scope == "zero" else {}
+wh.init(wh.Config({"replica.shares": rows, "sync_batch_norm": True, "random": "global", **zero}))
 case = case_named(name)
-setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), getattr(wh, scope))
+setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), wh.split if scope == "split" else wh.replica)
 program = build(case, setting)
 save(Path(folder, f"{wh.rank()}.npz"), execute(case, program))
 check_replicas()
 plan = program.plan(program.batches(1)[0])
 assert plan.split_flops_fraction >= 0.9, f"only {plan.split_flops_fraction:.1%} of the FLOPs are split"
 assert plan.logical_bytes > 0, "the plan moves no bytes"
-assert bool(plan.variables) == (scope == "split" and not name.startswith("tf1")), plan.variables
+assert bool(plan.variables) == (scope != "replica" and not name.startswith("tf1")), plan.variables
 print(f"rank {wh.rank()} of {wh.size()} is done")
 wh.shutdown()

@@ -48,8 +48,8 @@ class Run:
     Attributes:
         flavour: which Keras the worker processes have.
         gradients: the step returns its gradients as well.
-        scope: what the model is inside: `replica` (which must be the same as nothing, ""), `split`, or `split:2` for
-            groups of two ranks that split.
+        scope: what the model is inside: `replica` (which must be the same as nothing, ""), `split`, `split:2` for
+            groups of two ranks that split, or `zero`: nothing, and the optimizer's state lies split.
     """
 
     case: Case = field(compare=False)

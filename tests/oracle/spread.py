@@ -12,7 +12,7 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.runtime.context import check_replicas
 
-SCOPES = {"": contextlib.nullcontext, "replica": wh.replica, "split": wh.split}
+SCOPES = {"": contextlib.nullcontext, "replica": wh.replica, "split": wh.split, "zero": contextlib.nullcontext}
 
 
 def spread(job: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +28,8 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "cluster.ranks": job["ranks"],
         "replica.shares": job["shares"],
         "split.ranks": int(group or 0),
+        "zero.level": 1 if scope == "zero" else 0,
+        "zero.min_bytes": 0,
         "sync_batch_norm": True,
         "random": "global",
     }

@@ -11,7 +11,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Own, Placement, Split, Strategy
 from whale.ir.plan import BatchInput, Plan
-from whale.ir.program import Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.passes.annotate import annotate, task_graphs
 from whale.passes.batch import batch_inputs
 from whale.passes.check import check
@@ -31,6 +31,7 @@ from whale.passes.specialise import specialise
 from whale.passes.split import divide, split_scope
 from whale.passes.statistics import half_own, own_statistics
 from whale.passes.unpack import unpack
+from whale.passes.zero import state_at_rest, update_strategies
 from whale.rules import rule_of
 
 
@@ -45,6 +46,7 @@ class PlanContext:
     ones may lie split between steps. ``split_scopes``: tensors are divided under ``wh.split``; else rows, as elsewhere.
     ``split_ranks``: ranks that divide tensors together (see whale.runtime.mesh); 0: all.
     ``batch`` are the batch inputs where they are known already.
+    ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``.
     """
 
     size: int
@@ -61,6 +63,8 @@ class PlanContext:
     own_statistics: bool = False
     own_streams: bool = False
     backend: str = "whale"
+    zero_level: int = 0
+    zero_min_bytes: int = 0
     dump: str = ""
 
 
@@ -202,9 +206,43 @@ def _lay_out(
         if not whole:
             break
         losses -= whole
-    if division.strategies:
-        layouts = _layouts(expanded, batch, context, division.strategies)
-    return expanded, composites | losses, layouts, division.variables
+    strategies, variables = dict(division.strategies), dict(division.variables)
+    if context.zero_level:
+        inside = {v.node for v in expanded.variables if any(n.name in strategies for n, _ in _takers(expanded, v.node))}
+        state = _state(expanded, context, inside)
+        strategies.update((name, Strategy((), (p,), "zero.level: state lies split")) for name, p in state.items())
+        variables.update(state)
+        gathered = frozenset(variables) - inside
+        if gathered:
+            alike = place_reductions(expanded, layouts[""], context.size)
+            own = {name: variables[name] for name in gathered}
+            strategies.update(update_strategies(expanded, alike, own, context.size))
+    else:
+        gathered = frozenset()
+    if strategies:
+        layouts = _layouts(expanded, batch, context, strategies, gathered)
+    return expanded, composites | losses, layouts, variables
+
+
+def _takers(program: Program, handle: str) -> Sequence[tuple[Node, int]]:
+    return program.consumers.get(Ref(handle), ())
+
+
+def _state(program: Program, context: PlanContext, inside: Collection[str]) -> dict[str, Split]:
+    """The optimizers' state that comes to lie split, outside of split scopes.
+
+    Raises:
+      PlanError: the run cannot hold variables that lie split.
+    """
+    state = state_at_rest(program, context.size, context.zero_min_bytes, inside, context.variables)
+    if state and not context.split_variables:
+        raise PlanError(
+            "the optimizer's state cannot lie split in a wh.Session",
+            given=f"zero.level={context.zero_level}",
+            expected="zero.level=0, or a step that is a wh.function",
+            action="leave zero.level out, or write the step as a wh.function",
+        )
+    return state
 
 
 def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
@@ -241,7 +279,11 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 
 def _layouts(
-    program: Program, batch: Sequence, context: PlanContext, fixed: Mapping[str, Strategy]
+    program: Program,
+    batch: Sequence,
+    context: PlanContext,
+    fixed: Mapping[str, Strategy],
+    gathered: Collection[str] = frozenset(),
 ) -> dict[str, GraphLayout]:
     divided = {b.name: b.placement for b in batch} if context.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
@@ -249,7 +291,7 @@ def _layouts(
     while True:
         statistics = own_statistics(program, whole) if context.own_statistics and divided else None
         semantics = Semantics(statistics, context.own_streams)
-        layouts = propagate(program, context.size, divided, semantics, local, fixed)
+        layouts = propagate(program, context.size, divided, semantics, local, fixed, gathered)
         mixed = half_own(program, layouts[""], statistics) if statistics is not None else set()
         if not mixed:
             return layouts

@@ -61,6 +61,7 @@ def propagate(
     semantics: Semantics = AS_ONE_DEVICE,
     local: Collection[str] = (),
     fixed: Mapping[str, Strategy] = _NOTHING,
+    gathered: Collection[str] = (),
 ) -> dict[str, GraphLayout]:
     """Strategies for the program (key "") and each function body it calls.
 
@@ -70,6 +71,7 @@ def propagate(
       semantics: what is not global.
       local: batch inputs that come divided; the others come whole and are cut.
       fixed: strategies of nodes of the program that are decided already.
+      gathered: variables that lie split only to be kept so: what is read of them is gathered for who wants it whole.
 
     Raises:
       PlanError: a tensor that cannot be sent would have to be.
@@ -77,7 +79,7 @@ def propagate(
     whole: set[tuple[str, Ref]] = set()
     while True:
         try:
-            return _propagate(program, parts, batch, semantics, local, whole, fixed)
+            return _propagate(program, parts, batch, semantics, local, whole, fixed, gathered)
         except NeededWhole as needed:
             if needed.refs <= whole:
                 raise cannot_be_sent(needed) from None
@@ -92,11 +94,13 @@ def _propagate(
     local: Collection[str],
     whole: set[tuple[str, Ref]],
     fixed: Mapping[str, Strategy],
+    gathered: Collection[str],
 ) -> dict[str, GraphLayout]:
     """``propagate``, given which tensors have to be made whole."""
     graphs: dict[str, GraphLayout] = {}
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
     main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows, fixed)
+    main.gathered = gathered
     for name in program.inputs:
         ref = Ref(name)
         passed = batch[name] if name in local else B
@@ -132,6 +136,7 @@ class _Propagation:
         self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs
         self.whole, self.fixed = whole, fixed
         self.own = OwnRows(program, parts, semantics if name == "" else replace(semantics, statistics=None), rows)
+        self.gathered: Collection[str] = ()
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
         self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay
@@ -164,6 +169,8 @@ class _Propagation:
             self._track_batch(node, strategy, current)
             if given is None:
                 preferred.update(self.own.kept(node, strategy))
+                if self.gathered and node.op == "ReadVariableOp" and node.inputs[0].node in self.gathered:
+                    preferred[Ref(node.name)] = B
 
     def _all_broadcast(self, node: Node) -> Strategy:
         key = (len(node.inputs), len(node.outputs))

@@ -54,6 +54,8 @@ def plan_context(context: Context) -> PlanContext:
         own_streams=config["random"] == "local",
         split_ranks=config["split.ranks"],
         backend=config["communication.backend"],
+        zero_level=config.zero_level,
+        zero_min_bytes=config["zero.min_bytes"],
         dump=config["dump"] if context.rank == 0 else "",
     )
 
