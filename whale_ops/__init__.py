@@ -50,6 +50,7 @@ class OpCounter:
             an all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
         wire_bytes: payload bytes that this rank really sent.
         seconds: from start to end, summed over the calls.
+        waiting_seconds: of these, until the first message had come.
     """
 
     key: str
@@ -58,6 +59,7 @@ class OpCounter:
     logical_bytes: int
     wire_bytes: int
     seconds: float
+    waiting_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +196,19 @@ class Communicator:
         """One entry per key and kind, sorted by key."""
         return [OpCounter(**entry) for entry in self._json(self._core.whale_counters(self._handle))]
 
-    def trace_start(self) -> None:
-        """From now on every finished operation is kept as a trace event; earlier events are dropped."""
-        self._core.whale_trace_start(self._handle)
+    def trace_start(self, descriptor: int) -> None:
+        """From now on every operation of this rank that ends is written to a file descriptor as it ends.
 
-    def trace_events(self) -> list[dict[str, Any]]:
-        """Chrome trace events ("ph": "X") since `trace_start`, in microseconds of the monotonic clock."""
-        return self._json(self._core.whale_trace(self._handle))
+        Each event is a line in Chrome's trace format, followed by a comma: the rank is its process, its times are
+        microseconds of the monotonic clock, its arguments say key, call, algorithm, bytes, and the time that went by
+        before and after the first message. Where a non-blocking descriptor takes no more, events are left out and
+        counted: the next one that is written says how many.
+        """
+        self._core.whale_trace_start(self._handle, descriptor)
+
+    def trace_stop(self) -> None:
+        """Ends the trace; when this returns the descriptor is no longer used."""
+        self._core.whale_trace_stop(self._handle)
 
     def set_link(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
         """Emulates a slower network for this rank's outgoing messages.

@@ -285,12 +285,12 @@ WHALE_EXPORT void* whale_counters(void* handle) {
   return make_bytes(static_cast<Communicator*>(handle)->endpoint->recorder().counters_json());
 }
 
-WHALE_EXPORT void whale_trace_start(void* handle) { static_cast<Communicator*>(handle)->endpoint->recorder().start_trace(); }
-
-WHALE_EXPORT void* whale_trace(void* handle) {
-  auto* communicator = static_cast<Communicator*>(handle);
-  return make_bytes(communicator->endpoint->recorder().trace_json(communicator->endpoint->rank()));
+WHALE_EXPORT void whale_trace_start(void* handle, int descriptor) {
+  const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
+  endpoint->recorder().start_trace(descriptor, endpoint->rank());
 }
+
+WHALE_EXPORT void whale_trace_stop(void* handle) { static_cast<Communicator*>(handle)->endpoint->recorder().stop_trace(); }
 
 WHALE_EXPORT int64_t whale_bytes_count(void* result) { return static_cast<int64_t>(static_cast<Bytes*>(result)->parts.size()); }
 

@@ -294,7 +294,7 @@ void Operation::arrived(MessageLink* link, Arrival&& arrival) {
 }
 
 void Operation::transferred(MessageLink* link, int lane) {
-  if (first_ns_ == 0) first_ns_ = now_ns();
+  if (transferred_ns_ == 0) transferred_ns_ = now_ns();
   --lanes_[lane].pending;
   if (failure_.ok() && busy_ == 0 && lanes_[lane].pending == 0) run_lane(link, lane);
 }
@@ -338,10 +338,12 @@ Record Operation::record(int64_t end_ns) const {
   record.key = request.key;
   record.kind = request.kind;
   record.algorithm = schedule_.algorithm;
+  record.call = call_;
   record.logical_bytes = logical_bytes(problem_);
   record.wire_bytes = wire_bytes_;
   record.ready_ns = ready_ns;
-  record.first_ns = first_ns_ == 0 ? end_ns : first_ns_;
+  record.first_ns = first_ns_;
+  if (first_ns_ == 0) record.first_ns = expected_.empty() && transferred_ns_ != 0 ? transferred_ns_ : end_ns;
   record.end_ns = end_ns;
   return record;
 }

@@ -139,7 +139,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   size_t open_lanes_ = 1;
   int busy_ = 0;
   Status failure_;
-  int64_t first_ns_ = 0;
+  int64_t first_ns_ = 0;        // when the first message of another rank was there
+  int64_t transferred_ns_ = 0;  // when the first transfer of any kind was complete
   int64_t wire_bytes_ = 0;
 };
 
