@@ -18,6 +18,10 @@ LOCAL_SIZE_VARIABLE = "WHALE_LOCAL_SIZE"
 RESTART_VARIABLE = "WHALE_RESTART"
 # "<pid>:<file descriptor>" of the socket between a script and the worker of `whale run` beside it: lines of JSON.
 CONTROL_VARIABLE = "WHALE_CONTROL"
+# The same for the pipe that takes the script's trace, when `whale run --trace` asks for one.
+TRACE_PIPE_VARIABLE = "WHALE_TRACE_PIPE"
+# Set when `whale run -v` wants to know what each rank has communicated.
+COUNTERS_VARIABLE = "WHALE_COUNTERS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,12 @@ def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
         if dialect.rank in environment and dialect.size in environment:
             return _read(dialect, environment)
     return ProcessPlace(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
+def own_descriptor(variable: str) -> int | None:
+    """The file descriptor that `whale run` has left to this process; a process that the script starts has none."""
+    pid, _, number = os.environ.get(variable, "").partition(":")
+    return int(number) if pid == str(os.getpid()) else None
 
 
 def restarts() -> int:

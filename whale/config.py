@@ -151,6 +151,12 @@ KEYS: tuple[Key, ...] = (
     Key("zero.min_bytes", "int", 1 << 16, "variables below that size stay whole under zero.level", minimum=0),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(
+        "trace",
+        "str",
+        "",
+        "file for a trace of this process, its rank in the name; empty = off; one file of all ranks: whale run --trace",
+    ),
+    Key(
         "check.timeout_s",
         "float",
         60.0,

@@ -38,6 +38,7 @@ class _Rank:
     config: Config
     elements: int = 0
     between_processes: bool = True
+    trace: None = None
     dry: Any = field(default=None)
 
 

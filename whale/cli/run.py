@@ -24,7 +24,17 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--min-ranks", type=int, default=1, metavar="M", help="start again only where M ranks are left (default 1)"
     )
-    verb.add_argument("-v", "--verbose", action="store_true", help="show every rank's errors and mpirun's messages")
+    verb.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write where the time of all ranks goes, for ui.perfetto.dev or chrome://tracing",
+    )
+    verb.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="show every rank's errors, mpirun's messages, and at the end what was communicated",
+    )
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -45,6 +55,7 @@ def call(given: argparse.Namespace) -> int:
             hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
             threads=given.threads,
             verbose=given.verbose,
+            trace=given.trace,
             max_restarts=given.max_restarts,
             min_ranks=given.min_ranks,
         )

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whale.cluster import RESTART_VARIABLE
+from whale.cluster import COUNTERS_VARIABLE, RESTART_VARIABLE
 from whale.errors import ClusterError
-from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE
+from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE, TRACE_VARIABLE
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
@@ -49,7 +49,8 @@ class Options:
         as_module: the target is a module, as for ``python -m``.
         hosts: where the ranks go; empty for this host.
         threads: threads per rank, or None for the host's cores divided by its ranks.
-        verbose: show mpirun's own messages, and the errors of every rank instead of the first.
+        verbose: show mpirun's own messages, the errors of every rank instead of the first, and what was communicated.
+        trace: the file that receives the trace of all ranks, or None.
         max_restarts: how often the run is started again after a fault.
         min_ranks: the least number of ranks with which it is, when hosts are lost.
     """
@@ -61,6 +62,7 @@ class Options:
     hosts: tuple[Host, ...] = ()
     threads: int | None = None
     verbose: bool = False
+    trace: str | None = None
     max_restarts: int = 0
     min_ranks: int = 1
 
@@ -234,6 +236,10 @@ def environment(options: Options, address: str, token: str, restarts: int) -> di
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
     result[SEGMENTS_VARIABLE] = segments_folder(token)
+    for name, wanted in ((TRACE_VARIABLE, options.trace is not None), (COUNTERS_VARIABLE, options.verbose)):
+        result.pop(name, None)  # of a run within which this one is started
+        if wanted:
+            result[name] = "1"
     if options.threads is not None:
         result[THREADS_VARIABLE] = str(options.threads)
         result.update({name: str(count) for name, count in thread_variables(options.threads).items()})

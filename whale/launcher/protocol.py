@@ -9,6 +9,8 @@ from typing import Any
 
 ADDRESS_VARIABLE = "WHALE_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "WHALE_LAUNCHER_TOKEN"
+# Set when the ranks' traces are wanted.
+TRACE_VARIABLE = "WHALE_LAUNCHER_TRACE"
 # The folder for this run's shared memory on each host: what a killed rank leaves there is found, and removed.
 SEGMENTS_VARIABLE = "WHALE_LAUNCHER_SEGMENTS"
 
@@ -18,9 +20,9 @@ HEARTBEAT_S = 0.5
 
 
 class Kind(enum.IntEnum):
-    """What a frame says. The payload is JSON, but for STDOUT and STDERR, where it is the bytes written."""
+    """What a frame says. The payload is JSON, but for STDOUT, STDERR and TRACE, where it is the bytes written."""
 
-    HELLO = 1  # worker: {token, rank, size, host, pid}: the pid is the script's
+    HELLO = 1  # worker: {token, rank, size, host, pid, clock}: the pid is the script's; the clock, see clock.py
     STDOUT = 2  # worker
     STDERR = 3  # worker
     FAILURE = 4  # worker: {type, message, traceback, code}, sent when the script raised, before its process ends
@@ -30,6 +32,8 @@ class Kind(enum.IntEnum):
     STOPPED = 8  # worker: {stopped}, when the script's process is stopped (SIGSTOP) or goes on
     SCRIPT = 9  # worker: a message of the script to the launcher, see whale/runtime/watch.py
     LOST = 10  # launcher: {rank, what}, for the script: another rank is gone
+    CLOCK = 11  # launcher: {asked_ns}; worker: {asked_ns, received_ns, answered_ns}
+    TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/trace.py
 
 
 def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whale.cluster import CONTROL_VARIABLE
+from whale.launcher import clock
 from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
 
 # Errors of this name are what a rank gets when another one is gone: never the cause.
@@ -132,6 +133,9 @@ class RankLink:
         stopped_s: since when the script's process is stopped, or None.
         freeze_s: for how long it may be; 0 for as long as it likes.
         joining: its script is in wh.init, waiting for the others; None before, False after.
+        clock: how much its host's clock is ahead of this one; known after the greeting.
+        trace: what has come of it and is not yet in the launcher's.
+        counters: what its script has communicated, once it is known.
         stall: the latest report of a wait: what for, for how long, for which ranks.
     """
 
@@ -149,6 +153,9 @@ class RankLink:
     freeze_s: float = 0.0
     joining: bool | None = None
     stall: dict[str, Any] | None = None
+    trace: bytearray = field(default_factory=bytearray)
+    clock: clock.Clock = field(default_factory=clock.Clock)
+    counters: list[dict[str, Any]] | None = None
 
     def greet(self, kind: Kind, payload: bytes, token: str, size: int) -> int | None:
         """Handles the first frame: the rank, or None when it does not come from a worker of this run."""
@@ -158,6 +165,7 @@ class RankLink:
             if not known or hello["size"] != size or not 0 <= hello["rank"] < size:
                 return None
             self.rank, self.host, self.pid = int(hello["rank"]), str(hello["host"]), int(hello["pid"])
+            self.clock = clock.Clock(is_ours=bool(hello["clock"]) and hello["clock"] == clock.identity())
         except (ValueError, KeyError, TypeError):
             return None
         self.unpacker.limit_bytes = None
@@ -170,6 +178,11 @@ class RankLink:
     def tell_lost(self, rank: int, what: str) -> None:
         """Tells the script that another rank is gone; ``what`` ends a sentence that begins with "rank 1"."""
         self._send(Kind.LOST, {"rank": rank, "what": what})
+
+    def ask_clock(self) -> None:
+        """Asks the worker for its time."""
+        self.clock.asked_ns = time.monotonic_ns()
+        self._send(Kind.CLOCK, {"asked_ns": self.clock.asked_ns})
 
     def frozen(self, now_s: float, silence_s: float) -> Failure | None:
         """The failure, if this rank's process is stopped, or its worker silent, for longer than it may be."""

@@ -14,6 +14,7 @@ How a run ends:
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -36,6 +37,7 @@ from whale.errors import ClusterError
 from whale.launcher import mpirun, ranks, stalls
 from whale.launcher.output import IDLE_S, Printer
 from whale.launcher.protocol import HEARTBEAT_S, Kind
+from whale.launcher.trace import TraceFile
 from whale.launcher.worker import keep_alive
 
 START_TIMEOUT_S = 120.0
@@ -62,6 +64,13 @@ def run(options: mpirun.Options) -> int:
     """
     mpirun.check(options)
     program, config = mpirun.find_mpirun(), Config()
+    if options.trace is None:
+        return _attempts(options, program, config, None)
+    with contextlib.closing(TraceFile(options.trace)) as trace:
+        return _attempts(options, program, config, trace)
+
+
+def _attempts(options: mpirun.Options, program: str, config: Config, trace: TraceFile | None) -> int:
     restarts = 0
     while True:
         address = mpirun.listen_address(options)
@@ -69,7 +78,7 @@ def run(options: mpirun.Options) -> int:
             token = secrets.token_hex(16)
             environment = mpirun.environment(options, f"{address}:{listener.getsockname()[1]}", token, restarts)
             line = mpirun.command(options, program, environment)
-            job = _Job(options, listener, token, config["fault.freeze_s"])
+            job = _Job(options, listener, token, config["fault.freeze_s"], trace)
             code = job.run(line, environment)
         if not job.failed or restarts == options.max_restarts:
             return code
@@ -83,8 +92,16 @@ def run(options: mpirun.Options) -> int:
 class _Job:
     """The state of one run."""
 
-    def __init__(self, options: mpirun.Options, listener: socket.socket, token: str, freeze_s: float) -> None:
+    def __init__(
+        self,
+        options: mpirun.Options,
+        listener: socket.socket,
+        token: str,
+        freeze_s: float,
+        trace: TraceFile | None,
+    ) -> None:
         self._options = options
+        self._trace = trace
         self._freeze_s = freeze_s
         self._listener = listener
         self._token = token
@@ -193,6 +210,8 @@ class _Job:
             for link in self._links.values():
                 link.heard_s = now_s
         self._looked_s = now_s
+        if self._trace is not None:
+            self._trace.look_after(self._links.values())
         for link in self._links.values():
             failure = link.frozen(now_s, SILENCE_S)
             if failure is not None:
@@ -286,6 +305,8 @@ class _Job:
             link.rank = None
             return False
         self._links[rank] = link
+        if self._trace is not None:
+            self._trace.greet(link)
         if self._ending:
             link.send_signal(signal.SIGKILL)
         return True
@@ -315,10 +336,13 @@ class _Job:
             link.stopped_s = time.monotonic() if json.loads(payload)["stopped"] else None
         elif kind is Kind.SCRIPT:
             self._handle_script(link, json.loads(payload))
+        elif kind in (Kind.CLOCK, Kind.TRACE) and self._trace is not None:
+            self._trace.take(link, kind, payload)
 
     def _handle_script(self, link: ranks.RankLink, message: dict[str, Any]) -> None:
         link.joining = message.get("joining", link.joining)
         link.freeze_s = message.get("freeze_s", link.freeze_s)
+        link.counters = message.get("counters", link.counters)
         if "stall" in message and not self._ending:
             link.stall = message["stall"]
             self._stall_report_s = min(self._stall_report_s, time.monotonic() + STALL_GATHER_S)
@@ -331,6 +355,8 @@ class _Job:
     def _failed(self, failure: ranks.Failure) -> None:
         if failure.signal and failure.signal in self._sent:
             return
+        if self._trace is not None:
+            self._trace.mark(failure.rank, f"rank {failure.rank} {failure.reason}")
         if self._options.verbose:
             self._printer.write_lines(failure.rank, 1, failure.traceback)
         if self._stopped_by is not None:
@@ -400,6 +426,15 @@ class _Job:
 
     def _conclude(self) -> int:
         self._printer.close()
+        known = {rank: link.counters for rank, link in self._links.items() if link.counters}
+        if self._options.verbose and known:
+            from whale.launcher import counters  # rich takes a moment to load
+
+            width = shutil.get_terminal_size((120, 24)).columns
+            self._printer.say(counters.tables(known, self._options.ranks, width))
+        if self._trace is not None:
+            self._trace.end(self._links.values())
+            self.say(self._trace.summary())
         if self._stopped_by is not None:
             self.say(f"stopped by {ranks.signal_name(self._stopped_by)}")
             return 128 + self._stopped_by

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import json
 import os
 import select
@@ -29,14 +30,17 @@ from whale.cluster import (
     LOCAL_SIZE_VARIABLE,
     RANK_VARIABLE,
     SIZE_VARIABLE,
+    TRACE_PIPE_VARIABLE,
     ProcessPlace,
     process_place,
 )
+from whale.launcher import clock
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     HEARTBEAT_S,
     SEGMENTS_VARIABLE,
     TOKEN_VARIABLE,
+    TRACE_VARIABLE,
     Kind,
     Unpacker,
     pack,
@@ -46,6 +50,8 @@ from whale.launcher.script import run_script
 THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
 _MPI_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _READ_BYTES = 1 << 16
+_TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
+_TRACE_EVERY_S = 0.1
 _PR_SET_PDEATHSIG = 1
 _PLACE_VARIABLES = (RANK_VARIABLE, SIZE_VARIABLE, LOCAL_RANK_VARIABLE, LOCAL_SIZE_VARIABLE)
 _STREAMS = (Kind.STDOUT, Kind.STDERR)
@@ -59,7 +65,7 @@ def main() -> None:
     # A run started inside another run's rank must not take the outer rank for its own.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
     connection, token = _connect(), os.environ[TOKEN_VARIABLE]
-    segments = os.environ.pop(SEGMENTS_VARIABLE)
+    segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
     if os.path.isdir(os.path.dirname(segments)):
         os.makedirs(segments, mode=0o700, exist_ok=True)
@@ -68,6 +74,7 @@ def main() -> None:
     # stdout, stderr, report: the script's ends, then the worker's.
     pipes = [os.pipe() for _ in range(3)]
     control, script_control = socket.socketpair()
+    trace, script_trace = _trace_pipe() if traced else (None, None)
     sys.stdout.flush()
     sys.stderr.flush()
     worker_pid = os.getpid()
@@ -78,19 +85,31 @@ def main() -> None:
         os.environ[CONTROL_VARIABLE] = f"{os.getpid()}:{script_control.detach()}"
         for reader, _ in pipes:
             os.close(reader)
+        if trace is not None:
+            os.close(trace)
+            os.environ[TRACE_PIPE_VARIABLE] = f"{os.getpid()}:{script_trace}"
         _become_script(worker_pid, *(writer for _, writer in pipes))
         sys.exit(run_script(target, rest, as_module, report=pipes[2][1]))
     for _, writer in pipes:
         os.close(writer)
     script_control.close()
-    hello = {"token": token, "rank": place.rank, "size": place.size, "host": socket.gethostname(), "pid": script_pid}
+    if script_trace is not None:
+        os.close(script_trace)
+    hello = {
+        "token": token,
+        "rank": place.rank,
+        "size": place.size,
+        "host": socket.gethostname(),
+        "pid": script_pid,
+        "clock": clock.identity(),
+    }
     connection.sendall(pack(Kind.HELLO, hello))
     try:
         os.setpgid(script_pid, script_pid)
     except OSError:
         # Both sides call it, whichever is first; the script may even have ended.
         pass
-    _Relay(connection, script_pid, [reader for reader, _ in pipes], control).run()
+    _Relay(connection, script_pid, [reader for reader, _ in pipes], control, trace).run()
     shutil.rmtree(segments, ignore_errors=True)
     os._exit(0)
 
@@ -121,6 +140,18 @@ def thread_variables(threads: int) -> Mapping[str, int]:
     return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
 
 
+def _trace_pipe() -> tuple[int, int]:
+    """A pipe into which the script writes without ever waiting, and from which the worker reads now and then."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    try:
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _TRACE_BYTES)
+    except (AttributeError, OSError):
+        pass  # it stays as large as the system makes it; events that do not fit are counted in the trace
+    return reader, writer
+
+
 def _connect() -> socket.socket:
     host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
@@ -130,7 +161,9 @@ def _connect() -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets a connection break within half a minute when the other host is gone without a word."""
+    """Lets a connection break within half a minute when the other host is gone without a word; sends at once."""
+    # Frames are small, and the answer to a question about the time must not wait for an acknowledgement.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
@@ -159,8 +192,16 @@ def _become_script(worker_pid: int, stdout: int, stderr: int, report: int) -> No
 class _Relay:
     """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals."""
 
-    def __init__(self, connection: socket.socket, script_pid: int, readers: list[int], control: socket.socket) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        script_pid: int,
+        readers: list[int],
+        control: socket.socket,
+        trace: int | None,
+    ) -> None:
         self._connection = connection
+        self._trace = trace
         self._control = control
         self._from_script = b""
         self._script = script_pid
@@ -182,10 +223,12 @@ class _Relay:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         os.write(wake_writer, b"\0")  # the script may have ended before the handler was there
+        look_every_s = HEARTBEAT_S if self._trace is None else _TRACE_EVERY_S
         try:
             while self._running:
-                ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [], HEARTBEAT_S)
+                ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [], look_every_s)
                 self._beat()
+                self._relay_trace()
                 if wake in ready:
                     os.read(wake, _READ_BYTES)
                 for reader in self._open.intersection(ready):
@@ -220,6 +263,7 @@ class _Relay:
         for reader in (self._stdout, self._stderr, self._report):
             while reader in self._open and self._read(reader):
                 pass
+        self._relay_trace()
         code = os.waitstatus_to_exitcode(status)
         exit_status = {"code": code if code >= 0 else 128 - code, "signal": -code if code < 0 else 0}
         self._connection.sendall(pack(Kind.EXIT, exit_status))
@@ -255,14 +299,29 @@ class _Relay:
         self._connection.sendall(pack(Kind.FAILURE, json.loads(self._reported)))
         self._reported = b""
 
+    def _relay_trace(self) -> None:
+        """Passes on what the trace's pipe holds. Nobody is woken up when something is written to it."""
+        if self._trace is None:
+            return
+        try:
+            data = os.read(self._trace, _TRACE_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._connection.sendall(pack(Kind.TRACE, data))
+
     def _obey(self) -> bool:
         """Handles what the launcher sent. False when it has closed the connection."""
         data = self._connection.recv(_READ_BYTES)
+        received_ns = time.monotonic_ns()
         for kind, payload in self._unpacker.feed(data):
             if kind is Kind.SIGNAL:
                 self._kill(json.loads(payload)["signal"])
             elif kind is Kind.LOST and self._running:
                 self._tell_script(payload)
+            elif kind is Kind.CLOCK:
+                answer = {**json.loads(payload), "received_ns": received_ns, "answered_ns": time.monotonic_ns()}
+                self._connection.sendall(pack(Kind.CLOCK, answer))
         return bool(data)
 
     def _kill(self, number: int) -> None:

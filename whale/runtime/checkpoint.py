@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from whale.errors import CommError
 from whale.runtime.context import Context, current
+from whale.runtime.trace import span
 
 _WRITE_TIMEOUT_S = 3600.0  # writing a large model may take its time; fault.stall_s says who is waited for
 
@@ -94,9 +95,10 @@ class CheckpointManager:
         Raises:
           CommError: the first rank could not write it (there, what TensorFlow raised).
         """
-        # The first rank reads what it writes; reading a variable that lies split takes all ranks.
-        self._context.variables.bring_home()
-        state = self._on_first_rank(lambda: self._manager.save(checkpoint_number, **options), "the writing to")
+        with span(self._context.trace, "save checkpoint", "checkpoint"):
+            # The first rank reads what it writes; reading a variable that lies split takes all ranks.
+            self._context.variables.bring_home()
+            state = self._on_first_rank(lambda: self._manager.save(checkpoint_number, **options), "the writing to")
         if self._context.rank > 0:
             self._checkpoint.save_counter.assign(state.counter)
         self._context.variables.settle()
@@ -106,7 +108,8 @@ class CheckpointManager:
         """Restores the newest complete checkpoint on every rank. Returns its path, or None if there is none."""
         path = self.latest_checkpoint
         if path is not None:
-            self._checkpoint.restore(path)
+            with span(self._context.trace, "restore checkpoint", "checkpoint"):
+                self._checkpoint.restore(path)
         return path
 
     def _on_first_rank(self, action: Callable[[], str | None], what: str) -> _State:

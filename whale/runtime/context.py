@@ -19,6 +19,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
 from whale.runtime import horovod
+from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
 
@@ -34,6 +35,7 @@ class Context:
       programs: number of programs compiled so far, equal on all ranks.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       elements: number of messages so far about what ranks read, equal on all ranks.
+      trace: where events of this process's ranks go; None when nobody asks for a trace.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
 
@@ -45,6 +47,7 @@ class Context:
     comm_name: str
     variables: VariableOwner
     watch: Watch | None = None
+    trace: Trace | None = None
     programs: int = 0
     elements: int = 0
     scopes: list[str] = field(default_factory=list)
@@ -112,34 +115,63 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         )
     config = config if isinstance(config, Config) else Config(config or {})
     place = process_place()
-    after_horovod = horovod.is_running()
+    _check_in_process(config, place)
     _runs += 1
-    name = f"whale{_runs}"
+    trace = None
+    if _dry is None:
+        ranks = tuple(range(config["cluster.ranks"])) if _in_process(config) else (place.rank,)
+        trace = open_trace(config, place, ranks, _runs)
+    try:
+        with span(trace, "wh.init", "init"):
+            _current = _start(config, place, f"whale{_runs}", trace)
+    except BaseException as error:
+        if trace is not None:
+            trace.stop(f"wh.init failed: {type(error).__name__}")
+        raise
+    if trace is not None:
+        for comm in _current.comms:
+            comm.trace_start(trace.descriptor)
+    if _runs == 1:
+        atexit.register(_at_exit)
+
+
+def _in_process(config: Config) -> bool:
+    return bool(config["communication.transport"] == "in-process")
+
+
+def _check_in_process(config: Config, place: ProcessPlace) -> None:
+    if not _in_process(config) or _dry is not None:
+        return
+    if place.size > 1:
+        raise ConfigError(
+            "the in-process transport runs all ranks in one process, but a launcher started several",
+            given=f"{place.size} processes ({place.launcher})",
+            expected="one process",
+            action='start the script alone, or set communication.transport to "mpi"',
+        )
+    if config["batch.mode"] == "local":
+        raise ConfigError(
+            "the ranks of one process have no batches of their own",
+            given='communication.transport "in-process" with batch.mode "local"',
+            expected='batch.mode "global": the script runs once and passes one batch',
+            action="start the ranks with `whale run`, or leave batch.mode out",
+        )
+
+
+def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
+    """Connects the ranks."""
+    after_horovod = horovod.is_running()
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
     watch: Watch | None = None
     if _dry is not None:
         size, ranks, comms = 1, (0,), ()
-    elif config["communication.transport"] == "in-process":
-        if place.size > 1:
-            raise ConfigError(
-                "the in-process transport runs all ranks in one process, but a launcher started several",
-                given=f"{place.size} processes ({place.launcher})",
-                expected="one process",
-                action='start the script alone, or set communication.transport to "mpi"',
-            )
-        if config["batch.mode"] == "local":
-            raise ConfigError(
-                "the ranks of one process have no batches of their own",
-                given='communication.transport "in-process" with batch.mode "local"',
-                expected='batch.mode "global": the script runs once and passes one batch',
-                action="start the ranks with `whale run`, or leave batch.mode out",
-            )
+    elif _in_process(config):
         size = config["cluster.ranks"]
         ranks = tuple(range(size))
         comms = whale_ops.in_process(name, size) if size > 1 else ()
     elif place.size > 1:
-        watch = Watch(config)
+        watch = Watch(config, trace)
         try:
             comms = _connect(name, place, config)
         except BaseException:
@@ -156,13 +188,11 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
         for comm in comms:
             comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
     context = Context(
-        config, place, size, ranks, comms, name, VariableOwner(), watch, dry=_dry, after_horovod=after_horovod
+        config, place, size, ranks, comms, name, VariableOwner(), watch, trace, dry=_dry, after_horovod=after_horovod
     )
     if context.between_processes:
         _share_random_state(context)
-    _current = context
-    if _runs == 1:
-        atexit.register(_at_exit)
+    return context
 
 
 def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
@@ -222,10 +252,14 @@ def shutdown() -> None:
     context.variables.clear()
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
-    for comm in context.comms:
-        comm.leave()
+    if context.watch is not None:
+        context.watch.tell_counters(context.comms[0])
+    with span(context.trace, "wh.shutdown", "end"):
+        for comm in context.comms:
+            comm.leave()
     if context.watch is not None:
         context.watch.stop()
+    _end_trace(context, "end")
 
 
 def check_replicas() -> None:
@@ -252,10 +286,19 @@ def _at_exit() -> None:
             sys.stderr.flush()
             os._exit(1)
         return
+    failure = "failed" + (f": {type(error).__name__}: {error}" if error else "")
     for comm in context.comms:
-        comm.abort(
-            f"rank {context.rank} failed: {type(error).__name__}: {error}" if error else f"rank {context.rank} failed"
-        )
+        comm.abort(f"rank {context.rank} {failure}")
+    _end_trace(context, failure)
+    if context.watch is not None:
+        context.watch.tell_counters(context.comms[0])
+
+
+def _end_trace(context: Context, reason: str) -> None:
+    if context.trace is not None:
+        for comm in context.comms:
+            comm.trace_stop()
+        context.trace.stop(reason)
 
 
 def _share_random_state(context: Context) -> None:

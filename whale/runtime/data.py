@@ -61,6 +61,10 @@ class ShardedDataset:
         return f"<wh.shard of {self._whole!r}: {self.report}>"
 
     def __iter__(self) -> Iterator[Element]:
+        trace = self._context.trace
+        return self._elements() if trace is None else trace.batches(self._elements())
+
+    def _elements(self) -> Iterator[Element]:
         if not self._context.between_processes:
             return iter(self._read)
         if self._by == "file":

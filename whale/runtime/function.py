@@ -28,6 +28,7 @@ from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.parts import local_arguments
+from whale.runtime.trace import span
 
 _tags = itertools.count()
 _capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
@@ -177,20 +178,27 @@ def _own_rows(value: Any, context: Context) -> Any:
 
 
 def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> _Step:
+    with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"):
+        return _compiled(fn, arguments, args, kwargs, context)
+
+
+def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> _Step:
     if context.dry is None:
         for tensor in arguments.tensors:
             _own_rows(tensor, context)
     token = _capturing.set(True)
     try:
-        captured = capture_function(fn, args, kwargs)
+        with span(context.trace, "capture", "compile"):
+            captured = capture_function(fn, args, kwargs)
     finally:
         _capturing.reset(token)
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
     compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))
-    context.variables.adopt(captured.variables, context, compiled.plan.variables)
+    with span(context.trace, "send variables", "compile"):
+        context.variables.adopt(captured.variables, context, compiled.plan.variables)
     start_s = time.perf_counter()
-    with no_garbage_collection():
+    with span(context.trace, "functions", "compile"), no_garbage_collection():
         call = _callable(captured, compiled, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return _Step(call, captured, compiled, seconds)
@@ -250,7 +258,7 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
             raise_comm_error(error, context)
             raise
 
-    return call
+    return call if context.trace is None else context.trace.steps(call, what, compiled.number)
 
 
 def _packer(captured: Captured) -> Callable[[Any], Any]:

@@ -26,6 +26,7 @@ from whale.runtime.context import current
 from whale.runtime.elements import pack_error, pack_values, unpack_values
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.parts import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
+from whale.runtime.trace import span
 
 _tags = itertools.count()
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
@@ -205,6 +206,17 @@ class Session(tf.compat.v1.Session):
         settings: tuple[Any, Any],
     ) -> list[np.ndarray]:
         """A run of this process only."""
+        names = ", ".join(w.name for w in (*fetches, *targets))
+        with span(self._whale.trace, names, "input"):
+            return self._alone(fetches, targets, feeds, settings)
+
+    def _alone(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+    ) -> list[np.ndarray]:
         key = ("alone", _key(fetches, targets, feeds))
         with self._lock:
             if key not in self._runs:
@@ -228,7 +240,8 @@ class Session(tf.compat.v1.Session):
         key = (_key(fetches, targets, feeds), tuple(local.items()))
         with self._lock:
             if key not in self._runs:
-                self._plans[key] = self._compile(key, fetches, targets, feeds, local, done)
+                with span(self._whale.trace, "compile run", "compile"):
+                    self._plans[key] = self._compile(key, fetches, targets, feeds, local, done)
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
         try:
@@ -267,7 +280,10 @@ class Session(tf.compat.v1.Session):
             import whale_ops
 
             whale_ops.ops()
-        self._runs[key] = self._import(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}", captured)
+        run = self._import(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}", captured)
+        trace = self._whale.trace
+        name = ", ".join(w.name for w in (*fetches, *targets))
+        self._runs[key] = run if trace is None else trace.steps(run, name, compiled.number)
         return compiled
 
     def _import(self, ranks: Sequence[Program], tag: str, captured: Captured, alone: bool = False) -> _Run:

@@ -5,12 +5,14 @@ Between the script and the worker of `whale run` beside it goes a socket with li
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5}   before and after connecting
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
+                       {"counters": [...]}                                          what this rank has communicated
 
 Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -19,8 +21,9 @@ import sys
 import threading
 from typing import Any
 
-from whale.cluster import CONTROL_VARIABLE
+from whale.cluster import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
 from whale.config import Config
+from whale.runtime.trace import Trace
 from whale_ops import Communicator, Wait
 
 _LOOK_EVERY_S = 0.5
@@ -31,13 +34,16 @@ class Watch:
 
     Args:
       config: for the keys under ``fault``.
+      trace: shows what is heard and reported here, if there is one.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, trace: Trace | None = None):
         self._config = config
+        self._trace = trace
         self._comm: Communicator | None = None
         self._early: list[dict[str, Any]] = []  # what was heard before there was a communicator
         self._lock = threading.Lock()
+        self._tell_lock = threading.Lock()
         self._launcher = _launcher_socket()
         self._wake, self._wake_writer = os.pipe()
         self._report_after_s = config["fault.stall_s"]
@@ -53,6 +59,11 @@ class Watch:
                 comm.lose(message["rank"], message["what"])
             self._early.clear()
         self._tell({"joining": False, "freeze_s": self._config["fault.freeze_s"]})
+
+    def tell_counters(self, comm: Communicator) -> None:
+        """Tells `whale run`, where it asks for that, what this rank has communicated so far; the last time counts."""
+        if COUNTERS_VARIABLE in os.environ:
+            self._tell({"counters": [dataclasses.asdict(counter) for counter in comm.counters()]})
 
     def stop(self) -> None:
         """Ends the thread; the next ``Watch`` of this process finds the socket as it was."""
@@ -88,6 +99,9 @@ class Watch:
                 self._early.append(message)
             else:
                 self._comm.lose(message["rank"], message["what"])
+                self.tell_counters(self._comm)  # this process may be ended before it can
+        if self._trace is not None:
+            self._trace.mark(f"rank {message['rank']} {message['what']}")
 
     def _look(self, comm: Communicator) -> None:
         stall_s, give_up_s = self._config["fault.stall_s"], self._config["fault.give_up_s"]
@@ -101,6 +115,8 @@ class Watch:
             comm.abort(f"{_sentence(comm.rank, waits[0])}, longer than fault.give_up_s")
 
     def _report(self, rank: int, wait: Wait) -> None:
+        if self._trace is not None:
+            self._trace.mark(_sentence(rank, wait))
         if self._launcher is not None:
             self._tell({"stall": {"what": wait.what, "seconds": wait.seconds, "missing": wait.missing}})
             return
@@ -109,7 +125,8 @@ class Watch:
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self._launcher is not None:
-            self._launcher.sendall(json.dumps(message).encode() + b"\n")
+            with self._tell_lock:
+                self._launcher.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _sentence(rank: int, wait: Wait) -> str:
@@ -118,6 +135,5 @@ def _sentence(rank: int, wait: Wait) -> str:
 
 
 def _launcher_socket() -> socket.socket | None:
-    """The socket that the worker has left to this process; a process that the script starts has none."""
-    pid, _, number = os.environ.get(CONTROL_VARIABLE, "").partition(":")
-    return socket.socket(fileno=int(number)) if pid == str(os.getpid()) else None
+    descriptor = own_descriptor(CONTROL_VARIABLE)
+    return None if descriptor is None else socket.socket(fileno=descriptor)

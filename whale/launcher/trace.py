@@ -1,0 +1,132 @@
+"""The trace of a run: the events of all ranks in one file, in the launcher's time.
+
+The file is a JSON array in Chrome's trace format. It is written as the events come, so that it can be looked at while
+the run goes on, and after the launcher itself was killed: viewers do without the closing bracket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from whale.errors import ClusterError
+from whale.launcher.protocol import HEARTBEAT_S, Kind
+from whale.launcher.ranks import RankLink
+
+
+class TraceFile:
+    """Collects the ranks' traces from its making to ``close``; restarts of the run go on in the same file.
+
+    Raises:
+        ClusterError: the file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._zero_ns = time.monotonic_ns()
+        self._separator = b"[\n"
+        self._events, self._unreadable = 0, 0
+        self._error: OSError | None = None
+        try:
+            self._file = open(path, "wb", buffering=0)
+        except OSError as error:
+            raise ClusterError(
+                "the trace cannot be written",
+                given=f"--trace {path}",
+                reason=error,
+                expected="the path of a file in a folder that exists",
+                action="correct the path",
+            ) from error
+
+    def greet(self, link: RankLink) -> None:
+        """A rank has come up: asks for its time, if it has a clock of its own."""
+        if not link.clock.is_known:
+            link.ask_clock()
+
+    def look_after(self, links: Iterable[RankLink]) -> None:
+        """Asks again for the time of those whose clocks may drift."""
+        now_ns = time.monotonic_ns()
+        for link in links:
+            if not link.exited and link.clock.is_due(now_ns, HEARTBEAT_S):
+                link.ask_clock()
+
+    def take(self, link: RankLink, kind: Kind, payload: bytes) -> None:
+        """Handles a frame of kind CLOCK or TRACE."""
+        if kind is Kind.CLOCK:
+            answer = json.loads(payload)
+            times = answer["asked_ns"], answer["received_ns"], answer["answered_ns"]
+            link.clock.add(*times, heard_ns=time.monotonic_ns())
+            self.greet(link)
+        else:
+            link.trace += payload
+        if link.clock.is_known:
+            self._write_lines(link)
+
+    def end(self, links: Iterable[RankLink]) -> None:
+        """The ranks have ended: takes what was still waiting for a better knowledge of their clocks."""
+        for link in links:
+            self._write_lines(link)
+            self._unreadable += link.trace.count(b"\n")
+
+    def mark(self, rank: int, what: str) -> None:
+        """Something has happened to a rank just now."""
+        when_us = (time.monotonic_ns() - self._zero_ns) / 1e3
+        event = {"name": what, "ph": "i", "s": "p", "pid": rank, "tid": 1, "ts": when_us}
+        self._write([json.dumps(event).encode()])
+
+    def summary(self) -> str:
+        """What is in the file, as the end of a sentence."""
+        text = f"{self._events:,} events of the trace are in {self._path}; open it at https://ui.perfetto.dev"
+        if self._unreadable:
+            text += f"; {self._unreadable:,} could not be read"
+        if self._error is not None:
+            text += f"; then it could not be written: {self._error}"
+        return text
+
+    def close(self) -> None:
+        """Ends the array."""
+        if self._error is None:
+            self._put(b"\n]\n" if self._events else b"[]\n")
+        self._file.close()
+
+    def _write_lines(self, link: RankLink) -> None:
+        offset_ns = link.clock.offset_ns
+        if offset_ns is None or not link.trace:
+            return
+        *lines, rest = bytes(link.trace).split(b"\n")
+        link.trace = bytearray(rest)
+        self._write(self._shifted(lines, offset_ns + self._zero_ns))
+
+    def _shifted(self, lines: list[bytes], by_ns: int) -> Iterable[bytes]:
+        for line in lines:
+            try:
+                event = msgspec.json.decode(line.decode(errors="replace").rstrip(","), type=dict[str, Any])
+                if "ts" in event:
+                    event["ts"] = round(event["ts"] - by_ns / 1e3, 3)
+            except (msgspec.DecodeError, TypeError):
+                self._unreadable += 1
+                continue
+            yield msgspec.json.encode(event)
+
+    def _write(self, events: Iterable[bytes]) -> None:
+        parts: list[bytes] = []
+        for event in events:
+            parts += (self._separator, event)
+            self._separator = b",\n"
+            self._events += 1
+        if self._error is None and parts:
+            self._put(b"".join(parts))
+
+    def _put(self, data: bytes) -> None:
+        """A full disk must not end the run."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._file.fileno(), view) :]
+        except OSError as error:
+            self._error = error

@@ -1,0 +1,204 @@
+"""Where the time of this process goes, as events in Chrome's trace format: steps, compilations, batches, operations.
+
+Each event is one line, written at once, so that a process that is killed leaves all that happened before. The lines go
+to the pipe of the worker of `whale run --trace` beside the script, which passes them on to the launcher, or to the file
+that the key ``trace`` names. The op library writes its operations to the same place (``Communicator.trace_start``).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whale.cluster import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
+from whale.config import Config
+from whale.errors import ConfigError
+
+_T = TypeVar("_T")
+_WAITING_LINES = 10_000  # kept while the pipe is full
+_FIRST_TRACK = 1  # of the script's main thread; the op library's begin at 100
+_NAME_LIMIT = 256  # characters: a line fits into what a pipe takes at once
+
+
+class Trace:
+    """Writes events of this process's ranks from its making to ``stop``. Thread-safe.
+
+    With several ranks in one process, what the script does is shown for each of them.
+
+    Args:
+      descriptor: where the lines go; this object closes it unless it is a pipe of the launcher's.
+      ranks: the ranks of this process.
+      is_file: the descriptor is a file of its own, which becomes a JSON array.
+    """
+
+    def __init__(self, descriptor: int, ranks: Sequence[int], is_file: bool) -> None:
+        self.descriptor = descriptor
+        self._ranks, self._is_file = ranks, is_file
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._lost = 0
+        self._broken = False
+        self._tracks: dict[int, int] = {}
+        self._calls: collections.Counter[str] = collections.Counter()
+        if is_file:
+            os.write(descriptor, b"[\n")
+        for rank in ranks:
+            self._write(
+                {"name": "process_name", "ph": "M", "args": {"name": f"rank {rank} ({socket.gethostname()})"}}, rank
+            )
+            self._write({"name": "process_sort_index", "ph": "M", "args": {"sort_index": rank}}, rank)
+
+    @contextlib.contextmanager
+    def span(self, name: str, category: str, **arguments: Any) -> Iterator[None]:
+        """An event around what is done under it. Its start is written at once: what never ends is seen as well."""
+        start: dict[str, Any] = {"args": arguments} if arguments else {}
+        self._event(name, "B", cat=category, **start)
+        end: dict[str, Any] = {}
+        try:
+            yield
+        except BaseException as error:
+            end["args"] = {"error": f"{type(error).__name__}: {error}"[:_NAME_LIMIT]}
+            raise
+        finally:
+            self._event(name, "E", **end)
+
+    def past(self, name: str, category: str, start_ns: int, end_ns: int) -> None:
+        """An event that has ended; times of the monotonic clock."""
+        self._event(name, "X", start_ns, cat=category, dur=(end_ns - start_ns) / 1e3)
+
+    def mark(self, name: str) -> None:
+        """A point in time."""
+        self._event(name, "i", s="p")
+
+    def steps(self, call: Callable[..., _T], name: str, program: int) -> Callable[..., _T]:
+        """The same callable, each call an event: the step's name, and its number among the steps of that name."""
+
+        def traced(*args: Any) -> _T:
+            number = self._calls[name]
+            self._calls[name] += 1
+            with self.span(f"{name} {number}", "step", number=number, program=program):
+                return call(*args)
+
+        return traced
+
+    def batches(self, elements: Iterator[_T]) -> Iterator[_T]:
+        """The same elements, the wait for each an event."""
+        end = object()
+        while True:
+            with self.span("next batch", "input"):
+                element = next(elements, end)
+            if element is end:
+                return
+            yield element  # type: ignore[misc]
+
+    def stop(self, reason: str) -> None:
+        """Writes the last event, which says why the trace ends here; nothing may write afterwards."""
+        self._event(reason, "i", s="p", last=True)
+        if self._is_file:
+            os.close(self.descriptor)
+
+    def _event(self, name: str, phase: str, when_ns: int | None = None, last: bool = False, **fields: Any) -> None:
+        when_us = (time.monotonic_ns() if when_ns is None else when_ns) / 1e3
+        track = _FIRST_TRACK if phase == "i" else self._track()
+        for rank in self._ranks:
+            self._write({"name": name[:_NAME_LIMIT], "ph": phase, "ts": when_us, "tid": track, **fields}, rank, last)
+
+    def _track(self) -> int:
+        """The calling thread's track."""
+        thread = threading.get_ident()
+        track = self._tracks.get(thread)
+        if track is None:
+            with self._lock:
+                track = self._tracks[thread] = _FIRST_TRACK + len(self._tracks)
+            name = "steps" if track == _FIRST_TRACK else f"steps, thread {track}"
+            for rank in self._ranks:
+                self._write({"name": "thread_name", "ph": "M", "tid": track, "args": {"name": name}}, rank)
+        return track
+
+    def _write(self, event: dict[str, Any], rank: int, last: bool = False) -> None:
+        end = b"\n]\n" if last and self._is_file and rank == self._ranks[-1] else b",\n"
+        line = json.dumps({**event, "pid": rank}).encode() + end
+        with self._lock:
+            if len(self._waiting) < _WAITING_LINES:
+                self._waiting.append(line)
+            else:
+                self._lost += 1
+            try:
+                while self._waiting:
+                    os.write(self.descriptor, self._waiting[0])
+                    self._waiting.popleft()
+                    if self._lost and not self._waiting:
+                        lost = {**event, "name": f"{self._lost} events lost", "ph": "i", "s": "p", "pid": rank}
+                        self._waiting.append(json.dumps(lost).encode() + b",\n")
+                        self._lost = 0
+            except BlockingIOError:
+                pass  # a full pipe: they go with the next one
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk must not end the training."""
+        self._waiting.clear()
+        if not self._broken:
+            self._broken = True
+            sys.stderr.write(f"whale: the trace is incomplete from here on: {error}\n")
+            sys.stderr.flush()
+
+
+def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: int) -> Trace | None:
+    """The trace of this process, or None when nobody asks for one.
+
+    Args:
+      ranks: the ranks of this process.
+      run: how often Whale was started in this process, from 1; a later run has a file of its own.
+
+    Raises:
+      ConfigError: the file cannot be written, or ``whale run --trace`` and the key ``trace`` both ask for a trace.
+    """
+    pipe, asked = own_descriptor(TRACE_PIPE_VARIABLE), config["trace"]
+    if pipe is not None and asked:
+        raise ConfigError(
+            "two traces are asked for",
+            given=f"whale run --trace, and trace = {asked!r} ({config.origin('trace')})",
+            expected="one of them: --trace makes one file of all ranks, the key one file for each process",
+            action="leave one out",
+        )
+    if pipe is not None:
+        return Trace(pipe, ranks, is_file=False)
+    if not asked:
+        return None
+    path = path_of(asked, place, run)
+    try:
+        # Appending, so that lines of several threads do not overwrite each other.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            "the trace cannot be written",
+            given=f"trace = {asked!r} ({config.origin('trace')})",
+            reason=error,
+            expected="the path of a file in a folder that exists, on every host",
+            action="correct the path",
+        ) from error
+    return Trace(descriptor, ranks, is_file=True)
+
+
+def path_of(asked: str, place: ProcessPlace, run: int) -> Path:
+    """This process's own file: ``trace.json``, ``trace.rank1.json`` where there are several, ``trace.run2.json``."""
+    path = Path(asked)
+    rank = f".rank{place.rank}" if place.size > 1 else ""
+    again = f".run{run}" if run > 1 else ""
+    return path.with_name(f"{path.stem}{rank}{again}{path.suffix}")
+
+
+def span(trace: Trace | None, name: str, category: str) -> contextlib.AbstractContextManager[None]:
+    """An event around what is done under it, if there is a trace."""
+    return contextlib.nullcontext() if trace is None else trace.span(name, category)
