@@ -43,6 +43,7 @@ CONFIGURATIONS = (
     Configuration("TensorFlow, 1 thread", "plain"),
     Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
     Configuration("Whale, 2 ranks", "whale", 2),
+    Configuration("Whale, state split, 2 ranks", "whale", 2, environment=(("WHALE_ZERO_LEVEL", "1"),)),
     Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "false"),)),
     Configuration("Whale over Horovod, 2 ranks", "whale-horovod", 2),  # tuned alike
     Configuration("Whale, 4 ranks", "whale", 4),
