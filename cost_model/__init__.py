@@ -1,0 +1,16 @@
+"""Predicts step time and memory of distributed training on unequal devices. No TensorFlow.
+
+The data, from hardware to prediction (every value is a frozen struct; units are in the names):
+
+    Device, Link, Network, Efficiency  hardware/    what they are and what kernels reach of them; cited data
+    Cluster                            cluster      hosts of devices and the networks between them; a YAML file
+    Matmul, Streaming, Attention       compute      one kernel -> seconds: roofline with a curve of size
+    Group                              collectives  ranks, how many share a host, what they share -> seconds
+    Transformer, Parallel, Stack       describe     a model by hyper-parameters, how it is spread, the software's habits
+    Footprint                          memory       bytes of parameters, gradients, optimizer, activations, buffers
+    Phase                              schedules    (chunk, micro-batch, forward/backward) in the order of each stage
+    Task, Timeline                     simulate     discrete events: what runs where, after what, for how long
+    Prediction                         predict      step time, bubble, exposed communication, memory
+
+`python -m cost_model.validation` sets predictions against published measurements. docs/guides/cost_model.md explains.
+"""

@@ -1,0 +1,245 @@
+"""Cluster files: hosts of devices and the networks between them, as YAML.
+
+    name: lab
+    networks: {fabric: {type: infiniband-hdr-200}}
+    hosts:
+      - name: new
+        count: 2
+        devices: [{type: a100-sxm-80gb, count: 8}]
+        networks: {fabric: {nics: 8}}
+      - name: old
+        devices: [{type: v100-sxm2-16gb, count: 4}, {type: t4, share: 0.5}]
+        networks: {fabric: {nics: 1}}
+
+cluster.schema.json beside this file is the JSON schema, for editors and other programs. Every mistake is a ClusterError
+with line and key.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from whale.errors import ClusterError
+
+from .hardware import catalogue
+from .hardware.catalogue import LOADER, Device, Link, Network, nearest
+
+SCHEMA = Path(__file__).resolve().parent / "cluster.schema.json"
+Name = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some equal devices of a host.
+
+    Attributes:
+        type: a name of the hardware catalogue.
+        count: how many.
+        share: the part of each device that this job may use (a CPU quota, time slices, a partition of a GPU).
+        memory_gb: memory of each, where it is not what the catalogue says.
+        link: link between them, where it is not what the catalogue says.
+    """
+
+    type: Name
+    count: Count = 1
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    memory_gb: Annotated[float, Meta(gt=0)] | None = None
+    link: Name | None = None
+
+    @property
+    def device(self) -> Device:
+        found = catalogue.device(self.type)
+        return found if self.memory_gb is None else msgspec.structs.replace(found, memory_gb=self.memory_gb)
+
+    def intra_link(self) -> Link:
+        """The link over which these devices reach each other."""
+        device = self.device
+        return catalogue.link(self.link or device.link or device.host_link)
+
+
+class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A network: its type in the catalogue, and by how much its core is smaller than its edge (1 = full bisection)."""
+
+    type: Name
+    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
+
+    @property
+    def network(self) -> Network:
+        return catalogue.network(self.type)
+
+
+class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How each of some hosts is attached to a network."""
+
+    nics: Count = 1
+
+
+class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some equal hosts."""
+
+    name: Name
+    devices: Annotated[list[DeviceEntry], Meta(min_length=1)]
+    count: Count = 1
+    networks: dict[str, Attachment] = {}
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All hosts and networks of a cluster, in the order of its file."""
+
+    name: Name
+    hosts: Annotated[list[HostEntry], Meta(min_length=1)]
+    networks: dict[str, NetworkEntry] = {}
+
+    @property
+    def device_count(self) -> int:
+        return sum(host.count * entry.count for host in self.hosts for entry in host.devices)
+
+    def path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
+        """The fastest network between two hosts: its name, entry, and the adapters of the host that has fewer."""
+        common = [name for name in one.networks if name in other.networks]
+        if not common:
+            raise ClusterError(
+                "two hosts share no network",
+                given="; ".join(f"{host.name}: {', '.join(host.networks) or 'none'}" for host in (one, other)),
+                action="attach both to one network in the cluster file",
+            )
+
+        def nics(name: str) -> int:
+            return min(one.networks[name].nics, other.networks[name].nics)
+
+        best = max(common, key=lambda name: self.networks[name].network.bytes_per_s * nics(name))
+        return best, self.networks[best], nics(best)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a cluster file."""
+    return msgspec.json.schema(Cluster)
+
+
+def read(path: str | Path) -> Cluster:
+    """Reads and checks a cluster file."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ClusterError("the cluster file cannot be read", given=f"{path}: {error.strerror}") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, origin: str = "<text>") -> Cluster:
+    """Checks the text of a cluster file; `origin` names it in errors."""
+    try:
+        tree = yaml.compose(text, Loader=LOADER)
+        data = yaml.load(text, Loader=LOADER)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{origin}:{mark.line + 1}" if mark else origin
+        raise ClusterError(
+            "the cluster file is not YAML", given=f"{where}: {getattr(error, 'problem', error)}"
+        ) from None
+    try:
+        cluster = msgspec.convert(data, Cluster)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        raise _at(origin, tree, _keys(path.rstrip("`")), message) from None
+    _check(cluster, origin, tree)
+    return cluster
+
+
+def to_yaml(cluster: Cluster) -> str:
+    """The text of a cluster file; `parse` gives the same cluster back."""
+    return yaml.safe_dump(_plain(cluster), sort_keys=False, width=120)
+
+
+def _plain(cluster: Cluster) -> Any:
+    def prune(value: Any, default: Any) -> Any:
+        if isinstance(value, msgspec.Struct):
+            fields = msgspec.structs.fields(value)
+            pairs = ((f.name, getattr(value, f.name), None if f.required else f.default) for f in fields)
+            return {name: prune(v, None) for name, v, d in pairs if v != d and v != {}}
+        if isinstance(value, dict):
+            return {key: prune(v, None) for key, v in value.items()}
+        return [prune(v, None) for v in value] if isinstance(value, list) else value
+
+    return prune(cluster, None)
+
+
+def _keys(path: str) -> list[str | int]:
+    """`$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
+    keys: list[str | int] = []
+    for name, index in re.findall(r"\.([A-Za-z_]\w*)|\[([^\]]*)\]", path):
+        keys.append(name or (int(index) if index.isdigit() else index))
+    return keys
+
+
+def _at(origin: str, tree: Any, keys: list[str | int], message: str, **facts: str) -> ClusterError:
+    node, known = tree, []
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            found = next((v for k, v in node.value if k.value == key), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+            found = node.value[key]
+        else:
+            found = None
+        if found is None:
+            break
+        node, known = found, [*known, key]
+    unknown = re.search(r"unknown field `([^`]+)`", message)
+    if unknown and isinstance(node, yaml.MappingNode):
+        key_node = next((k for k, _ in node.value if k.value == unknown[1]), None)
+        node, known = (key_node or node), [*known, unknown[1]]
+    line = node.start_mark.line + 1 if node is not None else 1
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in known).lstrip(".")
+    where = f"{origin}:{line}" + (f", key {text}" if text else "")
+    return ClusterError(f"the cluster file is wrong at {where}: {message[:1].lower()}{message[1:]}", **facts)
+
+
+def _check(cluster: Cluster, origin: str, tree: Any) -> None:
+    def fail(keys: list[str | int], message: str, **facts: str) -> None:
+        raise _at(origin, tree, keys, message, **facts)
+
+    for name, entry in cluster.networks.items():
+        if entry.type not in catalogue.networks():
+            where: list[str | int] = ["networks", name, "type"]
+            fail(where, "unknown network type", given=entry.type, **nearest(entry.type, catalogue.networks()))
+    seen: dict[str, int] = {}
+    for i, host in enumerate(cluster.hosts):
+        if host.name in seen:
+            fail(["hosts", i, "name"], "two entries of hosts have one name", given=host.name)
+        seen[host.name] = i
+        for name in host.networks:
+            if name not in cluster.networks:
+                facts = nearest(name, cluster.networks) if cluster.networks else {"expected": "an entry of networks"}
+                fail(
+                    ["hosts", i, "networks", name],
+                    "a host names a network that the file does not have",
+                    given=name,
+                    **facts,
+                )
+        if host.count > 1 and not host.networks:
+            fail(["hosts", i], "several hosts share no network", given=f"count: {host.count}", expected="networks")
+        for j, part in enumerate(host.devices):
+            here: list[str | int] = ["hosts", i, "devices", j]
+            try:
+                device = catalogue.device(part.type)
+            except ClusterError:
+                fail([*here, "type"], "unknown device", given=part.type, **nearest(part.type, catalogue.devices()))
+            if part.link is not None and part.link not in catalogue.links():
+                fail([*here, "link"], "unknown link", given=part.link, **nearest(part.link, catalogue.links()))
+            if part.memory_gb is not None and device.kind == "gpu" and part.memory_gb > device.memory_gb:
+                fail(
+                    [*here, "memory_gb"],
+                    "a device has more memory than its type",
+                    given=f"{part.memory_gb} GB",
+                    expected=f"at most {device.memory_gb} GB for {device.name}",
+                )
+    reachable = [host for host in cluster.hosts if host.networks]
+    if len(cluster.hosts) > 1:
+        for i, host in enumerate(cluster.hosts):
+            if host not in reachable:
+                fail(["hosts", i], "a host is attached to no network", given=host.name, expected="networks")

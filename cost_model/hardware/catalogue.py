@@ -1,0 +1,205 @@
+"""Reads the catalogue's data files (devices.yaml, links.yaml, efficiency.yaml) and finds entries by name.
+
+Files give figures in the units of data sheets (TFLOP/s, GB/s); properties here give FLOP/s, bytes, bytes/s and seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from whale.errors import ClusterError
+
+FOLDER = Path(__file__).resolve().parent
+Positive = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+# The loader in C, where PyYAML was built with it, is ten times faster.
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    sources: dict[str, str]
+
+    def source(self, field: str) -> str | None:
+        """Where the figure of a field comes from, or None."""
+        return next((text for key, text in self.sources.items() if field in key.split(",")), None)
+
+
+class Efficiency(_Entry, frozen=True):
+    """What kernels reach of a device's peaks; compute.py has the formulas that use these."""
+
+    matmul_fraction: Fraction
+    matmul_fill_k: Annotated[float, Meta(ge=0)]
+    memory_fraction: Fraction
+    kernel_us: Annotated[float, Meta(ge=0)]
+    attention_fraction: Fraction
+    attention_ramp: Annotated[float, Meta(ge=0)]
+
+
+class Device(_Entry, frozen=True):
+    """One accelerator or CPU socket.
+
+    Attributes:
+        units: streaming multiprocessors or cores: a matrix product's tiles run on so many at a time.
+        peak_tflops: dense TFLOP/s by dtype.
+        memory_gb: GB (1e9 bytes) of device memory.
+        memory_gb_per_s: bandwidth of that memory.
+        cache_mb: last-level cache.
+        link: how devices of one host reach each other, or None where only the host link does.
+        host_link: how the device reaches the host's memory.
+        efficiency: name of its efficiency curve.
+    """
+
+    kind: Literal["gpu", "cpu"]
+    units: Annotated[int, Meta(gt=0)]
+    peak_tflops: dict[str, Positive]
+    memory_gb: Positive
+    memory_gb_per_s: Positive
+    cache_mb: Positive
+    host_link: str
+    efficiency: str
+    link: str | None = None
+    aliases: list[str] = []
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * 1e9
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.memory_gb_per_s * 1e9
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Dense FLOP/s with operands of a dtype; ClusterError if the device has no such arithmetic."""
+        peak = self.peak_tflops.get(dtype)
+        if peak is None:
+            raise ClusterError(
+                f"the device {self.name} does not compute in {dtype}",
+                given=dtype,
+                expected=", ".join(self.peak_tflops),
+                action="choose one of these dtypes or another device",
+            )
+        return peak * 1e12
+
+
+class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Microseconds of one step of a collective, by protocol (see collectives.py)."""
+
+    simple: Positive
+    ll128: Positive
+    ll: Positive
+
+
+class Link(_Entry, frozen=True):
+    """A link between the devices of one host: line rate of one device and direction, and what messages reach of it."""
+
+    gb_per_s: Positive
+    fraction: Fraction
+    step_us: StepTimes
+    topology: Literal["host", "pair", "mesh", "switch"]
+    in_network_reduction: Annotated[float, Meta(ge=1)] = 1.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What large messages reach, one device and direction."""
+        return self.gb_per_s * self.fraction * 1e9
+
+
+class Network(_Entry, frozen=True):
+    """A network between hosts: line rate of one adapter and direction, and what messages reach of it."""
+
+    gb_per_s: Positive
+    fraction: Fraction
+    step_us: StepTimes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What large messages reach, one adapter and direction."""
+        return self.gb_per_s * self.fraction * 1e9
+
+
+class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    links: list[Link]
+    networks: list[Network]
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+def _read(name: str) -> Any:
+    return yaml.load((FOLDER / name).read_text(), Loader=LOADER)
+
+
+def _table(entries: list[E]) -> Mapping[str, E]:
+    table = {}
+    for entry in entries:
+        for name in (entry.name, *getattr(entry, "aliases", ())):
+            if name in table:
+                raise ClusterError("two entries of the hardware catalogue have one name", given=name)
+            table[name] = entry
+    return table
+
+
+@cache
+def devices() -> Mapping[str, Device]:
+    """All devices, under their names and aliases."""
+    return _table(msgspec.convert(_read("devices.yaml"), list[Device]))
+
+
+@cache
+def efficiencies() -> Mapping[str, Efficiency]:
+    """All efficiency curves by name."""
+    return _table(msgspec.convert(_read("efficiency.yaml"), list[Efficiency]))
+
+
+@cache
+def _links() -> _Links:
+    return msgspec.convert(_read("links.yaml"), _Links)
+
+
+@cache
+def links() -> Mapping[str, Link]:
+    """All links between devices of one host, by name."""
+    return _table(_links().links)
+
+
+@cache
+def networks() -> Mapping[str, Network]:
+    """All networks between hosts, by name."""
+    return _table(_links().networks)
+
+
+def device(name: str) -> Device:
+    """The device of a name or alias; upper case, spaces and underscores do not matter."""
+    return _find("device", name, devices())
+
+
+def link(name: str) -> Link:
+    return _find("link", name, links())
+
+
+def network(name: str) -> Network:
+    return _find("network", name, networks())
+
+
+def _find(kind: str, name: str, table: Mapping[str, E]) -> E:
+    found = table.get(name) or table.get(name.lower().replace(" ", "-").replace("_", "-"))
+    if found is None:
+        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **nearest(name, table))
+    return found
+
+
+def nearest(name: str, table: Mapping[str, Any]) -> dict[str, str]:
+    """The facts of an error about an unknown name: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(name.lower(), list(table), n=1, cutoff=0.5)
+    if close:
+        return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}
+    return {"expected": "one of " + ", ".join(sorted(table)), "action": "choose a name of the catalogue"}
