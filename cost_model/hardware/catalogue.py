@@ -24,7 +24,7 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: str
     sources: dict[str, str]
 
@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return next((text for key, text in self.sources.items() if field in key.split(",")), None)
 
 
-class Efficiency(_Entry, frozen=True):
+class Efficiency(Entry, frozen=True):
     """What kernels reach of a device's peaks; compute.py has the formulas that use these."""
 
     matmul_fraction: Fraction
@@ -44,7 +44,7 @@ class Efficiency(_Entry, frozen=True):
     attention_ramp: Annotated[float, Meta(ge=0)]
 
 
-class Device(_Entry, frozen=True):
+class Device(Entry, frozen=True):
     """One accelerator or CPU socket.
 
     Attributes:
@@ -98,7 +98,7 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ll: Positive
 
 
-class Link(_Entry, frozen=True):
+class Link(Entry, frozen=True):
     """A link between the devices of one host: line rate of one device and direction, and what messages reach of it."""
 
     gb_per_s: Positive
@@ -113,7 +113,7 @@ class Link(_Entry, frozen=True):
         return self.gb_per_s * self.fraction * 1e9
 
 
-class Network(_Entry, frozen=True):
+class Network(Entry, frozen=True):
     """A network between hosts: line rate of one adapter and direction, and what messages reach of it."""
 
     gb_per_s: Positive
@@ -131,50 +131,52 @@ class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     networks: list[Network]
 
 
-E = TypeVar("E", bound=_Entry)
+E = TypeVar("E", bound=Entry)
 
 
-def _read(name: str) -> Any:
+def read(name: str) -> Any:
+    """What a data file of this folder says."""
     return yaml.load((FOLDER / name).read_text(), Loader=LOADER)
 
 
-def _table(entries: list[E]) -> Mapping[str, E]:
-    table = {}
+def table(entries: list[E]) -> Mapping[str, E]:
+    """Entries under their names and aliases, which must differ."""
+    found: dict[str, E] = {}
     for entry in entries:
         for name in (entry.name, *getattr(entry, "aliases", ())):
-            if name in table:
+            if name in found:
                 raise ClusterError("two entries of the hardware catalogue have one name", given=name)
-            table[name] = entry
-    return table
+            found[name] = entry
+    return found
 
 
 @cache
 def devices() -> Mapping[str, Device]:
     """All devices, under their names and aliases."""
-    return _table(msgspec.convert(_read("devices.yaml"), list[Device]))
+    return table(msgspec.convert(read("devices.yaml"), list[Device]))
 
 
 @cache
 def efficiencies() -> Mapping[str, Efficiency]:
     """All efficiency curves by name."""
-    return _table(msgspec.convert(_read("efficiency.yaml"), list[Efficiency]))
+    return table(msgspec.convert(read("efficiency.yaml"), list[Efficiency]))
 
 
 @cache
 def _links() -> _Links:
-    return msgspec.convert(_read("links.yaml"), _Links)
+    return msgspec.convert(read("links.yaml"), _Links)
 
 
 @cache
 def links() -> Mapping[str, Link]:
     """All links between devices of one host, by name."""
-    return _table(_links().links)
+    return table(_links().links)
 
 
 @cache
 def networks() -> Mapping[str, Network]:
     """All networks between hosts, by name."""
-    return _table(_links().networks)
+    return table(_links().networks)
 
 
 def device(name: str) -> Device:
@@ -190,16 +192,16 @@ def network(name: str) -> Network:
     return _find("network", name, networks())
 
 
-def _find(kind: str, name: str, table: Mapping[str, E]) -> E:
-    found = table.get(name) or table.get(name.lower().replace(" ", "-").replace("_", "-"))
+def _find(kind: str, name: str, known: Mapping[str, E]) -> E:
+    found = known.get(name) or known.get(name.lower().replace(" ", "-").replace("_", "-"))
     if found is None:
-        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **nearest(name, table))
+        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **nearest(name, known))
     return found
 
 
-def nearest(name: str, table: Mapping[str, Any]) -> dict[str, str]:
+def nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
     """The facts of an error about an unknown name: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(name.lower(), list(table), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     if close:
         return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}
-    return {"expected": "one of " + ", ".join(sorted(table)), "action": "choose a name of the catalogue"}
+    return {"expected": "one of " + ", ".join(sorted(known)), "action": "choose a name of the catalogue"}

@@ -1,0 +1,108 @@
+"""Calibrates constants on measured rows: python -m cost_model.calibrate [--rows file.csv].
+
+What the catalogue's A100 curve and the software of vTrain's single-node rows leave open: the part of the memory bandwidth
+that eager kernels reach, and what the host spends per launch. Nothing else is ever fitted, and no other rows are used.
+Five-fold cross-validation says what the fit is worth on rows that it has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+
+from . import compute
+from .hardware import catalogue
+from .stacks import stacks
+from .validation import cases
+from .validation.cases import DATA, Case
+
+CURVE, STACK = "ampere-sxm", "megatron-vtrain"
+CURVE_CONSTANTS = ("memory_fraction",)
+STACK_CONSTANTS = ("host_us", "backward_host_us", "collective_host_us", "pass_host_us")
+ROWS = DATA / "vtrain_a100_single_node_visible.csv"
+FOLDS = 5
+Constants = Mapping[str, float]
+
+
+def current() -> dict[str, float]:
+    """The constants that the data files have."""
+    curve, stack = catalogue.efficiencies()[CURVE], stacks()[STACK]
+    return {name: getattr(curve, name) for name in CURVE_CONSTANTS} | {n: getattr(stack, n) for n in STACK_CONSTANTS}
+
+
+def errors(rows: Sequence[Case], constants: Constants) -> list[float]:
+    """Relative errors of predictions with these constants instead of the data files'."""
+    curve = msgspec.structs.replace(catalogue.efficiencies()[CURVE], **{n: constants[n] for n in CURVE_CONSTANTS})
+    stack = msgspec.structs.replace(stacks()[STACK], **{n: constants[n] for n in STACK_CONSTANTS})
+    curves = {**catalogue.efficiencies(), CURVE: curve}
+    with (
+        mock.patch.object(compute, "efficiencies", lambda: curves),
+        mock.patch.object(cases, "stack", lambda name: stack if name == STACK else stacks()[name]),
+    ):
+        return [case.predict().step_s / case.measured_s - 1 for case in rows]
+
+
+def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], float]) -> dict[str, float]:
+    """Coordinate search: each constant is scaled up and down by ever smaller factors while that helps."""
+    found = dict(start)
+    best = loss(errors(rows, found))
+    factor = 1.3
+    while factor > 1.01:
+        improved = False
+        for name in found:
+            for by in (factor, 1 / factor):
+                tried = {**found, name: found[name] * by}
+                if tried.get("memory_fraction", 0) > 1:
+                    continue
+                value = loss(errors(rows, tried))
+                if value < best:
+                    best, found, improved = value, tried, True
+                    break
+        if not improved:
+            factor **= 0.5
+    return found
+
+
+def mean_absolute(found: Sequence[float]) -> float:
+    return sum(map(abs, found)) / len(found)
+
+
+def squares(found: Sequence[float]) -> float:
+    return sum(error * error for error in found) / len(found)
+
+
+def cross_validate(rows: Sequence[Case], start: Constants) -> list[float]:
+    """Errors of every row with constants fitted on the other folds; row i is in fold i mod 5."""
+    found = [0.0] * len(rows)
+    for fold in range(FOLDS):
+        seen = [case for i, case in enumerate(rows) if i % FOLDS != fold]
+        constants = fit(seen, start, squares)
+        for i in range(fold, len(rows), FOLDS):
+            (found[i],) = errors([rows[i]], constants)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cost_model.calibrate", description=__doc__)
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    options = parser.parse_args(arguments)
+    _, rows = cases.read(options.rows)
+    start = current()
+    found = fit(rows, start, squares)
+    for name, value in found.items():
+        print(f"{name}: {value:.4g} (data file: {start[name]:.4g})")
+    seen = errors(rows, found)
+    unseen = cross_validate(rows, start)
+    print(f"fitted on all {len(rows)} rows: MAPE {100 * mean_absolute(seen):.2f} %")
+    worst = max(map(abs, unseen))
+    print(f"{FOLDS}-fold cross-validation: MAPE {100 * mean_absolute(unseen):.2f} %, maximum {100 * worst:.2f} %")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""A prediction: a transformer, how it is spread, the software and the cluster -> step time and memory.
+
+Ranks that do the same at the same time (tensor- and data-parallel ones) are simulated once, so a plan costs as much as its
+stages and micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.errors import PlanError
+
+from . import describe, sharded
+from .cluster import Cluster
+from .collectives import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
+from .compute import rates_of, streaming_s
+from .cost import Cost, cost, rank
+from .describe import Parallel, Transformer
+from .memory import Footprint, footprint, layer_activation_bytes
+from .place import Place, places
+from .schedules import live_micro_batches, schedule
+from .simulate import Tasks, Timeline, memory_curve, simulate
+from .stacks import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one step takes.
+
+    Attributes:
+        step_s: the whole step.
+        compute_s: the busiest stage's kernels.
+        exposed_communication_s: communication of that stage that no kernel hides, point-to-point included.
+        bubble_s: time in which that stage waits.
+        update_s: gradient reduction and optimizer after the last backward pass.
+        stages: memory of each stage's ranks.
+        timeline: start and end of every phase; `tasks` has their resources (the stage).
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_communication_s: float
+    bubble_s: float
+    update_s: float
+    stages: tuple[Footprint, ...]
+    tasks: Tasks
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(stage.total_bytes for stage in self.stages)
+
+    def memory_curve(self, stage: int) -> list[tuple[float, float]]:
+        """(second, bytes of activations) of a stage over the step."""
+        return memory_curve(self.tasks, self.timeline, [stage])
+
+
+def chunk_layers(layers: int, pipeline: int, chunks: int) -> list[int]:
+    """Layers of each chunk, in the model's order; earlier ones take what does not divide."""
+    count = pipeline * chunks
+    if layers < count:
+        raise PlanError("there are more stages than layers", given=f"{count} chunks, {layers} layers")
+    each, more = divmod(layers, count)
+    return [each + (i < more) for i in range(count)]
+
+
+def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster) -> Prediction:
+    """Simulates one step.
+
+    Raises:
+        PlanError: the plan does not fit the model (layers, heads, batch).
+        ClusterError: the cluster has too few devices, or one without the stack's dtype.
+    """
+    if t.heads % p.tensor or t.hidden % p.tensor:
+        raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
+    at = places(cluster, p)
+    if p.zero >= 2:
+        return _sharded(t, p, stack, at[0])
+    layers = chunk_layers(t.layers, p.pipeline, p.chunks)
+    orders = schedule(p.schedule, p.pipeline, p.chunks, p.micro_batches)
+    costs: dict[tuple[int, int, bool], Cost] = {}
+    known: dict[tuple[int, int, bool, bool, bool], Cost] = {}
+    for stage in range(p.pipeline):
+        for chunk in range(p.chunks):
+            index = chunk * p.pipeline + stage
+            first, last = index == 0, index == len(layers) - 1
+            for backward in (False, True):
+                key = (id(at[stage]), layers[index], first, last, backward)
+                if key not in known:
+                    known[key] = _phase_cost(t, p, stack, at[stage], layers[index], first, last, backward)
+                costs[stage, chunk, backward] = known[key]
+    tasks, index_of = _tasks(t, p, stack, orders, costs, at, layers)
+    timeline = simulate(tasks)
+    return _summarise(t, p, stack, at, layers, orders, costs, tasks, index_of, timeline)
+
+
+def _sharded(t: Transformer, p: Parallel, stack: Stack, place: Place) -> Prediction:
+    found = sharded.step(t, p, stack, place)
+    held = footprint(t, p, stack, t.parameters, t.layers, True, sharded.AHEAD)
+    waited_s = found.step_s - found.compute_s - found.update_s - stack.step_ms * 1e-3
+    return Prediction(
+        step_s=found.step_s,
+        compute_s=found.compute_s,
+        exposed_communication_s=waited_s,
+        bubble_s=0.0,
+        update_s=found.update_s,
+        stages=(held,),
+        tasks=found.tasks,
+        timeline=found.timeline,
+    )
+
+
+def _phase_cost(
+    t: Transformer, p: Parallel, stack: Stack, place: Place, layers: int, first: bool, last: bool, backward: bool
+) -> Cost:
+    """The cost of a chunk's pass on the slowest of the stage's devices."""
+    of = describe.part_backward if backward else describe.part_forward
+    each = []
+    for part in place.parts:
+        on = rank(part.entry.device, part.entry.share, place.tensor, stack)
+        whole = Cost(host_s=stack.pass_host_us * 1e-6)
+        for times, ops in of(t, p, stack, layers, first, last):
+            whole = whole.plus(cost(ops, on, backward), times)
+        each.append(whole)
+    return max(each, key=lambda one: one.seconds)
+
+
+def send_s(t: Transformer, p: Parallel, stack: Stack, place: Place) -> float:
+    """Seconds to hand one micro-batch's activations (or their gradient) to the neighbouring stage."""
+    whole = 2.0 * p.micro_batch * t.sequence * t.hidden
+    if p.tensor == 1 or p.sequence_parallel:
+        sent = whole / (p.tensor if p.sequence_parallel else 1)
+        return point_to_point_s(sent, place.forward_bytes_per_s, place.forward_step_us)
+    if stack.scatter_gather:
+        part_s = point_to_point_s(whole / p.tensor, place.forward_bytes_per_s, place.forward_step_us)
+        return part_s + all_gather_s(place.tensor, whole)
+    return point_to_point_s(whole, place.forward_bytes_per_s, place.forward_step_us)
+
+
+def _tasks(
+    t: Transformer,
+    p: Parallel,
+    stack: Stack,
+    orders: list[list[tuple[int, int, bool]]],
+    costs: dict[tuple[int, int, bool], Cost],
+    at: list[Place],
+    layers: list[int],
+) -> tuple[Tasks, dict[tuple[int, int, bool], int]]:
+    """One task per phase on its stage's stream; a send that the stage waits for is a part of its phase."""
+    tasks = Tasks()
+    stages, chunks, last = p.pipeline, p.chunks, p.pipeline * p.chunks - 1
+    numbers: dict[tuple[int, int, bool], int] = {}
+    number = 0
+    for stage, order in enumerate(orders):
+        for chunk, micro_batch, backward in order:
+            numbers[chunk * stages + stage, micro_batch, backward] = number
+            number += 1
+    kept = layer_activation_bytes(t, p, stack)
+    for stage, order in enumerate(orders):
+        send = send_s(t, p, stack, at[stage]) if stages > 1 else 0.0
+        seconds = {key: costs[stage, *key].seconds for key in ((c, b) for c in range(chunks) for b in (False, True))}
+        held = [layers[chunk * stages + stage] * kept for chunk in range(chunks)]
+        before = -1
+        for chunk, micro_batch, backward in order:
+            part = chunk * stages + stage
+            after = [before] if before >= 0 else []
+            if backward:
+                after.append(
+                    numbers[part, micro_batch, False] if part == last else numbers[part + 1, micro_batch, True]
+                )
+            elif part > 0:
+                after.append(numbers[part - 1, micro_batch, False])
+            sends = part > 0 if backward else part < last
+            duration = seconds[chunk, backward] + (send if sends else 0.0)
+            before = tasks.add(stage, duration, tuple(after), -held[chunk] if backward else held[chunk])
+    return tasks, numbers
+
+
+def stage_parameters(t: Transformer, p: Parallel, layers: list[int], stage: int) -> float:
+    """Parameters on one rank of a stage. With several stages the last one has a copy of the embedding for its logits."""
+    own = sum(layers[stage :: p.pipeline]) * t.layer_parameters / p.tensor
+    if stage == 0:
+        own += t.embedding_parameters / p.tensor + t.sequence * t.hidden
+    elif stage == p.pipeline - 1:
+        own += t.embedding_parameters / p.tensor
+    return own
+
+
+def update_s(
+    t: Transformer, p: Parallel, stack: Stack, place: Place, parameters: float, layers: int
+) -> tuple[float, float]:
+    """Seconds of (gradient reduction, optimizer) of one rank after its last backward pass."""
+    slowest = (
+        max(streaming_s(rates_of(part.entry.device, stack.dtype, part.entry.share), 1e9) for part in place.parts) / 1e9
+    )  # seconds per byte
+    gradient_bytes = stack.gradient_bytes * parameters
+    own = parameters / (p.data if p.zero >= 1 else 1)
+    reduce = 0.0
+    if p.data > 1:
+        if p.zero >= 1:
+            reduce = reduce_scatter_s(place.data, gradient_bytes) + all_gather_s(place.data, 2.0 * parameters)
+        else:
+            reduce = all_reduce_s(place.data, gradient_bytes)
+        reduce += stack.gradient_copy_bytes * parameters * slowest
+    tensors = 12 * layers + 4
+    host_s = tensors * stack.update_kernels * stack.host_us * 1e-6
+    return reduce, max(stack.optimizer_bytes * own * slowest, host_s)
+
+
+def _summarise(
+    t: Transformer,
+    p: Parallel,
+    stack: Stack,
+    at: list[Place],
+    layers: list[int],
+    orders: list[list[tuple[int, int, bool]]],
+    costs: dict[tuple[int, int, bool], Cost],
+    tasks: Tasks,
+    numbers: dict[tuple[int, int, bool], int],
+    timeline: Timeline,
+) -> Prediction:
+    stages = p.pipeline
+    end_s = [0.0] * stages
+    for task, stage in enumerate(tasks.resource):
+        end_s[stage] = max(end_s[stage], timeline.end_s[task])
+    reduced_s, optimizer_s, footprints = [], [], []
+    for stage in range(stages):
+        parameters = stage_parameters(t, p, layers, stage)
+        own = layers[stage::stages]
+        reduce, optimizer = update_s(t, p, stack, at[stage], parameters, sum(own))
+        if stack.hides_data_parallel:
+            shortest = min(costs[stage, chunk, True].seconds for chunk in range(p.chunks))
+            reduce = max(reduce / max(1, sum(own)), reduce - shortest)
+        reduced_s.append(end_s[stage] + reduce)
+        optimizer_s.append(optimizer)
+        live = live_micro_batches(orders[stage])
+        footprints.append(footprint(t, p, stack, parameters, live * sum(own) / p.chunks, stage == stages - 1))
+    ready_s = max(reduced_s)
+    if stages > 1:
+        ready_s += all_reduce_s(at[0].embedding, stack.gradient_bytes * t.embedding_parameters / p.tensor)
+    step_s = ready_s + max(optimizer_s) + stack.step_ms * 1e-3
+    busy = max(range(stages), key=lambda s: timeline.busy_s[s])
+    m = p.micro_batches
+    mine = [costs[busy, chunk, backward] for chunk in range(p.chunks) for backward in (False, True)]
+    compute_s = m * sum(max(c.device_s, c.seconds - c.exposed_s) for c in mine)
+    return Prediction(
+        step_s=step_s,
+        compute_s=compute_s,
+        exposed_communication_s=timeline.busy_s[busy] - compute_s,
+        bubble_s=timeline.total_s - timeline.busy_s[busy],
+        update_s=step_s - timeline.total_s,
+        stages=tuple(footprints),
+        tasks=tasks,
+        timeline=timeline,
+    )

@@ -1,0 +1,215 @@
+"""A row of a published table as a case: what ran, on what, and the seconds that were measured."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from whale.errors import ProgramError
+
+from .. import cluster
+from ..cluster import Cluster
+from ..describe import Parallel, Transformer
+from ..predict import Prediction, predict
+from ..stacks import stack
+
+FOLDER = Path(__file__).resolve().parent
+DATA = FOLDER / "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measured run. `size` groups the rows among which plans are ranked."""
+
+    label: str
+    size: str
+    measured_s: float
+    model: Transformer
+    parallel: Parallel
+    stack: str
+    cluster: str
+
+    def predict(self) -> Prediction:
+        return predict(self.model, self.parallel, stack(self.stack), machine(self.cluster))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One publication's table: the columns by which its files are known, and how a row becomes a case."""
+
+    name: str
+    columns: frozenset[str]
+    case: Callable[[Mapping[str, str]], Case]
+    ranked: bool = False
+
+
+@cache
+def machine(name: str) -> Cluster:
+    return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
+
+
+def padded_vocabulary(words: int, tensor: int) -> int:
+    """Megatron-LM pads the vocabulary to a multiple of 128 per tensor-parallel rank."""
+    each = 128 * tensor
+    return -(-words // each) * each
+
+
+def _megatron(row: Mapping[str, str]) -> Case:
+    """Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table 1."""
+    model = _model(row)
+    parallel = Parallel(
+        tensor=int(row["tp"]),
+        pipeline=int(row["pp"]),
+        data=int(row["dp"]),
+        chunks=int(row["vpp"]),
+        micro_batch=int(row["mbs"]),
+        global_batch=int(row["gbs"]),
+        recompute=_recompute(row["recompute"]),
+    )
+    # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
+    work = model.step_flops(parallel.global_batch, "full")
+    seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
+    return Case(
+        f"{row['params_B']}B {_plan(parallel)}", row["params_B"], seconds, model, parallel, "megatron-2021", "selene"
+    )
+
+
+def _korthikanti(row: Mapping[str, str]) -> Case:
+    """Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 5."""
+    parallel = Parallel(
+        tensor=int(row["tp"]),
+        pipeline=int(row["pp"]),
+        data=int(row["dp"]),
+        chunks=int(row["vpp"]),
+        micro_batch=int(row["mbs"]),
+        global_batch=int(row["gbs"]),
+        recompute=_recompute(row["recompute"]),
+        sequence_parallel=row["seqpar"] == "1",
+    )
+    label = f"{row['model']} {_plan(parallel)}"
+    return Case(label, row["model"], float(row["iter_s"]), _model(row), parallel, "megatron-2022", "selene")
+
+
+def _model(row: Mapping[str, str]) -> Transformer:
+    names = ("layers", "hidden", "heads", "seq", "vocab")
+    return Transformer(*(int(row[name]) for name in names))
+
+
+def _recompute(text: str) -> str:
+    return text.strip().lower() or "none"
+
+
+def _vtrain(row: Mapping[str, str], recompute: str, software: str, where: str) -> Case:
+    tensor = int(row["tensor parallelism"])
+    model = Transformer(
+        layers=int(row["# layers"]),
+        hidden=int(row["hidden size"]),
+        heads=int(row["attention heads"]),
+        sequence=int(row["sequence length"]),
+        vocabulary=padded_vocabulary(50257, tensor),
+    )
+    parallel = Parallel(
+        tensor=tensor,
+        pipeline=int(row["pipeline parallelism"]),
+        data=int(row["data parallelism"]),
+        micro_batch=int(row["micro batch"]),
+        global_batch=int(row["global batch"]),
+        recompute=recompute,
+    )
+    size = row.get("Parameters (billion)") or f"h{model.hidden} L{model.layers}"
+    label = f"{size} {_plan(parallel)}"
+    return Case(label, size, float(row["iteration time (ms)"]) / 1e3, model, parallel, software, where)
+
+
+def _vtrain_single(row: Mapping[str, str]) -> Case:
+    """Bang et al., "vTrain", MICRO 2024, validation on one host; without recompute."""
+    return _vtrain(row, "none", "megatron-vtrain", "vtrain-single")
+
+
+def _vtrain_multi(row: Mapping[str, str]) -> Case:
+    """The same, validation on 64 to 512 GPUs; with full recompute (the plans would not fit otherwise)."""
+    return _vtrain(row, "full", "megatron-2021", "vtrain-multi")
+
+
+# d_model, n_heads, n_layers of github.com/mosaicml/llm-foundry scripts/train/yamls/pretrain/mpt-*.yaml
+MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+MPT_VOCABULARY = 50368
+
+
+def _mosaic(row: Mapping[str, str]) -> Case:
+    """MosaicML llm-foundry, scripts/train/benchmarking, throughput tables (FSDP)."""
+    name = row["Model"].strip().lower()
+    if name not in MPT:
+        raise ProgramError("the row's model is not one of MosaicML's", given=row["Model"], expected=", ".join(MPT))
+    hidden, heads, layers = MPT[name]
+    sharding = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row["Sharding Strategy"].strip().upper()]
+    devices, micro_batch = int(row["# GPUs"]), int(row["MicroBatchSize"])
+    parallel = Parallel(
+        data=devices,
+        micro_batch=micro_batch,
+        global_batch=devices * micro_batch * int(row["GradAccum"]),
+        recompute="full" if row["Activation Checkpointing"].strip() == "True" else "none",
+        zero=sharding,
+    )
+    model = Transformer(layers, hidden, heads, int(row["SeqLen (T)"]), MPT_VOCABULARY)
+    tokens = parallel.global_batch * model.sequence
+    software = "composer-fp8" if "fp8" in row["Precision"] else "composer-bf16"
+    software += "-pure" if row["MP Mode"].strip() == "PURE" else ""
+    label = f"{row['GPU']} {name} s{model.sequence} x{devices} b{micro_batch}x{row['GradAccum']}"
+    label += " recompute" if parallel.recompute == "full" else ""
+    where = "mosaic-" + row["GPU"].strip().lower().replace("_", "-")
+    return Case(label, name, tokens / float(row["Throughput (T/s)"]), model, parallel, software, where)
+
+
+def _plan(p: Parallel) -> str:
+    text = f"t{p.tensor} p{p.pipeline} d{p.data}"
+    text += f" v{p.chunks}" if p.chunks > 1 else ""
+    return f"{text} b{p.micro_batch}x{p.micro_batches}" + (f" {p.recompute}" if p.recompute != "none" else "")
+
+
+_VTRAIN = frozenset({"# GPUs", "micro batch", "tensor parallelism", "iteration time (ms)"})
+# In this order: the first whose columns a file has.
+SETS = (
+    Published("Megatron SC'21", frozenset({"tflops_gpu", "tp", "pp", "vpp"}), _megatron),
+    Published("Korthikanti 2022", frozenset({"iter_s", "tp", "pp", "vpp", "seqpar"}), _korthikanti),
+    Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
+    Published("vTrain single node", _VTRAIN, _vtrain_single),
+    Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
+)
+
+
+def read(path: Path) -> tuple[Published, list[Case]]:
+    """The table that a file's columns belong to, and its rows; ProgramError names the line of a row that is none."""
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        columns = set(rows.fieldnames or ())
+        table = next((one for one in SETS if one.columns <= columns), None)
+        if table is None:
+            raise ProgramError(
+                "the file's columns are those of no published table that is known",
+                given=f"{path}: {', '.join(sorted(columns)) or 'no columns'}",
+                expected="; ".join(f"{one.name}: {', '.join(sorted(one.columns))}" for one in SETS),
+            )
+        cases = []
+        for row in rows:
+            try:
+                cases.append(table.case(row))
+            except (KeyError, ValueError, TypeError) as error:
+                raise ProgramError(
+                    f"line {rows.line_num} of {path} is no row of {table.name}",
+                    given=f"{type(error).__name__}: {error}",
+                ) from error
+        return table, cases
