@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 from .hardware import Device, Efficiency, efficiencies
 
@@ -36,17 +37,22 @@ class Rates:
     element_bytes: int
 
 
-@lru_cache(maxsize=256)
-def rates(name: str, dtype: str = "float16", share: float = 1.0) -> Rates:
-    """The rates of a device of the catalogue; `share` is the part of it that may be used."""
-    from .hardware import device
+@lru_cache(maxsize=1024)
+def slowest_of(ranks: int, variation: float) -> float:
+    """How much longer the slowest of so many equal devices computes than the mean one; the others wait for it.
 
-    return rates_of(device(name), dtype, share)
+    The mean of the largest of n normal values, by Blom's approximation (G. Blom, "Statistical estimates and transformed
+    beta-variables", 1958).
+    """
+    if ranks == 1:
+        return 1.0
+    return 1.0 + variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def rates_of(device: Device, dtype: str, share: float = 1.0) -> Rates:
+def rates_of(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
+    """The rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
     curve: Efficiency = efficiencies()[device.efficiency]
-    peak = device.peak_flops_per_s(dtype)
+    peak = device.peak_flops_per_s(dtype) / slowest_of(ranks, curve.variation)
     return Rates(
         units=max(1, round(device.units * share)),
         matmul_flops_per_s=peak * curve.matmul_fraction * share,

@@ -117,7 +117,7 @@ def _phase_cost(
     of = describe.part_backward if backward else describe.part_forward
     each = []
     for part in place.parts:
-        on = rank(part.entry.device, part.entry.share, place.tensor, stack)
+        on = rank(part.entry.device, part.entry.share, place.tensor, stack, p.ranks)
         whole = Cost(host_s=stack.pass_host_us * 1e-6)
         for times, ops in of(t, p, stack, layers, first, last):
             whole = whole.plus(cost(ops, on, backward), times)

@@ -92,7 +92,7 @@ def _unit(
     t: Transformer, p: Parallel, stack: Stack, place: Place, forward: list[Op], backward: list[Op], parameters: float
 ) -> _Unit:
     entry = place.parts[0].entry
-    on = rank(entry.device, entry.share, place.tensor, stack)
+    on = rank(entry.device, entry.share, place.tensor, stack, p.ranks)
     copy_s = streaming_s(on.rates, stack.gradient_copy_bytes * parameters)
     ahead, back = cost(forward, on), cost(backward, on, backward=True)
     back = Cost(back.device_s + copy_s, back.exposed_s, back.host_s)

@@ -42,6 +42,7 @@ class Efficiency(Entry, frozen=True):
     kernel_us: Annotated[float, Meta(ge=0)]
     attention_fraction: Fraction
     attention_ramp: Annotated[float, Meta(ge=0)]
+    variation: Annotated[float, Meta(ge=0, lt=0.5)]
 
 
 class Device(Entry, frozen=True):
