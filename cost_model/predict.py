@@ -118,7 +118,10 @@ def _phase_cost(
     each = []
     for part in place.parts:
         on = rank(part.entry.device, part.entry.share, place.tensor, stack, p.ranks)
-        whole = Cost(host_s=stack.pass_host_us * 1e-6)
+        begin_s = stack.pass_host_us * 1e-6
+        # After a send that it waits for, a stage's device idles until the host has begun the next pass.
+        waits = p.pipeline > 1 and not stack.hides_point_to_point
+        whole = Cost(exposed_s=begin_s, host_s=begin_s) if waits else Cost(host_s=begin_s)
         for times, ops in of(t, p, stack, layers, first, last):
             whole = whole.plus(cost(ops, on, backward), times)
         each.append(whole)
