@@ -1,8 +1,8 @@
 """Calibrates constants on measured rows: python -m cost_model.calibrate [--rows file.csv].
 
-What the catalogue's A100 curve and the software of vTrain's single-node rows leave open: the part of the memory bandwidth
-that eager kernels reach, and what the host spends per launch. Nothing else is ever fitted, and no other rows are used.
-Five-fold cross-validation says what the fit is worth on rows that it has not seen.
+What the catalogue's A100 curve and the software of vTrain's single-node rows leave open: the part of the memory
+bandwidth that eager kernels reach, and what the host spends per launch. Nothing else is ever fitted, and no other rows
+are used. Five-fold cross-validation says what the fit is worth on rows that it has not seen.
 """
 
 from __future__ import annotations

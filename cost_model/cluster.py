@@ -178,7 +178,8 @@ def _keys(path: str) -> list[str | int]:
 
 
 def _at(origin: str, tree: Any, keys: list[str | int], message: str, **facts: str) -> ClusterError:
-    node, known = tree, []
+    node: Any = tree
+    known: list[str | int] = []
     for key in keys:
         if isinstance(node, yaml.MappingNode):
             found = next((v for k, v in node.value if k.value == key), None)

@@ -1,8 +1,9 @@
 """Seconds of communication between devices: alpha-beta models by algorithm, topology and concurrency.
 
-Names: p ranks, of which `per_host` share a host; T bytes is the whole tensor (all-reduce: each rank's tensor; all-gather: the
-result; reduce-scatter: the operand). Steps and protocols follow NCCL's own model (NCCL, src/graph/tuning.cc); for rings and
-trees see Thakur et al., "Optimization of collective communication operations in MPICH", 2005.
+Names: p ranks, of which `per_host` share a host; T bytes is the whole tensor (all-reduce: each rank's tensor;
+all-gather: the result; reduce-scatter: the operand). Steps and protocols follow NCCL's own model (NCCL,
+src/graph/tuning.cc); for rings and trees see Thakur et al., "Optimization of collective communication operations in
+MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from .hardware import Link, Network
 from .hardware.catalogue import StepTimes
 
-# (name, start of a collective in seconds, part of the bandwidth), same source: LL128 uses 120 of 128 bytes and LL half of
-# each line, and both keep fewer bytes in flight.
+# (name, start of a collective in seconds, part of the bandwidth), same source: LL128 uses 120 of 128 bytes and LL half
+# of each line, and both keep fewer bytes in flight.
 PROTOCOLS = (("simple", 8.4e-6, 1.0), ("ll128", 14.0e-6, 0.92), ("ll", 6.6e-6, 0.25))
 TREE_FRACTION = 0.9  # of a ring's bandwidth, same source
 
@@ -48,7 +49,7 @@ class Group:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bus bandwidth of rings: every rank sends and receives at this rate, the host's adapters carry the ring once."""
+        """Bus bandwidth of rings: each rank sends and receives so much; the host's adapters carry the ring once."""
         inside = self.link_bytes_per_s if self.per_host > 1 else math.inf
         between = self.host_bytes_per_s if self.hosts > 1 else math.inf
         return min(inside, between)
@@ -95,7 +96,7 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """All-reduce where the switch adds (NVLink SHARP): one step there and back, faster than a ring by a measured factor."""
+    """All-reduce where the switch adds (NVLink SHARP): one step there and back, faster by a measured factor."""
     if group.size == 1 or group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < 4:
         return math.inf
     p = group.size
@@ -121,7 +122,7 @@ def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Recursive halving and doubling: 2 log2 p steps; every pair crosses the slowest link with half of the tensor first."""
+    """Recursive halving and doubling: 2 log2 p steps; the first pairs cross the slowest link with half of it."""
     p = group.size
     if p == 1:
         return 0.0

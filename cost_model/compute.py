@@ -1,8 +1,8 @@
 """Seconds of one kernel on one device: roofline with curves of size.
 
-A matrix product is computed in tiles of its result, one per multiprocessor at a time, so the last wave of tiles may leave
-multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication Background
-User's Guide" (tile and wave quantisation). Other kernels stream their operands through memory once.
+A matrix product is computed in tiles of its result, one per multiprocessor at a time, so the last wave of tiles may
+leave multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication
+Background User's Guide" (tile and wave quantisation). Other kernels stream their operands through memory once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from .hardware import Device, Efficiency, efficiencies
 
 # Output tiles that vendors' libraries have (CUTLASS and cuBLAS on Ampere and Hopper), largest first.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
-# A tile of m x n reads m + n operands per m n multiply-adds from on-chip memory. Slope by which the main loop slows with
-# that ratio, against 256 x 128: 128 x 128 runs at 0.95 of it, 64 x 64 at 0.79 (same guide, figure "tile efficiency").
+# A tile of m x n reads m + n operands per m n multiply-adds from on-chip memory. Slope by which the main loop slows
+# with that ratio, against 256 x 128: 128 x 128 runs at 0.95 of it, 64 x 64 at 0.79 (same guide, figure "tile
+# efficiency").
 TILE_SLOPE = 14.0
 # The inner dimension may be divided over several multiprocessors; partial results are added in float32 through memory.
 SPLITS = (1, 2, 4, 8)

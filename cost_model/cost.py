@@ -11,9 +11,8 @@ from .describe import Attention, Collective, Matmul, Op, Streaming
 from .hardware import Device
 from .stacks import Stack
 
-
-# Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one block
-# each between the GPUs of a host; src/graph/connect.cc).
+# Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one
+# block each between the GPUs of a host; src/graph/connect.cc).
 CHANNELS = 16
 
 

@@ -1,8 +1,8 @@
 """A decoder-only transformer from its hyper-parameters: the kernels and collectives that one rank runs for one layer.
 
-Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h hidden, t
-tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation recomputation in
-large transformer models", 2022, section 4, plus what each kernel writes.
+Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
+hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022, section 4, plus what each kernel writes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Literal
 from whale.errors import PlanError
 
 from .stacks import Stack
+
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Transformer:
         )
 
     def step_flops(self, batch: int, recompute: str = "none") -> float:
-        """FLOPs of one step as Narayanan et al. (SC 2021) count them: 72 or, with full recompute, 96 B s l h^2 (...)."""
+        """FLOPs of a step as Narayanan et al. (SC 2021) count: 72 or, with full recompute, 96 B s l h^2 (...)."""
         b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
         factor = 96 if recompute == "full" else 72
         return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
@@ -75,7 +77,7 @@ class Parallel:
     chunks: int = 1
     micro_batch: int = 1
     global_batch: int = 1
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: int = 0
     schedule: str = "1f1b"
@@ -104,7 +106,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products [m, k] x [k, n]; `weights`: one operand is or becomes a layer's weights (float8 serves only these)."""
+    """`batch` products [m, k] x [k, n]; `weights`: of a layer's weights or for them (float8 serves only these)."""
 
     name: str
     m: int
@@ -260,7 +262,7 @@ def _leave(p: Parallel, elements: float) -> list[Op]:
 
 
 def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
-    """The sum of the input's gradient of a column-parallel product, behind its weight's gradient where the stack does that."""
+    """The sum of a column-parallel product's input gradient, behind its weight's gradient where the stack does that."""
     if p.tensor == 1:
         return []
     kind = "reduce_scatter" if p.sequence_parallel else "all_reduce"
@@ -270,8 +272,8 @@ def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
 def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[Op]:
     """With sequence parallelism a product's operand (or its output's gradient) is gathered again in the backward pass.
 
-    Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input, which
-    only the weight's gradient needs, behind the input's gradient.
+    Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
+    which only the weight's gradient needs, behind the input's gradient.
     """
     if not p.sequence_parallel or p.tensor == 1:
         return []

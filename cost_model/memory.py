@@ -1,7 +1,8 @@
 """Bytes that one rank holds while it trains a transformer.
 
-Activations: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 2. Optimizer
-and gradients: Rajbhandari et al., "ZeRO", SC 2020, section 3 (2 + 2 + 12 bytes per parameter with mixed-precision Adam).
+Activations: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 2.
+Optimizer and gradients: Rajbhandari et al., "ZeRO", SC 2020, section 3 (2 + 2 + 12 bytes per parameter with
+mixed-precision Adam).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from .describe import Parallel, Transformer
 from .stacks import Stack
 
-# The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of deep
-# learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
+# The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
+# deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
 BASE_BYTES = 1.0e9
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
 FRAGMENTATION = 0.03
@@ -42,8 +43,8 @@ class Footprint:
 def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     """What one layer keeps of one micro-batch for its backward pass (bytes, half precision).
 
-    s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with selective
-    recompute or fused attention; 2 s b h with full recompute.
+    s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
+    selective recompute or fused attention; 2 s b h with full recompute.
     """
     sbh = float(t.sequence * p.micro_batch * t.hidden)
     w = p.tensor

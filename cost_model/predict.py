@@ -1,7 +1,7 @@
 """A prediction: a transformer, how it is spread, the software and the cluster -> step time and memory.
 
-Ranks that do the same at the same time (tensor- and data-parallel ones) are simulated once, so a plan costs as much as its
-stages and micro-batches.
+Ranks that do the same at the same time (tensor- and data-parallel ones) are simulated once, so a plan costs as much as
+its stages and micro-batches.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _tasks(
     kept = layer_activation_bytes(t, p, stack)
     for stage, order in enumerate(orders):
         send = send_s(t, p, stack, at[stage]) if stages > 1 else 0.0
-        seconds = {key: costs[stage, *key].seconds for key in ((c, b) for c in range(chunks) for b in (False, True))}
+        seconds = {(c, b): costs[stage, c, b].seconds for c in range(chunks) for b in (False, True)}
         held = [layers[chunk * stages + stage] * kept for chunk in range(chunks)]
         before = -1
         for chunk, micro_batch, backward in order:
@@ -180,7 +180,7 @@ def _tasks(
 
 
 def stage_parameters(t: Transformer, p: Parallel, layers: list[int], stage: int) -> float:
-    """Parameters on one rank of a stage. With several stages the last one has a copy of the embedding for its logits."""
+    """Parameters on one rank of a stage; of several stages the last one has a copy of the embedding."""
     own = sum(layers[stage :: p.pipeline]) * t.layer_parameters / p.tensor
     if stage == 0:
         own += t.embedding_parameters / p.tensor + t.sequence * t.hidden

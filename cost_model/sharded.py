@@ -1,9 +1,10 @@
-"""One step of fully sharded data parallelism (ZeRO-2 and -3 as in PyTorch FSDP): gathers and reductions of whole layers on a
-network stream beside the kernels.
+"""One step of fully sharded data parallelism (ZeRO-2 and -3 as in PyTorch FSDP).
 
-Every micro-batch gathers each layer's parameters before its forward pass and, with ZeRO-3, again before its backward pass,
-and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most two gathered layers
-wait for the kernels (the same, section 3.4, rate limiter).
+Whole layers are gathered and reduced on a network stream beside the kernels.
+
+Every micro-batch gathers each layer's parameters before its forward pass and, with ZeRO-3, again before its backward
+pass, and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most two
+gathered layers wait for the kernels (the same, section 3.4, rate limiter).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Discrete events: tasks on resources, after other tasks, for so long.
 
-A resource (a rank's compute, copy or network stream, a link that ranks share) does one task at a time. Tasks of a stream
-that must keep program order depend on the one before; a shared link takes whoever is ready first. Ranks that do the same at
-the same time need one simulated rank.
+A resource (a rank's compute, copy or network stream, a link that ranks share) does one task at a time. Tasks of a
+stream that must keep program order depend on the one before; a shared link takes whoever is ready first. Ranks that do
+the same at the same time need one simulated rank.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Habits of training software that decide what a rank runs: which kernels are fused, what is hidden behind what, and what
-the host spends to launch a kernel. Data: hardware/stacks.yaml, each entry with its sources."""
+"""Habits of training software: which kernels are fused, what is hidden behind what, what a launch costs the host.
+
+Data: hardware/stacks.yaml, each entry with its sources.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Stack(catalogue.Entry, frozen=True):
         softmax_bytes: memory traffic of scale, mask and softmax, per score.
         norm_bytes: memory traffic of a normalisation's forward pass, per element.
         separate_bias: the bias of the first attention product is a kernel of its own.
-        pointwise_passes, pointwise_kernels: traffic (relative to one fused kernel) and kernels of bias, dropout and sum.
+        pointwise_passes, pointwise_kernels: traffic (of one fused kernel = 1) and kernels of bias, dropout, sum.
         hides_tensor_parallel: collectives of the tensor-parallel backward pass run behind matrix products.
         scatter_gather: tensor-parallel ranks each send a part to the next stage, which gathers it.
         hides_point_to_point: stages do not wait for their sends.
@@ -40,9 +42,9 @@ class Stack(catalogue.Entry, frozen=True):
         optimizer_bytes: memory traffic per parameter of unscaling, clipping, update and casts.
         loss_forward_bytes, loss_backward_bytes: memory traffic per logit.
         host_us: what the host spends per kernel launch of the forward pass, framework included.
-        backward_host_us: the same in the backward pass, which the framework's engine runs without the script's language.
+        backward_host_us: the same in the backward pass, which the framework runs without the script.
         collective_host_us: the same per collective.
-        pass_host_us: once per forward or backward pass of a chunk: its batch, synchronising with neighbours, autograd's start.
+        pass_host_us: once per forward or backward pass of a chunk: its batch, synchronising with neighbours.
         update_kernels: launches per parameter tensor after the last backward pass.
         step_ms: once per step: data, loss to the host, logging.
     """

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from whale.errors import ProgramError
 
 from .. import cluster
 from ..cluster import Cluster
-from ..describe import Parallel, Transformer
+from ..describe import Parallel, Recompute, Transformer
 from ..predict import Prediction, predict
 from ..stacks import stack
 
@@ -98,11 +99,12 @@ def _model(row: Mapping[str, str]) -> Transformer:
     return Transformer(*(int(row[name]) for name in names))
 
 
-def _recompute(text: str) -> str:
-    return text.strip().lower() or "none"
+def _recompute(text: str) -> Recompute:
+    """`Parallel` refuses what is none."""
+    return cast(Recompute, text.strip().lower() or "none")
 
 
-def _vtrain(row: Mapping[str, str], recompute: str, software: str, where: str) -> Case:
+def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: str) -> Case:
     tensor = int(row["tensor parallelism"])
     model = Transformer(
         layers=int(row["# layers"]),

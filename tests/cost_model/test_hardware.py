@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -108,16 +107,7 @@ def test_the_published_schema_is_the_one_that_is_checked() -> None:
     assert json.loads(cluster.SCHEMA.read_text()) == cluster.schema()
 
 
-def test_importing_is_quick_and_light() -> None:
-    code = "import time; t = time.perf_counter(); import cost_model.cluster as p; import sys;"
-    code += "print(time.perf_counter() - t); print(*sys.modules)"
-    best = 9.0
-    for _ in range(3):  # other programs share the machine
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds, modules = done.stdout.splitlines()
-        assert not {"tensorflow", "keras", "matplotlib", "scipy"} & set(modules.split())
-        best = min(best, float(seconds))
-        if best < 0.3:
-            break
-        time.sleep(0.5)
-    assert best < 0.3
+def test_importing_loads_nothing_heavy() -> None:
+    code = "import cost_model.predict, cost_model.validation.cases, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"tensorflow", "keras", "matplotlib", "scipy", "networkx", "numpy"} & set(done.stdout.split())

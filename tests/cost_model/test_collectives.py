@@ -1,0 +1,80 @@
+"""Communication times: no rank alone communicates, more bandwidth never hurts, formulas at their limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model import collectives, hardware
+from cost_model.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
+
+NVSWITCH, HDR = hardware.link("nvswitch2"), hardware.network("infiniband-hdr-200")
+BYTES = st.floats(1, 1e11)
+
+
+def over(size: int, per_host: int, nics: int = 8, groups: int = 1) -> Group:
+    return group(size, per_host, NVSWITCH, HDR, nics, groups)
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, *ALL_REDUCE])
+def test_one_rank_does_not_communicate(name: str) -> None:
+    formula = COLLECTIVES.get(name) or ALL_REDUCE[name]
+    assert formula(over(1, 1), 1e9) in (0.0, math.inf)  # inf: not an algorithm for one host
+
+
+@given(BYTES, st.sampled_from([(2, 2), (8, 8), (16, 8), (64, 8), (64, 1), (6, 4)]), st.floats(1, 4))
+def test_more_bandwidth_or_fewer_bytes_are_never_slower(size: float, shape: tuple[int, int], factor: float) -> None:
+    here = over(*shape)
+    wider = dataclasses.replace(here, link_bytes_per_s=here.link_bytes_per_s * factor)
+    faster = dataclasses.replace(wider, host_bytes_per_s=here.host_bytes_per_s * factor)
+    for formula in {**COLLECTIVES, **ALL_REDUCE}.values():
+        assert formula(faster, size) <= formula(wider, size) <= formula(here, size)
+        assert formula(here, size / factor) <= formula(here, size)
+
+
+@given(BYTES, st.integers(2, 64))
+def test_an_all_reduce_costs_at_most_its_two_halves(size: float, ranks: int) -> None:
+    here = over(ranks, 8)
+    halves = collectives.reduce_scatter_s(here, size) + collectives.all_gather_s(here, size)
+    assert collectives.ring_all_reduce_s(here, size) <= halves * 1.0001
+    assert collectives.all_gather_s(here, size) <= collectives.ring_all_reduce_s(here, size) * 1.0001
+
+
+def test_large_messages_reach_the_measured_bus_bandwidth() -> None:
+    def bus_gb_per_s(here: Group, size: float) -> float:
+        return 2 * (here.size - 1) / here.size * size / collectives.all_reduce_s(here, size) / 1e9
+
+    # github.com/NVIDIA/nccl-tests issues 100 and 149 (eight A100), 119 (24 A100 and four adapters per host), 212
+    # (H100).
+    assert bus_gb_per_s(over(8, 8), 4e9) == pytest.approx(232, rel=0.02)
+    assert 0.8 < bus_gb_per_s(over(24, 8, nics=4), 4e9) / 96 < 1.05
+    h100 = group(8, 8, hardware.link("nvswitch3"))
+    assert bus_gb_per_s(h100, 8e9) == pytest.approx(480, rel=0.02)
+    # Small ones are latency: 1 MB over eight A100 takes about 60 us in the same reports.
+    assert 30e-6 < collectives.all_reduce_s(over(8, 8), 1e6) < 80e-6
+
+
+def test_groups_that_share_adapters_share_their_bandwidth() -> None:
+    alone, crowded = over(8, 1, groups=1), over(8, 1, groups=8)
+    assert collectives.ring_all_reduce_s(crowded, 1e10) == pytest.approx(
+        8 * collectives.ring_all_reduce_s(alone, 1e10), rel=0.01
+    )
+    narrow = group(8, 1, NVSWITCH, HDR, 8, 8, oversubscription=2.0)
+    assert collectives.all_gather_s(narrow, 1e10) == pytest.approx(
+        2 * collectives.all_gather_s(crowded, 1e10), rel=0.01
+    )
+
+
+def test_a_message_takes_its_latency_and_its_bytes() -> None:
+    assert point_to_point_s(1e9, 1e9, 14) == pytest.approx(1.0, rel=1e-4)
+    assert point_to_point_s(0, 1e9, 14) == pytest.approx(22.4e-6)
+
+
+def test_all_to_all_is_bound_by_adapters_between_hosts() -> None:
+    here = over(16, 8)
+    # 8 of 16 parts leave each host, of each of its eight ranks.
+    assert collectives.all_to_all_s(here, 1e9) == pytest.approx(1e9 * 8 / 16 * 8 / here.host_bytes_per_s, rel=0.05)

@@ -1,0 +1,74 @@
+"""Kernel times: limits, monotony, and the shapes from which the constants come."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model import hardware
+from cost_model.compute import matmul_flops, matmul_s, rates_of, slowest_of, streaming_s, update_bytes
+from whale.errors import ClusterError
+
+A100 = rates_of(hardware.device("a100-sxm-80gb"), "float16")
+SIZES = st.integers(1, 20_000)
+
+
+def tflops(device: str, dtype: str, m: int, n: int, k: int) -> float:
+    return matmul_flops(m, n, k) / matmul_s(rates_of(hardware.device(device), dtype), m, n, k) / 1e12
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "m", "n", "k", "measured"),
+    [
+        # S. Bekman, "Maximum Achievable Matmul FLOPS"; the float8 row did not set any constant.
+        ("a100-sxm-80gb", "bfloat16", 1024, 10240, 5120, 271.2),
+        ("a100-sxm-80gb", "bfloat16", 6912, 2048, 16384, 267.9),
+        ("h100-sxm-80gb", "bfloat16", 2048, 2048, 13312, 794.5),
+        ("h100-sxm-80gb", "bfloat16", 6144, 2816, 17920, 792.1),
+        ("h100-sxm-80gb", "float8", 1024, 9216, 14336, 1402.6),
+    ],
+)
+def test_measured_products(device: str, dtype: str, m: int, n: int, k: int, measured: float) -> None:
+    assert tflops(device, dtype, m, n, k) == pytest.approx(measured, rel=0.06)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_a_product_is_never_faster_than_arithmetic_or_memory(m: int, n: int, k: int) -> None:
+    seconds = matmul_s(A100, m, n, k)
+    assert seconds >= matmul_flops(m, n, k) / 312e12
+    assert seconds >= 2 * (m * k + k * n + m * n) / 2039e9
+    assert matmul_s(A100, m, n, k, 2) >= seconds
+
+
+@given(SIZES, SIZES)
+def test_a_longer_inner_dimension_is_never_faster(m: int, k: int) -> None:
+    # Not so for m and n: one more tile may let the work be divided better.
+    assert matmul_s(A100, m, 512, 2 * k) >= 0.999 * matmul_s(A100, m, 512, k)
+
+
+def test_a_last_wave_of_few_tiles_wastes_time() -> None:
+    full, one_more = matmul_s(A100, 256 * 108, 128, 65536), matmul_s(A100, 256 * 109, 128, 65536)
+    assert (
+        1.03 < one_more / full < 2.0
+    )  # smaller tiles, or a split of the inner dimension, save a part of the second wave
+
+
+def test_a_share_of_a_device_is_slower_and_small_kernels_have_a_floor() -> None:
+    half = rates_of(hardware.device("a100-sxm-80gb"), "float16", share=0.5)
+    assert matmul_s(half, 8192, 8192, 8192) == pytest.approx(2 * matmul_s(A100, 8192, 8192, 8192), rel=0.1)
+    assert streaming_s(A100, 0) == pytest.approx(2.5e-6)
+    with pytest.raises(ClusterError, match="does not compute in float8"):
+        rates_of(hardware.device("a100-sxm-80gb"), "float8")
+
+
+def test_the_slowest_of_many() -> None:
+    assert slowest_of(1, 0.015) == 1.0
+    paces = [slowest_of(n, 0.015) for n in (2, 8, 64, 512, 4096)]
+    assert paces == sorted(paces)
+    # Mean of the largest of eight normal values: 1.4236 standard deviations (tables of order statistics).
+    assert slowest_of(8, 1.0) - 1 == pytest.approx(1.4236, abs=0.02)
+
+
+def test_update_traffic() -> None:
+    assert [update_bytes(name) for name in ("sgd", "momentum", "adam")] == [12, 20, 28]

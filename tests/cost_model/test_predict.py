@@ -1,0 +1,147 @@
+"""Predictions: invariants that hold whatever the constants are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from cost_model import cluster, predict
+from cost_model.describe import Collective, Matmul, Parallel, Transformer, layer_backward, layer_forward
+from cost_model.hardware import catalogue
+from cost_model.memory import layer_activation_bytes
+from cost_model.stacks import stack
+from whale.errors import ClusterError, PlanError
+
+GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
+MEGATRON = stack("megatron-2021")
+LAB = cluster.parse(
+    "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\n"
+    "hosts: [{name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 8}}}]"
+)
+PLANS = [
+    Parallel(micro_batch=2, global_batch=64),
+    Parallel(data=16, micro_batch=2, global_batch=64),
+    Parallel(tensor=8, micro_batch=2, global_batch=64, recompute="full"),
+    Parallel(tensor=2, data=4, micro_batch=2, global_batch=64, sequence_parallel=True, recompute="selective"),
+    Parallel(tensor=4, pipeline=4, data=2, micro_batch=2, global_batch=64),
+    Parallel(tensor=2, pipeline=4, chunks=3, data=2, micro_batch=2, global_batch=64),
+    Parallel(data=16, micro_batch=2, global_batch=64, zero=3),
+    Parallel(data=16, micro_batch=2, global_batch=64, zero=1),
+]
+
+
+def on(plan: Parallel, where=LAB, model=GPT, software=MEGATRON) -> predict.Prediction:
+    return predict.predict(model, plan, software, where)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_parts_make_the_step(plan: Parallel) -> None:
+    found = on(plan)
+    parts = found.compute_s + found.exposed_communication_s + found.bubble_s + found.update_s
+    assert found.step_s == pytest.approx(parts, rel=0.01, abs=0.012)
+    assert min(found.compute_s, found.exposed_communication_s, found.bubble_s, found.update_s) >= 0
+    assert found.compute_s >= GPT.step_flops(plan.global_batch) / plan.ranks / 312e12
+
+
+def test_one_device_has_no_communication() -> None:
+    found = on(PLANS[0])
+    assert found.bubble_s == 0
+    assert found.exposed_communication_s == pytest.approx(0, abs=1e-9)
+    assert not any(isinstance(op, Collective) for op in layer_forward(GPT, PLANS[0], MEGATRON))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_twice_the_bandwidth_is_never_slower(plan: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = on(plan).step_s
+    fast = {name: msgspec.structs.replace(link, gb_per_s=2 * link.gb_per_s) for name, link in catalogue.links().items()}
+    wide = {name: msgspec.structs.replace(net, gb_per_s=2 * net.gb_per_s) for name, net in catalogue.networks().items()}
+    monkeypatch.setattr(catalogue, "links", lambda: fast)
+    with_links = on(plan).step_s
+    monkeypatch.setattr(catalogue, "networks", lambda: wide)
+    assert on(plan).step_s <= with_links <= before
+    if plan.ranks > 1:
+        assert on(plan).step_s < before
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding(plan: Parallel) -> None:
+    peaks = [
+        on(dataclasses.replace(plan, micro_batch=m, global_batch=plan.data * 12 * m)).peak_bytes for m in (1, 2, 4)
+    ]
+    assert peaks == sorted(set(peaks))
+    if plan.data > 1:
+        sharded = [
+            on(dataclasses.replace(plan, tensor=1, pipeline=1, chunks=1, sequence_parallel=False, zero=z))
+            for z in range(4)
+        ]
+        totals = [
+            one.stages[0].parameters_bytes + one.stages[0].gradients_bytes + one.stages[0].optimizer_bytes
+            for one in sharded
+        ]
+        assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+
+
+def test_recompute_trades_time_for_memory() -> None:
+    plans = [dataclasses.replace(PLANS[4], recompute=r) for r in ("none", "selective", "full")]
+    found = [on(plan) for plan in plans]
+    assert [f.step_s for f in found] == sorted(f.step_s for f in found)
+    activations = [f.stages[0].activations_bytes for f in found]
+    assert activations == sorted(activations, reverse=True)
+
+
+def test_activations_are_those_of_the_published_formula() -> None:
+    # Korthikanti et al., 2022, table 2, for one layer of 22B: s b h (34 + 5 a s / h) without tensor parallelism.
+    model = Transformer(48, 6144, 64, 2048, 51200)
+    sbh = 2048 * 4 * 6144
+    plan = Parallel(micro_batch=4, global_batch=4)
+    assert layer_activation_bytes(model, plan, MEGATRON) == pytest.approx(sbh * (34 + 5 * 64 * 2048 / 6144))
+    split = Parallel(tensor=8, micro_batch=4, global_batch=4, sequence_parallel=True, recompute="selective")
+    assert layer_activation_bytes(model, split, MEGATRON) == pytest.approx(sbh * 34 / 8)
+
+
+def test_matrix_products_are_the_published_flops() -> None:
+    # 24 B s h^2 (1 + s / 6h) forward, twice that backward, divided over tensor-parallel ranks (SC 2021, appendix).
+    plan = Parallel(tensor=4, micro_batch=2, global_batch=2)
+    forward = 24 * 2 * 1024 * 2048**2 * (1 + 1024 / (6 * 2048)) / 4
+
+    def flops(ops) -> float:
+        return sum(2.0 * op.m * op.n * op.k * op.batch for op in ops if isinstance(op, Matmul))
+
+    assert flops(layer_forward(GPT, plan, MEGATRON)) == pytest.approx(forward)
+    assert flops(layer_backward(GPT, plan, MEGATRON)) == pytest.approx(2 * forward)
+    again = dataclasses.replace(plan, recompute="full")
+    assert flops(layer_backward(GPT, again, MEGATRON)) == pytest.approx(3 * forward)
+
+
+def test_a_pipeline_runs_at_the_pace_of_its_slower_devices() -> None:
+    text = "name: mixed\nnetworks: {{f: {{type: infiniband-hdr-200}}}}\nhosts:\n" + "".join(
+        f"- {{{{name: {name}, devices: [{{{{type: {kind}, count: 8}}}}], networks: {{{{f: {{{{nics: 8}}}}}}}}}}}}\n"
+        for name, kind in (("a", "h100"), ("b", "{second}"))
+    )
+    times = [
+        on(Parallel(tensor=8, pipeline=2, global_batch=16), cluster.parse(text.format(second=second))).step_s
+        for second in ("h100", "a100", "v100")
+    ]
+    assert times == sorted(set(times))
+
+
+def test_plans_that_cannot_be() -> None:
+    with pytest.raises(ClusterError, match="needs 256 devices and the cluster lab has 128"):
+        on(Parallel(data=256, global_batch=256))
+    with pytest.raises(PlanError, match="do not divide the heads"):
+        on(Parallel(tensor=3, global_batch=1))
+    with pytest.raises(PlanError, match="more stages than layers"):
+        on(Parallel(pipeline=32, global_batch=32))
+    with pytest.raises(PlanError, match="not a multiple"):
+        Parallel(data=3, global_batch=4)
+    with pytest.raises(PlanError, match="predicted alone"):
+        on(Parallel(tensor=2, data=4, global_batch=4, zero=3))
+    with pytest.raises(PlanError, match="hidden must be positive"):
+        Transformer(2, 0, 2, 8, 8)
+    v100 = cluster.parse("name: old\nhosts: [{name: a, devices: [{type: v100}]}]")
+    with pytest.raises(ClusterError, match="does not compute in bfloat16"):
+        on(Parallel(global_batch=1), v100, software=stack("composer-bf16"))
+    with pytest.raises(ClusterError, match="expected: megatron-202"):
+        stack("megatron-2020")

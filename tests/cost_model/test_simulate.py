@@ -1,0 +1,83 @@
+"""Schedules against their formulas, and the simulator against hand-made timelines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.schedules import bubble_fraction, live_micro_batches, schedule
+from cost_model.simulate import Tasks, memory_curve, simulate
+from whale.errors import PlanError
+
+
+def play(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Tasks, float]:
+    """The pipeline with forward passes of 1 s, backward passes of 2 s and free sends."""
+    orders = schedule(name, stages, chunks, micro_batches)
+    number = {}
+    for stage, order in enumerate(orders):
+        for chunk, micro_batch, backward in order:
+            number[chunk * stages + stage, micro_batch, backward] = len(number)
+    tasks, last = Tasks(), stages * chunks - 1
+    for stage, order in enumerate(orders):
+        before: tuple[int, ...] = ()
+        for chunk, micro_batch, backward in order:
+            part = chunk * stages + stage
+            after = before
+            if backward:
+                after += (number[(part, micro_batch, False) if part == last else (part + 1, micro_batch, True)],)
+            elif part:
+                after += (number[part - 1, micro_batch, False],)
+            before = (tasks.add(stage, 2.0 if backward else 1.0, after, -1.0 if backward else 1.0),)
+    return tasks, simulate(tasks).total_s
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
+def test_the_bubble_is_that_of_the_formula(name: str, stages: int, chunks: int, groups: int) -> None:
+    chunks = 1 if name == "gpipe" or stages == 1 else chunks
+    micro_batches = stages * groups
+    tasks, total_s = play(name, stages, chunks, micro_batches)
+    busy_s = 3.0 * chunks * micro_batches
+    assert total_s == pytest.approx(busy_s * (1 + bubble_fraction(stages, chunks, micro_batches)))
+    for stage in range(stages):
+        curve = memory_curve(tasks, simulate(tasks), [stage])
+        assert curve[-1][1] == 0 and all(level >= 0 for _, level in curve)
+        order = schedule(name, stages, chunks, micro_batches)[stage]
+        assert sorted(order) == sorted(set(order)) and len(order) == 2 * chunks * micro_batches
+        assert max(level for _, level in curve) == live_micro_batches(order)
+
+
+def test_live_micro_batches() -> None:
+    assert [live_micro_batches(order) for order in schedule("1f1b", 4, 1, 8)] == [4, 3, 2, 1]
+    assert [live_micro_batches(order) for order in schedule("gpipe", 4, 1, 8)] == [8] * 4
+    # Narayanan et al., SC 2021, section 2.2: interleaving holds (p - 1) / (p v) more.
+    assert live_micro_batches(schedule("1f1b", 4, 2, 8)[0]) == 11
+
+
+def test_streams_overlap_and_a_shared_link_takes_turns() -> None:
+    tasks = Tasks()
+    first, second = tasks.add(0, 2.0), tasks.add(1, 1.0)
+    sends = [tasks.add(9, 3.0, (first,)), tasks.add(9, 3.0, (second,))]
+    end = tasks.add(0, 1.0, (sends[0],))
+    timeline = simulate(tasks)
+    # The second rank is ready first: its message goes from 1 to 4, the other one from 4 to 7.
+    assert [timeline.start_s[send] for send in sends] == [4.0, 1.0]
+    assert timeline.end_s[end] == timeline.total_s == 8.0
+    assert timeline.busy_s == {0: 3.0, 1: 1.0, 9: 6.0}
+
+
+def test_tasks_that_wait_for_each_other_are_an_error() -> None:
+    tasks = Tasks()
+    tasks.add(0, 1.0, (1,))
+    tasks.add(0, 1.0, (0,))
+    with pytest.raises(PlanError, match="wait for each other"):
+        simulate(tasks)
+
+
+def test_schedules_that_cannot_be() -> None:
+    with pytest.raises(PlanError, match="multiples of the stages"):
+        schedule("1f1b", 4, 2, 6)
+    with pytest.raises(PlanError, match="GPipe has one chunk"):
+        schedule("gpipe", 4, 2, 8)
+    with pytest.raises(PlanError, match="no such schedule"):
+        schedule("fifo", 4, 1, 8)

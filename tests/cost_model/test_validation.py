@@ -1,0 +1,107 @@
+"""Published measurements: the errors that the docs state, and files that are none of the known tables."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from cost_model.validation import report
+from cost_model.validation.__main__ import main
+from cost_model.validation.cases import DATA, SETS, Case, read
+from cost_model.validation.report import Result
+from whale.errors import ProgramError
+
+# Table -> (MAPE, maximum) in percent that no change may exceed unseen; docs/guides/cost_model.md has the figures.
+LIMITS = {
+    "Megatron SC'21": (6.0, 9.5),
+    "Korthikanti 2022": (3.0, 6.0),
+    "vTrain multi-node": (9.0, 51.0),
+    "vTrain single node": (7.0, 20.0),
+    "MosaicML": (6.0, 27.0),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Result]]:
+    tables = (read(path) for path in sorted(DATA.glob("*.csv")))
+    return {table.name: report.results(cases) for table, cases in tables}
+
+
+def test_every_table_is_there_and_within_its_limits(found) -> None:
+    assert set(found) == set(LIMITS) == {table.name for table in SETS}
+    for name, (mean, largest) in LIMITS.items():
+        assert 100 * report.mape(found[name]) <= mean
+        assert 100 * report.maximum(found[name]) <= largest
+
+
+def test_plans_of_the_models_that_were_measured_cleanly_are_ordered_well(found) -> None:
+    groups = report.by_size(found["vTrain multi-node"])
+    for size in ("3.6", "175"):
+        assert report.kendall_tau(groups[size]) >= 0.85
+        assert report.choice_loss(groups[size]) <= 0.01
+
+
+def test_the_command_prints_rows_and_one_line_per_table(capsys: pytest.CaptureFixture[str]) -> None:
+    path = DATA / "korthikanti_table5_visible.csv"
+    assert main(["--rows", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("530B" in line for line in lines) == 2
+    assert lines[-1].startswith("Korthikanti 2022: 4 rows, MAPE ") and " %, maximum " in lines[-1]
+
+
+def test_rows_of_other_sizes_are_accepted(tmp_path: Path) -> None:
+    """A row is data: other hyper-parameters and plans need no change of code."""
+    for path in sorted(DATA.glob("*.csv")):
+        with path.open(newline="") as file:
+            row = next(csv.DictReader(file))
+        changes = {
+            "layers": "96",
+            "# layers": "48",
+            "mbs": "1",
+            "micro batch": "1",
+            "MicroBatchSize": "2",
+            "Model": "350m",
+        }
+        other = tmp_path / path.name
+        with other.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerow({key: changes.get(key, value) for key, value in row.items()})
+        _, cases = read(other)
+        assert report.results(cases)[0].predicted_s > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "none of|no published table"),
+        ("", "no columns"),
+        (
+            (DATA / "korthikanti_table5_visible.csv").read_text().replace("6144", "wide"),
+            "line 2 of .* is no row of Korthikanti",
+        ),
+        ((DATA / "mosaic_llmfoundry_visible.csv").read_text().replace(",13b,", ",12b,"), "not one of MosaicML's"),
+    ],
+)
+def test_files_that_are_no_table(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ProgramError, match=message):
+        read(path)
+    assert main(["--rows", str(path)]) == 2
+    assert "validation: " in capsys.readouterr().err
+
+
+def test_measures_of_error() -> None:
+    def result(measured_s: float, predicted_s: float) -> Result:
+        return Result(Case("row", "size", measured_s, None, None, "", ""), predicted_s)
+
+    found = [result(1, 1.1), result(2, 1.9), result(4, 4)]
+    assert report.mape(found) == pytest.approx((0.1 + 0.05) / 3)
+    assert report.maximum(found) == pytest.approx(0.1)
+    assert report.kendall_tau(found) == 1.0
+    swapped = [result(1, 3), result(2, 2), result(3, 1)]
+    assert report.kendall_tau(swapped) == -1.0
+    assert report.choice_loss(swapped) == pytest.approx(2.0)
