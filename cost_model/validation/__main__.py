@@ -1,4 +1,4 @@
-"""python -m cost_model.validation [--rows file.csv ...] [--figure file.png]"""
+"""python -m cost_model.validation [--rows file.csv ...] [--out folder]"""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rows", nargs="+", type=Path, help="CSV files of published rows (default: those in the package)"
     )
-    parser.add_argument("--figure", type=Path, help="also draw predicted against measured (needs matplotlib)")
+    parser.add_argument("--out", type=Path, help="also write validation.md and validation.png there (needs matplotlib)")
     options = parser.parse_args(arguments)
     try:
         found = []
         for path in options.rows or sorted(DATA.glob("*.csv")):
-            table, cases = read(path)
-            results = report.results(cases)
-            if not results:
-                print(f"{path} has no rows", file=sys.stderr)
+            published, cases = read(path)
+            if not cases:
+                print(f"validation: {path} has no rows", file=sys.stderr)
                 return 2
-            print(report.table(f"{table.name} ({path.name})", results), end="\n\n")
-            found.append((table, results))
-        for table, results in found:
-            print(report.summary(table, results))
-        if options.figure:
+            found.append((published, report.results(cases)))
+        rows = "\n\n".join(report.table(published.name, results) for published, results in found)
+        lines = "\n".join(report.summary(published, results) for published, results in found)
+        print(rows, lines, sep="\n\n")
+        if options.out:
             from .figure import draw
 
-            draw([(table.name, results) for table, results in found], options.figure)
+            draw([(published.name, results) for published, results in found], options.out / "validation.png")
+            (options.out / "validation.md").write_text(report.page(rows, lines))
     except (WhaleError, OSError) as error:
         print(f"validation: {error}", file=sys.stderr)
         return 2
