@@ -54,9 +54,10 @@ def rates_of(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> 
     """The rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
     curve: Efficiency = efficiencies()[device.efficiency]
     peak = device.peak_flops_per_s(dtype) / slowest_of(ranks, curve.variation)
+    fraction = (curve.float8_fraction if dtype == "float8" else None) or curve.matmul_fraction
     return Rates(
         units=max(1, round(device.units * share)),
-        matmul_flops_per_s=peak * curve.matmul_fraction * share,
+        matmul_flops_per_s=peak * fraction * share,
         fill_k=curve.matmul_fill_k,
         memory_bytes_per_s=device.memory_bytes_per_s * curve.memory_fraction * share,
         kernel_s=curve.kernel_us * 1e-6,

@@ -43,6 +43,7 @@ class Efficiency(Entry, frozen=True):
     attention_fraction: Fraction
     attention_ramp: Annotated[float, Meta(ge=0)]
     variation: Annotated[float, Meta(ge=0, lt=0.5)]
+    float8_fraction: Fraction | None = None
 
 
 class Device(Entry, frozen=True):

@@ -172,6 +172,7 @@ def _mosaic(row: Mapping[str, str]) -> Case:
     software += "-pure" if row["MP Mode"].strip() == "PURE" else ""
     label = f"{row['GPU']} {name} s{model.sequence} x{devices} b{micro_batch}x{row['GradAccum']}"
     label += " recompute" if parallel.recompute == "full" else ""
+    label += " fp8" if "fp8" in row["Precision"] else ""
     where = "mosaic-" + row["GPU"].strip().lower().replace("_", "-")
     return Case(label, name, tokens / float(row["Throughput (T/s)"]), model, parallel, software, where)
 

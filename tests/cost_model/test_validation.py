@@ -19,7 +19,7 @@ LIMITS = {
     "Korthikanti 2022": (3.0, 6.0),
     "vTrain multi-node": (9.0, 51.0),
     "vTrain single node": (7.0, 20.0),
-    "MosaicML": (6.0, 27.0),
+    "MosaicML": (5.5, 27.0),
 }
 
 
