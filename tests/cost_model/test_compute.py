@@ -29,7 +29,7 @@ def tflops(device: str, dtype: str, m: int, n: int, k: int) -> float:
     ],
 )
 def test_measured_products(device: str, dtype: str, m: int, n: int, k: int, measured: float) -> None:
-    assert tflops(device, dtype, m, n, k) == pytest.approx(measured, rel=0.03)
+    assert tflops(device, dtype, m, n, k) == pytest.approx(measured, rel=0.05)
 
 
 @given(SIZES, SIZES, SIZES)

@@ -15,11 +15,11 @@ from whale.errors import ProgramError
 
 # Table -> (MAPE, maximum) in percent that no change may exceed unseen; docs/guides/cost_model.md has the figures.
 LIMITS = {
-    "Megatron SC'21": (6.0, 9.5),
-    "Korthikanti 2022": (3.0, 6.0),
-    "vTrain multi-node": (9.0, 51.0),
-    "vTrain single node": (7.0, 20.0),
-    "MosaicML": (5.5, 27.0),
+    "Megatron SC'21": (4.5, 8.5),
+    "Korthikanti 2022": (2.5, 5.0),
+    "vTrain multi-node": (8.0, 50.0),
+    "vTrain single node": (6.0, 18.0),
+    "MosaicML": (4.5, 25.0),
 }
 
 
