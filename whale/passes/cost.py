@@ -1,7 +1,7 @@
 """The costs by which propagation chooses: one unit, the time to move one byte over a link of 1 GB/s.
 
 These constants only have to order alternatives (move a tensor or compute it twice); the calibrated model of time and
-memory is cost_model's.
+memory is cost_model's, and so are the FLOPs of a node.
 """
 
 from __future__ import annotations
@@ -9,62 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from cost_model.ops import matmul_flops
 from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split, Strategy, in_runs, moved_bytes
-from whale.ir.program import Node
 from whale.ir.values import Dims, TensorType
+
+__all__ = ["change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
 
 LATENCY = 10_000.0  # 10 us: one more collective
 PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s
 PER_FLOP = 0.02  # a core at 50 GFLOP/s
-
-
-def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
-    """FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
-    op = node.op
-    if op in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        shape = inputs[0].shape
-        if not shape or len(shape) < 2:
-            return 0
-        transposed = node.attrs.get("transpose_a" if op == "MatMul" else "adj_x", False)
-        return 2 * node.outputs[0].elements * (shape[-2 if transposed else -1] or 1)
-    if op == "Einsum":
-        return _einsum_flops(node, inputs)
-    if op.startswith(("Conv2D", "Conv3D", "DepthwiseConv2dNative")):
-        if "BackpropFilter" in op:
-            image, kernel = inputs[2], node.outputs[0]
-        elif "BackpropInput" in op:
-            image, kernel = inputs[2], inputs[1]
-        else:
-            image, kernel = node.outputs[0], inputs[1]
-        if not kernel.shape:
-            return 0
-        channels = 1
-        for size in kernel.shape[-2:] if op.startswith("Depthwise") else kernel.shape[-1:]:
-            channels *= size or 1
-        return 2 * image.elements * (kernel.elements // max(1, channels))
-    return 0
-
-
-def _einsum_flops(node: Node, inputs: Sequence[TensorType]) -> int:
-    equation = str(node.attrs.get("equation", "")).split("->")[0].split(",")
-    sizes: dict[str, int] = {}
-    rest = 1
-    for labels, tensor in zip(equation, inputs):
-        if tensor.shape is None:
-            return 0
-        head, _, tail = labels.partition("...")
-        named = list(zip(head, tensor.shape)) + (
-            list(zip(reversed(tail), reversed(tensor.shape))) if "..." in labels else []
-        )
-        sizes.update((label, size or 1) for label, size in named)
-        if "..." in labels:
-            free = 1
-            for size in tensor.shape[len(head) : len(tensor.shape) - len(tail)]:
-                free *= size or 1
-            rest = max(rest, free)
-    for size in sizes.values():
-        rest *= size
-    return 2 * rest if len(inputs) > 1 else 0
 
 
 def fraction(placements: Sequence[Placement]) -> float:

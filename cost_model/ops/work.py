@@ -1,0 +1,306 @@
+"""FLOPs, bytes and kernels of one node. One table per family of op types; a type is in one of them.
+
+FLOPs: an addition, a multiplication, a comparison is one; a transcendental function counts as the polynomial that Eigen
+evaluates for it. Bytes: every operand is read and every result written once, except where a kernel touches less (a
+slice, a gather) or also its state (an update of a variable).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.ir.program import Node, Program, function_refs
+from whale.ir.values import TensorType, item_bytes
+
+from .contraction import matmul_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a node does: FLOPs, bytes read and written, launches (0: nothing runs, or only on the host)."""
+
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    kernels: int = 0
+
+    @property
+    def moved_bytes(self) -> float:
+        return self.read_bytes + self.written_bytes
+
+
+Inputs = Sequence[TensorType]
+Formula = Callable[[Node, Inputs], Work]
+NONE = Work()
+# Operations of exp, log, tanh, erf and the like (Eigen, MathFunctionsImpl.h: degrees 5 to 13, and range reduction).
+FUNCTION = 20
+
+# Nothing moves: constants, views, shapes, handles, control flow (its bodies are counted), matters of the host.
+_FREE = """
+Const Identity IdentityN Reshape ExpandDims Squeeze NoOp Placeholder PlaceholderWithDefault ReadVariableOp VarHandleOp
+VarIsInitializedOp Shape ShapeN Size Rank VariableShape StopGradient Snapshot PreventGradient BroadcastGradientArgs
+ConcatOffset ControlTrigger LoopCond Enter Exit Merge Switch NextIteration While StatelessWhile If StatelessIf Case
+PartitionedCall StatefulPartitionedCall EmptyTensorList TensorListLength TensorListElementShape TensorListReserve
+OptionalNone OptionalFromValue OptionalGetValue OneShotIterator IteratorGetNext IteratorToStringHandle TensorDataset
+RepeatDataset StackV2 StackPushV2 StackPopV2 TensorArrayV3 TensorArrayGradV3 Assert PrintV2 StringFormat MergeSummary
+ScalarSummary SaveV2 RestoreV2 StatelessRandomGetKeyCounter
+"""
+
+# FLOPs per element of the result.
+_POINTWISE: Mapping[str, float] = {
+    **dict.fromkeys(
+        """Mul AddV2 Add Sub Maximum Minimum Neg Abs Square Floor Ceil Round Sign Relu ReluGrad Relu6Grad Greater
+        GreaterEqual Less LessEqual Equal NotEqual LogicalAnd LogicalOr LogicalNot Select SelectV2 IsFinite IsNan IsInf
+        Cast ZerosLike OnesLike BiasAdd MatrixBandPart""".split(),
+        1.0,
+    ),
+    **dict.fromkeys(
+        "RealDiv Div DivNoNan Reciprocal FloorDiv FloorMod Mod Sqrt Rsqrt Relu6 SquaredDifference".split(), 2.0
+    ),
+    **dict.fromkeys("TanhGrad SigmoidGrad RsqrtGrad SqrtGrad ReciprocalGrad".split(), 4.0),
+    **dict.fromkeys(
+        "Exp Log Log1p Expm1 Tanh Sigmoid Erf Erfc Softplus Elu Selu Gelu Sin Cos".split(), float(FUNCTION)
+    ),
+    "Pow": 2.0 * FUNCTION,
+}
+
+# FLOPs per element of the operand.
+_REDUCTIONS: Mapping[str, float] = dict.fromkeys(
+    "Sum Mean Max Min Prod All Any ArgMax ArgMin BiasAddGrad Cumsum".split(), 1.0
+) | {"L2Loss": 2.0, "EuclideanNorm": 2.0}
+
+# Elements are copied: all operands are read, all results written.
+_COPIES = """
+ConcatV2 Pack Unpack Split SplitV Transpose Pad PadV2 ReverseV2 ReverseSequence InvertPermutation TensorListStack
+TensorListFromTensor TensorArrayGatherV3 TensorArrayScatterV3
+"""
+# Only what is taken is read: as many bytes as the results have.
+_PARTS = "Slice StridedSlice GatherV2 GatherNd ResourceGather TensorListGetItem TensorListPopBack TensorArrayReadV3"
+# Results are filled from next to nothing.
+_FILLS = "Fill Range OneHot Tile BroadcastTo"
+# The last operand is written into a list.
+_PUSHES = "TensorListPushBack TensorListSetItem TensorArrayWriteV3"
+
+# Dense updates of a variable: FLOPs per element, states read and written besides the variable, gradients read.
+_UPDATES: Mapping[str, tuple[float, int]] = {
+    "AssignVariableOp": (0.0, -1),  # written, not read
+    "AssignAddVariableOp": (1.0, 0),
+    "AssignSubVariableOp": (1.0, 0),
+    "ResourceApplyGradientDescent": (2.0, 0),
+    "ResourceApplyMomentum": (4.0, 1),
+    "ResourceApplyKerasMomentum": (4.0, 1),
+    "ResourceApplyAdagrad": (6.0, 1),
+    "ResourceApplyAdagradV2": (6.0, 1),
+    "ResourceApplyRMSProp": (10.0, 2),
+    "ResourceApplyAdam": (12.0, 2),
+    "ResourceApplyFtrl": (20.0 + 2 * FUNCTION, 2),
+    "ResourceScatterAdd": (1.0, 0),
+    "ResourceSparseApplyAdagrad": (6.0, 1),
+    "ResourceSparseApplyAdagradV2": (6.0, 1),
+    "ResourceSparseApplyMomentum": (4.0, 1),
+    "ResourceSparseApplyKerasMomentum": (4.0, 1),
+    "ResourceSparseApplyRMSProp": (10.0, 2),
+    "ResourceSparseApplyFtrl": (20.0 + 2 * FUNCTION, 2),
+}
+
+
+def _bytes(types: Sequence[TensorType]) -> float:
+    return float(sum(one.bytes for one in types))
+
+
+def _streaming(node: Node, inputs: Inputs, flops: float) -> Work:
+    return Work(flops, _bytes(inputs), _bytes(node.outputs), 1)
+
+
+def _pointwise(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs, _POINTWISE[node.op] * node.outputs[0].elements)
+
+
+def _reduction(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs[:1], _REDUCTIONS[node.op] * inputs[0].elements)
+
+
+def _copy(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs, 0.0)
+
+
+def _part(node: Node, inputs: Inputs) -> Work:
+    taken = _bytes(node.outputs)
+    return Work(0.0, taken, taken, 1)
+
+
+def _fill(node: Node, inputs: Inputs) -> Work:
+    return Work(0.0, 0.0, _bytes(node.outputs), 1)
+
+
+def _push(node: Node, inputs: Inputs) -> Work:
+    return Work(0.0, inputs[-1].bytes, inputs[-1].bytes, 1)
+
+
+def _update(node: Node, inputs: Inputs) -> Work:
+    flops, states = _UPDATES[node.op]
+    # The gradient (or the value) is the largest operand that is a tensor: rates are scalars, indices are integers.
+    tensors = [one for one in inputs if one.dtype not in ("resource", "int32", "int64")] or list(inputs)
+    value = max(tensors, key=lambda one: one.bytes)
+    size = float(value.bytes)
+    indices = sum(
+        one.bytes for one in inputs if "Sparse" in node.op or "Scatter" in node.op if one.dtype.startswith("int")
+    )
+    return Work(flops * value.elements, size * (2 + states) + indices, size * (1 + max(0, states)), 1)
+
+
+def _add_n(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs, float((len(inputs) - 1) * node.outputs[0].elements))
+
+
+def _contraction(node: Node, inputs: Inputs) -> Work:
+    operands = [one for one in inputs if one.dtype not in ("int32", "int64")]  # sizes of gradients are not operands
+    return _streaming(node, operands, float(matmul_flops(node, inputs)))
+
+
+def _softmax(node: Node, inputs: Inputs) -> Work:
+    # Largest, difference, exponential, sum, quotient; LogSoftmax a logarithm per row instead of the quotient.
+    return _streaming(node, inputs, (4.0 + FUNCTION) * inputs[0].elements)
+
+
+def _cross_entropy(node: Node, inputs: Inputs) -> Work:
+    # Softmax, and the gradient beside the loss.
+    return _streaming(node, inputs, (6.0 + FUNCTION) * inputs[0].elements)
+
+
+def _batch_norm(node: Node, inputs: Inputs) -> Work:
+    # Mean and variance (3), scale and shift (4); training reads the rows twice.
+    training = bool(node.attrs.get("is_training", True))
+    rows = inputs[0]
+    read = rows.bytes * (2 if training else 1) + _bytes(inputs[1:])
+    return Work((7.0 if training else 4.0) * rows.elements, read, _bytes(node.outputs), 2 if training else 1)
+
+
+def _batch_norm_gradient(node: Node, inputs: Inputs) -> Work:
+    # Two sums over the gradient and the rows, then the rows' gradient from both.
+    rows = inputs[0]
+    return Work(12.0 * rows.elements, 4.0 * rows.bytes + _bytes(inputs[2:]), _bytes(node.outputs), 2)
+
+
+def _window(node: Node) -> int:
+    return math.prod(int(size) for size in node.attrs.get("ksize", (1,)))
+
+
+def _pool(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs[:1], float(node.outputs[0].elements * _window(node)))
+
+
+def _max_pool_gradient(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs, float(inputs[-1].elements * _window(node)))
+
+
+def _average_pool_gradient(node: Node, inputs: Inputs) -> Work:
+    return _streaming(node, inputs[1:], float(inputs[1].elements * _window(node)))
+
+
+def _random(node: Node, inputs: Inputs) -> Work:
+    # Philox4x32-10 makes four numbers with ten rounds of about ten operations (Salmon et al., SC 2011); a normal one
+    # takes a logarithm and a cosine more.
+    each = 25.0 + (2 * FUNCTION if "Normal" in node.op else 0)
+    return Work(each * node.outputs[0].elements, 0.0, _bytes(node.outputs), 1)
+
+
+def _segments(node: Node, inputs: Inputs) -> Work:
+    # Results are zeroed, then read and written where rows are added.
+    rows = inputs[0]
+    return Work(float(rows.elements), 2.0 * rows.bytes + inputs[1].bytes, rows.bytes + _bytes(node.outputs), 2)
+
+
+def _scatter(node: Node, inputs: Inputs) -> Work:
+    updates = inputs[1]
+    return Work(float(updates.elements), 2.0 * updates.bytes + inputs[0].bytes, updates.bytes + _bytes(node.outputs), 2)
+
+
+def _slice_gradient(node: Node, inputs: Inputs) -> Work:
+    part = inputs[-1].bytes
+    return Work(0.0, part, part + _bytes(node.outputs), 2)
+
+
+def _sort(node: Node, inputs: Inputs) -> Work:
+    count = inputs[0].elements
+    last = (inputs[0].shape or (count,))[-1] or 1
+    return _streaming(node, inputs[:1], count * math.log2(max(2, last)))
+
+
+def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
+    # Every weight is multiplied with every row of every step; the two backward products make it twice as much.
+    times, rows = ((inputs[0].shape or (1, 1, 1)) + (1, 1))[:2]
+    weights = max(
+        (one for one in inputs if len(one.shape or ()) == 1), key=lambda one: one.elements, default=inputs[-1]
+    )
+    flops = 2.0 * weights.elements * (times or 1) * (rows or 1)
+    backward = "Backprop" in node.op
+    return Work(flops * (2 if backward else 1), _bytes(inputs), _bytes(node.outputs), 4 * (times or 1))
+
+
+_TABLE: dict[str, Formula] = {
+    **dict.fromkeys(_FREE.split(), lambda node, inputs: NONE),
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_COPIES.split(), _copy),
+    **dict.fromkeys(_PARTS.split(), _part),
+    **dict.fromkeys(_FILLS.split(), _fill),
+    **dict.fromkeys(_PUSHES.split(), _push),
+    **dict.fromkeys(_UPDATES, _update),
+    **dict.fromkeys(
+        """MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D
+        Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter
+        DepthwiseConv2dNativeBackpropInput""".split(),
+        _contraction,
+    ),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    **dict.fromkeys(("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"), _cross_entropy),
+    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm),
+    **dict.fromkeys(("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"), _batch_norm_gradient),
+    **dict.fromkeys(("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"), _pool),
+    **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), _max_pool_gradient),
+    **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), _average_pool_gradient),
+    **dict.fromkeys(
+        """RandomUniform RandomStandardNormal TruncatedNormal StatelessRandomUniform StatelessRandomUniformV2
+        StatelessRandomNormal StatelessRandomNormalV2""".split(),
+        _random,
+    ),
+    **dict.fromkeys(("UnsortedSegmentSum", "SegmentSum", "SegmentSumV2"), _segments),
+    **dict.fromkeys(("TopKV2", "Unique", "UniqueV2"), _sort),
+    **dict.fromkeys(("CudnnRNN", "CudnnRNNV3", "CudnnRNNBackprop", "CudnnRNNBackpropV3"), _cudnn_rnn),
+    "AddN": _add_n,
+    "ScatterNd": _scatter,
+    "StridedSliceGrad": _slice_gradient,
+}
+
+
+def covered(op: str) -> bool:
+    """Whether an op type has a formula of its own."""
+    return op in _TABLE
+
+
+def work(node: Node, inputs: Inputs) -> Work:
+    """What a node does; a type without a formula reads its operands, writes its results, one FLOP per element."""
+    formula = _TABLE.get(node.op)
+    if formula is not None:
+        return formula(node, inputs)
+    return _streaming(node, inputs, float(sum(one.elements for one in node.outputs if item_bytes(one.dtype))))
+
+
+def program_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
+    """Every node and what it does, those of called functions as well; bodies of loops count `trips` times."""
+    yield from _program_work(program, program.functions, trips)
+
+
+def _program_work(program: Program, functions: Mapping[str, Program], trips: int) -> Iterator[tuple[Node, Work]]:
+    for node in program.nodes:
+        yield node, work(node, [program.type_of(ref) for ref in node.inputs])
+        for key, function in function_refs(node):
+            body = functions.get(function.name)
+            if body is None:
+                continue
+            times = trips if node.op in ("While", "StatelessWhile") and key == "body" else 1
+            for _ in range(times):
+                yield from _program_work(body, functions, trips)
