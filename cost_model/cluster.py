@@ -17,7 +17,6 @@ with line and key.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +26,9 @@ from msgspec import Meta
 
 from whale.errors import ClusterError
 
+from . import files
 from .hardware import catalogue
-from .hardware.catalogue import LOADER, Device, Link, Network, nearest
+from .hardware.catalogue import Device, Link, Network, nearest
 
 SCHEMA = Path(__file__).resolve().parent / "cluster.schema.json"
 Name = Annotated[str, Meta(min_length=1)]
@@ -124,30 +124,14 @@ def schema() -> dict[str, Any]:
 
 def read(path: str | Path) -> Cluster:
     """Reads and checks a cluster file."""
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ClusterError("the cluster file cannot be read", given=f"{path}: {error.strerror}") from error
-    return parse(text, str(path))
+    return parse(files.text(path, "cluster file"), str(path))
 
 
 def parse(text: str, origin: str = "<text>") -> Cluster:
     """Checks the text of a cluster file; `origin` names it in errors."""
-    try:
-        tree = yaml.compose(text, Loader=LOADER)
-        data = yaml.load(text, Loader=LOADER)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{origin}:{mark.line + 1}" if mark else origin
-        raise ClusterError(
-            "the cluster file is not YAML", given=f"{where}: {getattr(error, 'problem', error)}"
-        ) from None
-    try:
-        cluster = msgspec.convert(data, Cluster)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        raise _at(origin, tree, _keys(path.rstrip("`")), message) from None
-    _check(cluster, origin, tree)
+    file = files.File(text, origin, "cluster file")
+    cluster = file.decode(Cluster)
+    _check(cluster, file)
     return cluster
 
 
@@ -169,40 +153,9 @@ def _plain(cluster: Cluster) -> Any:
     return prune(cluster, None)
 
 
-def _keys(path: str) -> list[str | int]:
-    """`$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
-    keys: list[str | int] = []
-    for name, index in re.findall(r"\.([A-Za-z_]\w*)|\[([^\]]*)\]", path):
-        keys.append(name or (int(index) if index.isdigit() else index))
-    return keys
-
-
-def _at(origin: str, tree: Any, keys: list[str | int], message: str, **facts: str) -> ClusterError:
-    node: Any = tree
-    known: list[str | int] = []
-    for key in keys:
-        if isinstance(node, yaml.MappingNode):
-            found = next((v for k, v in node.value if k.value == key), None)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
-            found = node.value[key]
-        else:
-            found = None
-        if found is None:
-            break
-        node, known = found, [*known, key]
-    unknown = re.search(r"unknown field `([^`]+)`", message)
-    if unknown and isinstance(node, yaml.MappingNode):
-        key_node = next((k for k, _ in node.value if k.value == unknown[1]), None)
-        node, known = (key_node or node), [*known, unknown[1]]
-    line = node.start_mark.line + 1 if node is not None else 1
-    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in known).lstrip(".")
-    where = f"{origin}:{line}" + (f", key {text}" if text else "")
-    return ClusterError(f"the cluster file is wrong at {where}: {message[:1].lower()}{message[1:]}", **facts)
-
-
-def _check(cluster: Cluster, origin: str, tree: Any) -> None:
+def _check(cluster: Cluster, file: files.File) -> None:
     def fail(keys: list[str | int], message: str, **facts: str) -> None:
-        raise _at(origin, tree, keys, message, **facts)
+        raise file.error(keys, message, **facts)
 
     for name, entry in cluster.networks.items():
         if entry.type not in catalogue.networks():

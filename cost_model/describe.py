@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from whale.errors import PlanError
 
 from .stacks import Stack
@@ -18,8 +20,7 @@ from .stacks import Stack
 Recompute = Literal["none", "selective", "full"]
 
 
-@dataclass(frozen=True, slots=True)
-class Transformer:
+class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights."""
 
     layers: int
@@ -67,8 +68,7 @@ class Transformer:
         return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
 
 
-@dataclass(frozen=True, slots=True)
-class Parallel:
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a transformer is spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
 
     tensor: int = 1

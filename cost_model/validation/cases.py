@@ -64,8 +64,8 @@ def _megatron(row: Mapping[str, str]) -> Case:
     parallel = Parallel(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
-        data=int(row["dp"]),
-        chunks=int(row["vpp"]),
+        data=int(row["dp"] or 1),
+        chunks=int(row["vpp"] or 1),
         micro_batch=int(row["mbs"]),
         global_batch=int(row["gbs"]),
         recompute=_recompute(row["recompute"]),
@@ -83,12 +83,12 @@ def _korthikanti(row: Mapping[str, str]) -> Case:
     parallel = Parallel(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
-        data=int(row["dp"]),
-        chunks=int(row["vpp"]),
+        data=int(row["dp"] or 1),
+        chunks=int(row["vpp"] or 1),
         micro_batch=int(row["mbs"]),
         global_batch=int(row["gbs"]),
         recompute=_recompute(row["recompute"]),
-        sequence_parallel=row["seqpar"] == "1",
+        sequence_parallel=row["seqpar"].strip().lower() in ("1", "true", "yes"),
     )
     label = f"{row['model']} {_plan(parallel)}"
     return Case(label, row["model"], float(row["iter_s"]), _model(row), parallel, "megatron-2022", "selene")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from whale.errors import ProgramError, WhaleError
+
 from .cases import Case, Published
 
 
@@ -22,7 +24,14 @@ class Result:
 
 
 def results(cases: Sequence[Case]) -> list[Result]:
-    return [Result(case, case.predict().step_s) for case in cases]
+    """Predictions of all cases; the error of one that cannot be says which."""
+    found = []
+    for case in cases:
+        try:
+            found.append(Result(case, case.predict().step_s))
+        except WhaleError as error:
+            raise ProgramError(f"the row {case.label} cannot be predicted", given=str(error)) from error
+    return found
 
 
 def mape(found: Sequence[Result]) -> float:

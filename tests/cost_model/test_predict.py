@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
@@ -68,12 +66,12 @@ def test_twice_the_bandwidth_is_never_slower(plan: Parallel, monkeypatch: pytest
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding(plan: Parallel) -> None:
     peaks = [
-        on(dataclasses.replace(plan, micro_batch=m, global_batch=plan.data * 12 * m)).peak_bytes for m in (1, 2, 4)
+        on(msgspec.structs.replace(plan, micro_batch=m, global_batch=plan.data * 12 * m)).peak_bytes for m in (1, 2, 4)
     ]
     assert peaks == sorted(set(peaks))
     if plan.data > 1:
         sharded = [
-            on(dataclasses.replace(plan, tensor=1, pipeline=1, chunks=1, sequence_parallel=False, zero=z))
+            on(msgspec.structs.replace(plan, tensor=1, pipeline=1, chunks=1, sequence_parallel=False, zero=z))
             for z in range(4)
         ]
         totals = [
@@ -84,7 +82,7 @@ def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding(plan: Paral
 
 
 def test_recompute_trades_time_for_memory() -> None:
-    plans = [dataclasses.replace(PLANS[4], recompute=r) for r in ("none", "selective", "full")]
+    plans = [msgspec.structs.replace(PLANS[4], recompute=r) for r in ("none", "selective", "full")]
     found = [on(plan) for plan in plans]
     assert [f.step_s for f in found] == sorted(f.step_s for f in found)
     activations = [f.stages[0].activations_bytes for f in found]
@@ -111,7 +109,7 @@ def test_matrix_products_are_the_published_flops() -> None:
 
     assert flops(layer_forward(GPT, plan, MEGATRON)) == pytest.approx(forward)
     assert flops(layer_backward(GPT, plan, MEGATRON)) == pytest.approx(2 * forward)
-    again = dataclasses.replace(plan, recompute="full")
+    again = msgspec.structs.replace(plan, recompute="full")
     assert flops(layer_backward(GPT, again, MEGATRON)) == pytest.approx(3 * forward)
 
 

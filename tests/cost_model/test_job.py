@@ -1,0 +1,79 @@
+"""`whale simulate`: job files, what is printed, the trace, and a job that does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cost_model import job
+from cost_model.job import Job
+from whale.cli import main
+from whale.errors import ClusterError
+
+SELENE = Path(job.__file__).parent / "validation" / "clusters" / "selene.yaml"
+GPT3 = """\
+model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
+plan: {tensor: 8, pipeline: 16, data: 8, micro_batch: 1, global_batch: 1536, recompute: full}
+"""
+
+
+def simulate(folder: Path, text: str, *arguments: str) -> int:
+    (folder / "job.yaml").write_text(text)
+    return main(["simulate", str(folder / "job.yaml"), "--cluster", str(SELENE), *arguments])
+
+
+def test_a_job_is_predicted_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert simulate(tmp_path, GPT3, "--trace", str(trace)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "174.62 billion parameters on 1024 devices of selene"
+    parts = [float(re.search(r"([\d.]+)%", line)[1]) for line in lines[2:6]]
+    assert sum(parts) == pytest.approx(100, abs=0.5)
+    assert lines[-1].lstrip().startswith("stage 15")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len(events) == 16 * 192 * 2
+    assert {event["name"] for event in events} == {"forward", "backward"}
+    step_us = 1e6 * float(re.search(r"([\d.]+) s", lines[1])[1])
+    assert 0.9 * step_us < max(event["ts"] + event["dur"] for event in events) <= step_us
+
+
+def test_a_job_that_does_not_fit_says_where_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(tmp_path, GPT3.replace("pipeline: 16", "pipeline: 2")) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"does not fit: stage 1 on a100-sxm-80gb lacks \d+\.\d GB", last)
+
+
+def test_sharded_jobs_have_one_kind_of_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """\
+model: {layers: 32, hidden: 4096, heads: 32, sequence: 2048, vocabulary: 50368}
+plan: {data: 16, micro_batch: 4, global_batch: 128, zero: 3}
+software: composer-bf16
+"""
+    assert simulate(tmp_path, text) == 0
+    assert capsys.readouterr().out.splitlines()[-1].lstrip().startswith("stage 0 ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hidden:", "hiden:", "job.yaml:1, key model.hiden: object contains unknown field `hiden`"),
+        ("layers: 96", "layers: many", "job.yaml:1, key model.layers: expected `int`, got `str`"),
+        ("recompute: full", "recompute: some", "job.yaml:2, key plan.recompute: invalid enum value 'some'"),
+        ("data: 8", "data: -8", "data must be positive"),
+        ("data: 8", "data: 7", "the global batch is not a multiple"),
+        ("model:", "software: megatron-2020\nmodel:", "there is no such software stack"),
+        ("plan:", "plans:", "unknown field `plans`|missing required field `plan`"),
+    ],
+)
+def test_mistakes(tmp_path: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(tmp_path, GPT3.replace(old, new)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ClusterError, match="the job file cannot be read"):
+        job.read("nowhere.yaml")
+    assert Job.__struct_fields__ == ("model", "plan", "software")

@@ -1,0 +1,32 @@
+"""whale simulate: predicts a job's step time and memory on a cluster; needs no TensorFlow and no devices."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Adds the verb to the command's parser."""
+    verb = verbs.add_parser(
+        "simulate",
+        help="predict a job's step time and memory",
+        description="Predicts step time and memory of a transformer, given by its hyper-parameters, on a cluster.",
+    )
+    verb.add_argument("job", help="YAML file with model, plan and software")
+    verb.add_argument("--cluster", required=True, help="cluster file (YAML)")
+    verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
+    verb.set_defaults(call=call)
+
+
+def call(given: argparse.Namespace) -> int:
+    """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
+    from cost_model import cluster, job
+
+    machines, task = cluster.read(given.cluster), job.read(given.job)
+    found = task.predict(machines)
+    print(job.report(task, machines, found))
+    if given.trace:
+        given.trace.write_text(job.trace(found))
+    return 1 if job.too_large(task, machines, found) else 0
