@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cost_model import collectives, hardware
 from cost_model.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
+from whale.ir.layout import Broadcast, Partial, Split, moved_bytes
 
 NVSWITCH, HDR = hardware.link("nvswitch2"), hardware.network("infiniband-hdr-200")
 BYTES = st.floats(1, 1e11)
@@ -78,3 +79,20 @@ def test_all_to_all_is_bound_by_adapters_between_hosts() -> None:
     here = over(16, 8)
     # 8 of 16 parts leave each host, of each of its eight ranks.
     assert collectives.all_to_all_s(here, 1e9) == pytest.approx(1e9 * 8 / 16 * 8 / here.host_bytes_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_on_the_links_are_those_of_the_table_of_reshards(ranks: int) -> None:
+    """For large tensors a collective takes as long as its share of the logical bytes does on each rank's link."""
+    size = 2**40 * ranks**2
+    whole, partial = Broadcast(), Partial("sum")
+    first, second = (Split(dim, (2**20,) * ranks) for dim in (0, 1))
+    here = over(ranks, 8)
+    for formula, source, target, ranks_tensor in (
+        (collectives.ring_all_reduce_s, partial, whole, size),
+        (collectives.reduce_scatter_s, partial, first, size),
+        (collectives.all_gather_s, first, whole, size),
+        (collectives.all_to_all_s, first, second, size / ranks),
+    ):
+        logical = moved_bytes(source, target, size, ranks)
+        assert formula(here, ranks_tensor) == pytest.approx(logical / ranks / here.link_bytes_per_s, rel=1e-3)

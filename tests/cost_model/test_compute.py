@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model import hardware
-from cost_model.compute import matmul_flops, matmul_s, rates_of, slowest_of, streaming_s, update_bytes
+from cost_model.compute import load_s, matmul_flops, matmul_s, rates_of, slowest_of, streaming_s, update_bytes
 from whale.errors import ClusterError
 
 A100 = rates_of(hardware.device("a100-sxm-80gb"), "float16")
@@ -71,3 +71,8 @@ def test_the_slowest_of_many() -> None:
 
 def test_update_traffic() -> None:
     assert [update_bytes(name) for name in ("sgd", "momentum", "adam")] == [12, 20, 28]
+
+
+def test_loading_is_as_slow_as_storage_or_workers() -> None:
+    assert load_s(1e6, 100, 1e9, work_s=1e-3, workers=4) == pytest.approx(0.1)
+    assert load_s(1e6, 100, 1e9, work_s=1e-2, workers=4) == pytest.approx(0.25)
