@@ -5,6 +5,8 @@ A phase is (chunk, micro-batch, backward?). Chunk c of stage s holds the model's
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from whale.errors import PlanError
 
 Phase = tuple[int, int, bool]
@@ -40,19 +42,20 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> list[list[Phase
             action="change the micro-batch size, or use one chunk per stage",
         )
     total = micro_batches * chunks
-
-    def phase(index: int, backward: bool) -> Phase:
-        group, place = divmod(index, stages * chunks)
-        chunk, offset = divmod(place, stages)
-        return (chunks - 1 - chunk if backward else chunk, group * stages + offset, backward)
-
+    # The order in which every stage meets its passes: groups of `stages` micro-batches, chunk by chunk.
+    forwards: list[Phase] = []
+    backwards: list[Phase] = []
+    for first in range(0, micro_batches, stages):
+        for chunk in range(chunks):
+            forwards += [(chunk, m, False) for m in range(first, first + stages)]
+            backwards += [(chunks - 1 - chunk, m, True) for m in range(first, first + stages)]
     orders: list[list[Phase]] = []
     for stage in range(stages):
         warm = total if micro_batches == stages else min(total, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
-        order = [phase(i, False) for i in range(warm)]
-        for i in range(total - warm):
-            order += [phase(i + warm, False), phase(i, True)]
-        order += [phase(i, True) for i in range(total - warm, total)]
+        order = forwards[:warm]
+        for pair in zip(forwards[warm:], backwards):
+            order += pair
+        order += backwards[total - warm :]
         orders.append(order)
     return orders
 
@@ -75,8 +78,4 @@ def bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
 
 def live_micro_batches(order: list[Phase]) -> int:
     """Largest number of (chunk, micro-batch) whose forward has run and whose backward has not: the activations held."""
-    live = most = 0
-    for _, _, backward in order:
-        live += -1 if backward else 1
-        most = max(most, live)
-    return most
+    return max(accumulate(-1 if backward else 1 for _, _, backward in order), default=0)

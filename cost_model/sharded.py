@@ -111,29 +111,19 @@ def _tasks(layers: int, micro_batches: int, layer: _Unit, root: _Unit, again: bo
     """Passes on the compute stream, gathers and reductions on the network stream, each in the order they are issued."""
     tasks = Tasks()
     used: list[int] = []  # passes of layers, in order, which free a gathered layer
-    last = network = -1
 
-    def chain(resource: int, seconds: float, *after: int) -> int:
-        nonlocal last, network
-        before = last if resource == COMPUTE else network
-        number = tasks.add(resource, seconds, tuple({one for one in (before, *after) if one >= 0}))
-        if resource == COMPUTE:
-            last = number
-        else:
-            network = number
-        return number
-
-    def gathered(unit: _Unit) -> int:
-        freed = used[-AHEAD] if len(used) >= AHEAD else -1
-        return chain(NETWORK, unit.gather_s, freed)
+    def gather(unit: _Unit) -> tuple[int, ...]:
+        freed = (used[-AHEAD],) if len(used) >= AHEAD else ()
+        return (tasks.add(NETWORK, unit.gather_s, freed),)
 
     for _ in range(micro_batches):
-        chain(COMPUTE, root.forward.seconds, chain(NETWORK, root.gather_s))
+        tasks.add(COMPUTE, root.forward.seconds, (tasks.add(NETWORK, root.gather_s),))
         for _ in range(layers):
-            used.append(chain(COMPUTE, layer.forward.seconds, gathered(layer)))
-        chain(COMPUTE, root.backward.seconds)
+            used.append(tasks.add(COMPUTE, layer.forward.seconds, gather(layer)))
+        last = tasks.add(COMPUTE, root.backward.seconds)
         for _ in range(layers):
-            used.append(chain(COMPUTE, layer.backward.seconds, gathered(layer) if again else -1))
-            chain(NETWORK, layer.reduce_s, last)
-        chain(NETWORK, root.reduce_s, last)
+            last = tasks.add(COMPUTE, layer.backward.seconds, gather(layer) if again else ())
+            used.append(last)
+            tasks.add(NETWORK, layer.reduce_s, (last,))
+        tasks.add(NETWORK, root.reduce_s, (last,))
     return tasks

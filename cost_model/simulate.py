@@ -1,8 +1,8 @@
 """Discrete events: tasks on resources, after other tasks, for so long.
 
-A resource (a rank's compute, copy or network stream, a link that ranks share) does one task at a time. Tasks of a
-stream that must keep program order depend on the one before; a shared link takes whoever is ready first. Ranks that do
-the same at the same time need one simulated rank.
+A resource does one task at a time. A stream (a rank's compute, copy or network stream) does its tasks in the order in
+which they were added; a link that ranks share takes whoever is ready first. Ranks that do the same at the same time
+need one simulated rank.
 """
 
 from __future__ import annotations
@@ -48,41 +48,96 @@ class Timeline:
     busy_s: dict[int, float]
 
 
-def simulate(tasks: Tasks) -> Timeline:
-    """Plays the tasks: each starts when those before it have ended and its resource is free; PlanError on a cycle."""
-    count = len(tasks.seconds)
-    waiting = [len(before) for before in tasks.after]
+def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
+    """Plays the tasks: each starts when those before it have ended and its resource is free.
+
+    Args:
+        shared: resources that take tasks in the order in which they become ready; all others are streams.
+
+    Raises:
+        PlanError: tasks wait for each other.
+    """
+    start_s, end_s = _by_time(tasks, shared) if shared else _by_stream(tasks)
+    busy_s: dict[int, float] = {}
+    for on, seconds in zip(tasks.resource, tasks.seconds):
+        busy_s[on] = busy_s.get(on, 0.0) + seconds
+    return Timeline(start_s, end_s, max(end_s, default=0.0), busy_s)
+
+
+def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
+    """Start and end of every task where all resources are streams: each stream's own order is enough."""
+    count, after, seconds = len(tasks.seconds), tasks.after, tasks.seconds
+    start_s, end_s = [0.0] * count, [-1.0] * count
+    streams: dict[int, list[int]] = {}
+    for task, on in enumerate(tasks.resource):
+        streams.setdefault(on, []).append(task)
+    place = dict.fromkeys(streams, 0)
+    free_s = dict.fromkeys(streams, 0.0)
+    waiting: dict[int, list[int]] = {}  # task -> streams whose next task is after it
+    runnable = list(streams)
+    while runnable:
+        on = runnable.pop()
+        queue, now = streams[on], free_s[on]
+        for i in range(place[on], len(queue)):
+            task = queue[i]
+            for other in after[task]:
+                end = end_s[other]
+                if end < 0:
+                    waiting.setdefault(other, []).append(on)
+                    break
+                if end > now:
+                    now = end
+            else:
+                start_s[task] = now
+                now += seconds[task]
+                end_s[task] = free_s[on] = now
+                if task in waiting:
+                    runnable += waiting.pop(task)
+                continue
+            place[on] = i
+            break
+        else:
+            place[on] = len(queue)
+    stuck = [queue[place[on]] for on, queue in streams.items() if place[on] < len(queue)]
+    if stuck:
+        raise _never(min(stuck), count)
+    return start_s, end_s
+
+
+def _by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float], list[float]]:
+    """The same with shared resources: tasks are taken in the order of the time at which they are ready."""
+    count, seconds = len(tasks.seconds), tasks.seconds
     followers: list[list[int]] = [[] for _ in range(count)]
-    for task, before in enumerate(tasks.after):
+    waiting = [0] * count
+    last: dict[int, int] = {}
+    for task, on in enumerate(tasks.resource):
+        before = tasks.after[task]
+        if on not in shared:
+            before = (*before, last[on]) if on in last else before
+            last[on] = task
+        waiting[task] = len(before)
         for other in before:
             followers[other].append(task)
-    ready_s = [0.0] * count
-    start_s, end_s = [0.0] * count, [0.0] * count
+    ready_s, start_s, end_s = [0.0] * count, [0.0] * count, [-1.0] * count
     free_s: dict[int, float] = {}
-    busy_s: dict[int, float] = {}
     heap = [(0.0, task) for task in range(count) if not waiting[task]]
-    heapq.heapify(heap)
-    done = 0
-    resource, seconds = tasks.resource, tasks.seconds
     while heap:
         ready, task = heapq.heappop(heap)
-        on = resource[task]
-        free = free_s.get(on, 0.0)
-        start = ready if ready > free else free
-        end = start + seconds[task]
-        start_s[task], end_s[task], free_s[on] = start, end, end
-        busy_s[on] = busy_s.get(on, 0.0) + seconds[task]
-        done += 1
+        on = tasks.resource[task]
+        start_s[task] = max(ready, free_s.get(on, 0.0))
+        end_s[task] = free_s[on] = end = start_s[task] + seconds[task]
         for other in followers[task]:
-            if end > ready_s[other]:
-                ready_s[other] = end
+            ready_s[other] = max(ready_s[other], end)
             waiting[other] -= 1
             if not waiting[other]:
                 heapq.heappush(heap, (ready_s[other], other))
-    if done < count:
-        stuck = next(task for task in range(count) if waiting[task])
-        raise PlanError("tasks wait for each other", given=f"task {stuck} of {count} never starts")
-    return Timeline(start_s, end_s, max(end_s, default=0.0), busy_s)
+    if any(waiting):
+        raise _never(next(task for task in range(count) if waiting[task]), count)
+    return start_s, end_s
+
+
+def _never(task: int, count: int) -> PlanError:
+    return PlanError("tasks wait for each other", given=f"task {task} of {count} never starts")
 
 
 def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list[tuple[float, float]]:

@@ -20,15 +20,14 @@ def play(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Tasks
             number[chunk * stages + stage, micro_batch, backward] = len(number)
     tasks, last = Tasks(), stages * chunks - 1
     for stage, order in enumerate(orders):
-        before: tuple[int, ...] = ()
         for chunk, micro_batch, backward in order:
             part = chunk * stages + stage
-            after = before
+            after: tuple[int, ...] = ()
             if backward:
-                after += (number[(part, micro_batch, False) if part == last else (part + 1, micro_batch, True)],)
+                after = (number[(part, micro_batch, False) if part == last else (part + 1, micro_batch, True)],)
             elif part:
-                after += (number[part - 1, micro_batch, False],)
-            before = (tasks.add(stage, 2.0 if backward else 1.0, after, -1.0 if backward else 1.0),)
+                after = (number[part - 1, micro_batch, False],)
+            tasks.add(stage, 2.0 if backward else 1.0, after, -1.0 if backward else 1.0)
     return tasks, simulate(tasks).total_s
 
 
@@ -59,7 +58,7 @@ def test_streams_overlap_and_a_shared_link_takes_turns() -> None:
     first, second = tasks.add(0, 2.0), tasks.add(1, 1.0)
     sends = [tasks.add(9, 3.0, (first,)), tasks.add(9, 3.0, (second,))]
     end = tasks.add(0, 1.0, (sends[0],))
-    timeline = simulate(tasks)
+    timeline = simulate(tasks, shared=frozenset({9}))
     # The second rank is ready first: its message goes from 1 to 4, the other one from 4 to 7.
     assert [timeline.start_s[send] for send in sends] == [4.0, 1.0]
     assert timeline.end_s[end] == timeline.total_s == 8.0
@@ -70,8 +69,17 @@ def test_tasks_that_wait_for_each_other_are_an_error() -> None:
     tasks = Tasks()
     tasks.add(0, 1.0, (1,))
     tasks.add(0, 1.0, (0,))
-    with pytest.raises(PlanError, match="wait for each other"):
-        simulate(tasks)
+    for shared in (frozenset(), frozenset({7})):
+        with pytest.raises(PlanError, match="task 0 of 2 never starts"):
+            simulate(tasks, shared)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.lists(st.integers(0, 30), max_size=3)), max_size=30))
+def test_streams_alone_give_the_same_timeline_in_any_order_of_events(given_tasks) -> None:
+    tasks = Tasks()
+    for number, (resource, seconds, after) in enumerate(given_tasks):
+        tasks.add(resource, float(seconds), tuple({one % number for one in after} if number else ()))
+    assert simulate(tasks) == simulate(tasks, shared=frozenset({99}))
 
 
 def test_schedules_that_cannot_be() -> None:

@@ -36,6 +36,19 @@ def test_every_table_is_there_and_within_its_limits(found) -> None:
         assert 100 * report.maximum(found[name]) <= largest
 
 
+def test_the_docs_show_what_is_predicted(found) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    tables = {table.name: table for table in SETS}
+    rows = "\n\n".join(report.table(name, results) for name, results in found.items())
+    lines = "\n".join(report.summary(tables[name], results) for name, results in found.items())
+    # After a change: python -m cost_model.validation --out docs
+    assert (docs / "validation.md").read_text() == report.page(rows, lines)
+    guide = (docs / "guides" / "cost_model.md").read_text()
+    assert [
+        n for n, r in found.items() if f"| {100 * report.mape(r):.2f} | {100 * report.maximum(r):.2f} |" not in guide
+    ] == []
+
+
 def test_plans_of_the_models_that_were_measured_cleanly_are_ordered_well(found) -> None:
     groups = report.by_size(found["vTrain multi-node"])
     for size in ("3.6", "175"):
