@@ -10,6 +10,7 @@ The data, from hardware to prediction (every value is a frozen struct; units are
     Footprint                          memory       bytes of parameters, gradients, optimizer, activations, buffers
     Phase                              schedules    (chunk, micro-batch, forward/backward) in the order of each stage
     Task, Timeline                     simulate     discrete events: what runs where, after what, for how long
+    Profile                            profile      measured times and memory of a model's layers, instead of formulas
     Prediction                         predict      step time, bubble, exposed communication, memory
 
 `python -m cost_model.validation` sets predictions against published measurements. docs/guides/cost_model.md explains.

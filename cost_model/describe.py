@@ -7,7 +7,6 @@ recomputation in large transformer models", 2022, section 4, plus what each kern
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -344,19 +343,11 @@ def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     ]
 
 
-def part_forward(
-    t: Transformer, p: Parallel, stack: Stack, layers: int, first: bool, last: bool
-) -> Sequence[tuple[int, list[Op]]]:
-    """(times, ops) of a chunk of so many layers, with the embedding and the head where they belong."""
-    parts = [(1, embedding_forward(t, p, stack))] if first else []
-    parts.append((layers, layer_forward(t, p, stack)))
-    return [*parts, (1, head_forward(t, p, stack))] if last else parts
+def edges_forward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+    """The forward pass of a chunk besides its layers: the embedding of the first one, the head of the last one."""
+    return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
 
 
-def part_backward(
-    t: Transformer, p: Parallel, stack: Stack, layers: int, first: bool, last: bool
-) -> Sequence[tuple[int, list[Op]]]:
-    """(times, ops) of the same chunk's backward pass."""
-    parts = [(1, head_backward(t, p, stack))] if last else []
-    parts.append((layers, layer_backward(t, p, stack)))
-    return [*parts, (1, embedding_backward(t, p, stack))] if first else parts
+def edges_backward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+    """The backward pass of a chunk besides its layers."""
+    return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

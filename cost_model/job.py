@@ -17,6 +17,7 @@ from .cluster import Cluster
 from .describe import Parallel, Transformer
 from .place import places
 from .predict import Prediction, predict
+from .profile import Profile
 from .stacks import stack
 
 
@@ -27,8 +28,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan: Parallel
     software: str = "megatron-2022"
 
-    def predict(self, cluster: Cluster) -> Prediction:
-        return predict(self.model, self.plan, stack(self.software), cluster)
+    def predict(self, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+        return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
 
 def read(path: str | Path) -> Job:

@@ -86,18 +86,18 @@ def state_bytes(parameters: float, zero: int, data: int, element_bytes: int = 2)
 
 
 def footprint(
-    t: Transformer, p: Parallel, stack: Stack, parameters: float, live_layers: float, last: bool, units: int = 1
+    t: Transformer, p: Parallel, stack: Stack, parameters: float, live_bytes: float, last: bool, units: int = 1
 ) -> Footprint:
     """The bytes of one rank.
 
     Args:
         parameters: that the rank's stage and tensor-parallel part hold, whole data-parallel group.
-        live_layers: layers x micro-batches whose activations are held at the peak.
+        live_bytes: activations that layers hold at the schedule's peak.
         last: the stage computes logits.
         units: layers whose whole parameters and gradients are gathered at once under ZeRO-3.
     """
     held, gradients, optimizer = state_bytes(parameters, p.zero, p.data)
-    activations = live_layers * layer_activation_bytes(t, p, stack) + working_bytes(t, p, stack)
+    activations = live_bytes + working_bytes(t, p, stack)
     if last:
         activations += head_bytes(t, p)
     gathered = 2 * 2.0 * t.layer_parameters / p.tensor * units if p.zero >= 3 and p.data > 1 else 0.0

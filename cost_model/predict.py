@@ -19,6 +19,7 @@ from .cost import Cost, cost, rank
 from .describe import Parallel, Transformer
 from .memory import Footprint, footprint, layer_activation_bytes
 from .place import Place, places
+from .profile import Profile
 from .schedules import live_micro_batches, schedule
 from .simulate import Tasks, Timeline, memory_curve, simulate
 from .stacks import Stack
@@ -65,8 +66,8 @@ def chunk_layers(layers: int, pipeline: int, chunks: int) -> list[int]:
     return [each + (i < more) for i in range(count)]
 
 
-def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster) -> Prediction:
-    """Simulates one step.
+def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+    """Simulates one step; measurements of a profile take the place of the formulas for layers.
 
     Raises:
         PlanError: the plan does not fit the model (layers, heads, batch).
@@ -76,6 +77,8 @@ def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster) -> Pred
         raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
     at = places(cluster, p)
     if p.zero >= 2:
+        if profile:
+            raise PlanError("fully sharded data parallelism is predicted by formulas only", given="a profile")
         return _sharded(t, p, stack, at[0])
     layers = chunk_layers(t.layers, p.pipeline, p.chunks)
     orders = schedule(p.schedule, p.pipeline, p.chunks, p.micro_batches)
@@ -88,15 +91,16 @@ def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster) -> Pred
             for backward in (False, True):
                 key = (id(at[stage]), layers[index], first, last, backward)
                 if key not in known:
-                    known[key] = _phase_cost(t, p, stack, at[stage], layers[index], first, last, backward)
+                    known[key] = _phase_cost(t, p, stack, at[stage], profile, layers[index], first, last, backward)
                 costs[stage, chunk, backward] = known[key]
-    tasks = _tasks(t, p, stack, orders, costs, at, layers)
-    return _summarise(t, p, stack, at, layers, orders, costs, tasks, simulate(tasks))
+    kept = [_kept_bytes(t, p, stack, place, profile) for place in at]
+    tasks = _tasks(t, p, stack, orders, costs, at, layers, kept)
+    return _summarise(t, p, stack, at, layers, kept, profile, orders, costs, tasks, simulate(tasks))
 
 
 def _sharded(t: Transformer, p: Parallel, stack: Stack, place: Place) -> Prediction:
     found = sharded.step(t, p, stack, place)
-    held = footprint(t, p, stack, t.parameters, t.layers, True, sharded.AHEAD)
+    held = footprint(t, p, stack, t.parameters, t.layers * layer_activation_bytes(t, p, stack), True, sharded.AHEAD)
     waited_s = found.step_s - found.compute_s - found.update_s - stack.step_ms * 1e-3
     return Prediction(
         step_s=found.step_s,
@@ -111,21 +115,43 @@ def _sharded(t: Transformer, p: Parallel, stack: Stack, place: Place) -> Predict
 
 
 def _phase_cost(
-    t: Transformer, p: Parallel, stack: Stack, place: Place, layers: int, first: bool, last: bool, backward: bool
+    t: Transformer,
+    p: Parallel,
+    stack: Stack,
+    place: Place,
+    profile: Profile | None,
+    layers: int,
+    first: bool,
+    last: bool,
+    backward: bool,
 ) -> Cost:
     """The cost of a chunk's pass on the slowest of the stage's devices."""
-    of = describe.part_backward if backward else describe.part_forward
+    begin_s = stack.pass_host_us * 1e-6
+    # After a send that it waits for, a stage's device idles until the host has begun the next pass.
+    waits = p.pipeline > 1 and not stack.hides_point_to_point
+    begin = Cost(exposed_s=begin_s, host_s=begin_s) if waits else Cost(host_s=begin_s)
+    of = describe.edges_backward if backward else describe.edges_forward
+    layer_of = describe.layer_backward if backward else describe.layer_forward
     each = []
     for part in place.parts:
-        on = rank(part.entry.device, part.entry.share, place.tensor, stack, p.ranks)
-        begin_s = stack.pass_host_us * 1e-6
-        # After a send that it waits for, a stage's device idles until the host has begun the next pass.
-        waits = p.pipeline > 1 and not stack.hides_point_to_point
-        whole = Cost(exposed_s=begin_s, host_s=begin_s) if waits else Cost(host_s=begin_s)
-        for times, ops in of(t, p, stack, layers, first, last):
-            whole = whole.plus(cost(ops, on, backward), times)
-        each.append(whole)
+        device = part.entry.device
+        on = rank(device, part.entry.share, place.tensor, stack, p.ranks)
+        if profile:
+            measured = profile.layer(device.name, p.tensor, p.micro_batch)
+            layer = Cost(device_s=(measured.backward_s if backward else measured.forward_s) / part.entry.share)
+        else:
+            layer = cost(layer_of(t, p, stack), on, backward)
+        each.append(begin.plus(layer, layers).plus(cost(of(t, p, stack, first, last), on, backward)))
     return max(each, key=lambda one: one.seconds)
+
+
+def _kept_bytes(t: Transformer, p: Parallel, stack: Stack, place: Place, profile: Profile | None) -> float:
+    """What a layer keeps of a micro-batch on the stage's devices."""
+    formula = layer_activation_bytes(t, p, stack)
+    if profile is None:
+        return formula
+    measured = [profile.layer(part.entry.device.name, p.tensor, p.micro_batch).memory_gb for part in place.parts]
+    return max(formula if one is None else one * 1e9 for one in measured)
 
 
 def send_s(t: Transformer, p: Parallel, stack: Stack, place: Place) -> float:
@@ -148,6 +174,7 @@ def _tasks(
     costs: dict[tuple[int, int, bool], Cost],
     at: list[Place],
     layers: list[int],
+    kept: list[float],
 ) -> Tasks:
     """One task per phase on its stage's stream; a send that the stage waits for is a part of its phase."""
     tasks = Tasks()
@@ -160,11 +187,10 @@ def _tasks(
         for chunk, micro_batch, backward in order:
             (backward_of if backward else forward)[(chunk * stages + stage) * count + micro_batch] = number
             number += 1
-    kept = layer_activation_bytes(t, p, stack)
     for stage, order in enumerate(orders):
         send = send_s(t, p, stack, at[stage]) if stages > 1 else 0.0
         parts = [chunk * stages + stage for chunk in range(chunks)]
-        held = [layers[part] * kept for part in parts]
+        held = [layers[part] * kept[stage] for part in parts]
         ahead = [costs[stage, c, False].seconds + (send if part < last else 0.0) for c, part in enumerate(parts)]
         back = [costs[stage, c, True].seconds + (send if part > 0 else 0.0) for c, part in enumerate(parts)]
         # By whole columns, which is several times faster than pass by pass.
@@ -218,6 +244,8 @@ def _summarise(
     stack: Stack,
     at: list[Place],
     layers: list[int],
+    kept: list[float],
+    profile: Profile | None,
     orders: list[list[tuple[int, int, bool]]],
     costs: dict[tuple[int, int, bool], Cost],
     tasks: Tasks,
@@ -231,13 +259,18 @@ def _summarise(
         parameters = stage_parameters(t, p, layers, stage)
         own = layers[stage::stages]
         reduce, optimizer = update_s(t, p, stack, at[stage], parameters, sum(own))
+        if profile:
+            measured = [profile.layer(part.entry.device.name, p.tensor, p.micro_batch) for part in at[stage].parts]
+            optimizer = max(optimizer if one.update_s is None else one.update_s * sum(own) for one in measured)
         if stack.hides_data_parallel:
             shortest = min(costs[stage, chunk, True].seconds for chunk in range(p.chunks))
             reduce = max(reduce / max(1, sum(own)), reduce - shortest)
         reduced_s.append(end_s[stage] + reduce)
         optimizer_s.append(optimizer)
         live = live_micro_batches(orders[stage])
-        footprints.append(footprint(t, p, stack, parameters, live * sum(own) / p.chunks, stage == stages - 1))
+        footprints.append(
+            footprint(t, p, stack, parameters, live * sum(own) / p.chunks * kept[stage], stage == stages - 1)
+        )
     ready_s = max(reduced_s)
     if stages > 1:
         ready_s += all_reduce_s(at[0].embedding, stack.gradient_bytes * t.embedding_parameters / p.tensor)

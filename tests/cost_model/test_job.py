@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model import job
+from cost_model import cluster, job, profile
 from cost_model.job import Job
 from whale.cli import main
 from whale.errors import ClusterError
@@ -70,6 +70,52 @@ software: composer-bf16
 )
 def test_mistakes(tmp_path: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(tmp_path, GPT3.replace(old, new)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+PROFILE = """\
+layers:
+  - {device: A100, tensor: 8, micro_batch: 1, forward_s: 0.004, backward_s: 0.012, update_s: 0.001, memory_gb: 0.1}
+  - {device: a100, tensor: 4, micro_batch: 1, forward_s: 0.008, backward_s: 0.024}
+"""
+
+
+def test_measured_layers_take_the_place_of_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    assert simulate(tmp_path, GPT3, "--profile", str(tmp_path / "profile.yaml")) == 0
+    assert capsys.readouterr().out.startswith("174.62 billion parameters")
+    machines, task = cluster.read(SELENE), job.read(tmp_path / "job.yaml")
+    plain, measured = task.predict(machines), task.predict(machines, profile.read(tmp_path / "profile.yaml"))
+    # 6 layers of 16 ms per micro-batch and stage, the busiest with the logits; the first stage holds 16 micro-batches.
+    assert 192 * 6 * 0.016 < measured.compute_s < 1.1 * 192 * 6 * 0.016
+    assert measured.stages[0].activations_bytes - plain.stages[0].activations_bytes == pytest.approx(
+        16 * 6 * (0.1e9 - 2 * 2048 * 12288)
+    )
+    assert measured.timeline.total_s != plain.timeline.total_s
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "tensor: 8",
+            "tensor: 2",
+            "no measurement that the plan needs\n  given: a100-sxm-80gb, 8 tensor-parallel ranks",
+        ),
+        (
+            "device: A100",
+            "device: A10O",
+            "profile.yaml:2, key layers\\[0\\].device: the hardware catalogue has no such device",
+        ),
+        ("forward_s: 0.004", "forward_s: 0", "profile.yaml:2, key layers\\[0\\].forward_s: expected `float` > 0.0"),
+        ("memory_gb: 0.1", "memory_gb: -1", "layers\\[0\\].memory_gb: expected `float` >= 0.0"),
+    ],
+)
+def test_mistakes_in_profiles(
+    tmp_path: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE.replace(old, new))
+    assert simulate(tmp_path, GPT3, "--profile", str(tmp_path / "profile.yaml")) == 2
     assert re.search(message, capsys.readouterr().err)
 
 

@@ -16,16 +16,17 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("job", help="YAML file with model, plan and software")
     verb.add_argument("--cluster", required=True, help="cluster file (YAML)")
+    verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
     verb.set_defaults(call=call)
 
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
-    from cost_model import cluster, job
+    from cost_model import cluster, job, profile
 
     machines, task = cluster.read(given.cluster), job.read(given.job)
-    found = task.predict(machines)
+    found = task.predict(machines, profile.read(given.profile) if given.profile else None)
     print(job.report(task, machines, found))
     if given.trace:
         given.trace.write_text(job.trace(found))
