@@ -1,12 +1,12 @@
 """Measured tables of a model's layers, which take the place of formulas: a model can be planned without its code.
 
     layers:
-      - {device: a100, tensor: 8, micro_batch: 1, forward_s: 0.0021, backward_s: 0.0064, update_s: 0.0004, memory_gb: 0.05}
-      - {device: v100, tensor: 8, micro_batch: 1, forward_s: 0.0052, backward_s: 0.0161}
+      - {device: a100, tensor: 8, micro_batch: 1, forward_s: 0.0021, backward_s: 0.0064, memory_gb: 0.05}
+      - {device: v100, tensor: 8, micro_batch: 1, forward_s: 0.0052, backward_s: 0.0161, update_s: 0.0004}
 
 Seconds are those of one layer and one micro-batch on one rank, with its tensor-parallel communication and, in the
-backward pass, what recompute repeats; `update_s` is the optimizer's part for one layer, `memory_gb` what the layer keeps
-of one micro-batch. What is not measured (embedding, logits, sends, reductions) comes from formulas.
+backward pass, what recompute repeats; `update_s` is the optimizer's part for one layer, `memory_gb` what the layer
+keeps of one micro-batch. What is not measured (embedding, logits, sends, reductions) comes from formulas.
 """
 
 from __future__ import annotations
