@@ -15,7 +15,7 @@ def add_to(verbs: Any) -> None:
         description="Predicts step time and memory of a transformer, given by its hyper-parameters, on a cluster.",
     )
     verb.add_argument("job", help="YAML file with model, plan and software")
-    verb.add_argument("--cluster", required=True, help="cluster file (YAML)")
+    verb.add_argument("--cluster", required=True, help="cluster file (YAML), or local for this machine")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
     verb.set_defaults(call=call)
@@ -23,9 +23,11 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
-    from cost_model import cluster, job, profile
+    from cost_model import cluster, discover, job, profile
+    from whale.doctor.cgroup import cpu_quota
 
-    machines, task = cluster.read(given.cluster), job.read(given.job)
+    machines = discover.local(cpu_quota()) if given.cluster == "local" else cluster.read(given.cluster)
+    task = job.read(given.job)
     found = task.predict(machines, profile.read(given.profile) if given.profile else None)
     print(job.report(task, machines, found))
     if given.trace:
