@@ -4,7 +4,7 @@ The data, from hardware to prediction (every value is a frozen struct; units are
 
     Device, Link, Network, Efficiency  hardware/    what they are and what kernels reach of them; cited data
     Cluster                            cluster      hosts of devices and the networks between them; a YAML file
-    (the local machine)                discover     the same for the machine at hand: driver, processors, affinity, quota
+    (the local machine)                discover     the machine at hand: driver, processors, affinity, quota
     Matmul, Streaming, Attention       compute      one kernel -> seconds: roofline with a curve of size
     Group                              collectives  ranks, how many share a host, what they share -> seconds
     Transformer, Parallel, Stack       describe     a model by hyper-parameters, how it is spread, the software's habits
