@@ -70,9 +70,9 @@ def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     return layer_activation_bytes(t, plain, stack)
 
 
-def head_bytes(t: Transformer, p: Parallel) -> float:
-    """Logits in half precision and float32, and the softmax kept for the backward pass."""
-    return (2.0 + 4.0 + 4.0) * t.sequence * p.micro_batch * t.vocabulary / p.tensor
+def head_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+    """Logits, and what the loss keeps or makes of them."""
+    return stack.logit_bytes * t.sequence * p.micro_batch * t.vocabulary / p.tensor
 
 
 def state_bytes(parameters: float, zero: int, data: int, element_bytes: int = 2) -> tuple[float, float, float]:
@@ -99,7 +99,7 @@ def footprint(
     held, gradients, optimizer = state_bytes(parameters, p.zero, p.data)
     activations = live_bytes + working_bytes(t, p, stack)
     if last:
-        activations += head_bytes(t, p)
+        activations += head_bytes(t, p, stack)
     gathered = 2 * 2.0 * t.layer_parameters / p.tensor * units if p.zero >= 3 and p.data > 1 else 0.0
     groups = (p.tensor > 1) + (p.data > 1) + (p.pipeline > 1)
     return Footprint(

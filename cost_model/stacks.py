@@ -41,6 +41,7 @@ class Stack(catalogue.Entry, frozen=True):
         hides_data_parallel: the reduction starts during the last backward pass.
         optimizer_bytes: memory traffic per parameter of unscaling, clipping, update and casts.
         loss_forward_bytes, loss_backward_bytes: memory traffic per logit.
+        logit_bytes: held per logit at the peak, when the backward pass begins.
         host_us: what the host spends per kernel launch of the forward pass, framework included.
         backward_host_us: the same in the backward pass, which the framework runs without the script.
         collective_host_us: the same per collective.
@@ -67,6 +68,7 @@ class Stack(catalogue.Entry, frozen=True):
     optimizer_bytes: NotNegative
     loss_forward_bytes: NotNegative
     loss_backward_bytes: NotNegative
+    logit_bytes: NotNegative
     host_us: NotNegative
     backward_host_us: NotNegative
     collective_host_us: NotNegative
