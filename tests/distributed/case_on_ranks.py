@@ -19,7 +19,8 @@ rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
 zero = {"zero.level": 1, "zero.min_bytes": 0} if scope == "zero" else {}
 wh.init(wh.Config({"replica.shares": rows, "sync_batch_norm": True, "random": "global", **zero}))
 case = case_named(name)
-setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), wh.split if scope == "split" else wh.replica)
+inside = wh.split if scope == "split" else wh.replica
+setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), inside)
 program = build(case, setting)
 save(Path(folder, f"{wh.rank()}.npz"), execute(case, program))
 check_replicas()

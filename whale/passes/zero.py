@@ -1,11 +1,11 @@
 """ZeRO: the optimizer's state lies split between steps, although the computation is data parallel.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020; for the update's
-time, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020. Here it is a matter
-of layouts: where the state of an update lies split, propagation finds that the gradient is wanted split (a
-reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a weight which lies whole takes
-the parts of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes its weight and its state
-in one layout, so such a weight lies split as well, and is gathered where it is read.
+time, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020. Here it is a
+matter of layouts: where the state of an update lies split, propagation finds that the gradient is wanted split (a
+reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a weight which lies whole
+takes the parts of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes its weight and
+its state in one layout, so such a weight lies split as well, and is gathered where it is read.
 
 Left to the costs of single nodes, propagation would gather the state as readily as it scatters the gradient. So the
 nodes of an update that every rank would run alike, whole, get the state's layout here.
