@@ -145,7 +145,7 @@ KEYS: tuple[Key, ...] = (
         "zero.level",
         "str",
         "0",
-        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks, each updates a part; 0: every rank has all",
+        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks; 0: every rank has all of it",
         choices=("0", "1", "2", "v0", "v1"),
     ),
     Key("zero.min_bytes", "int", 1 << 16, "variables below that size stay whole under zero.level", minimum=0),

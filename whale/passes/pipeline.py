@@ -237,7 +237,7 @@ def _state(program: Program, context: PlanContext, inside: Collection[str]) -> d
     state = state_at_rest(program, context.size, context.zero_min_bytes, inside, context.variables)
     if state and not context.split_variables:
         raise PlanError(
-            "the optimizer's state cannot lie split in a wh.Session",
+            "the optimizer's state cannot lie split in a session",
             given=f"zero.level={context.zero_level}",
             expected="zero.level=0, or a step that is a wh.function",
             action="leave zero.level out, or write the step as a wh.function",
