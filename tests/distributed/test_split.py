@@ -1,4 +1,4 @@
-"""Variables that lie split over processes: read, assigned, saved and restored as global values, by all ranks or none."""
+"""Variables that lie split over processes: read, assigned, saved and restored whole, by all ranks or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ expected = value - 0.5 * 2 * value / 28
 np.testing.assert_allclose(dense.get_weights()[0], expected, rtol=1e-6)
 """
 
-SAVED = SCRIPT + """
+SAVED = (
+    SCRIPT
+    + """
 folder = sys.argv[1]
 manager = wh.CheckpointManager(tf.train.Checkpoint(dense=dense), folder, max_to_keep=1)
 manager.save()
@@ -43,12 +45,16 @@ np.testing.assert_allclose(dense.get_weights()[0], expected, rtol=1e-6)
 assert float(step(x)) == second
 print("done")
 """
+)
 
-ALONE = SCRIPT + """
+ALONE = (
+    SCRIPT
+    + """
 if wh.rank() == 1:
     dense.kernel.numpy()
 step(x)
 """
+)
 
 
 def test_global_values_are_read_assigned_saved_and_restored(launcher: Launcher) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.interpreter import Outcome, run
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.lowering.local import localise
+from whale.passes.pipeline import PlanContext
+from whale.runtime.mesh import lower_mesh
 
 LIMIT = 1e-12
 
@@ -86,3 +88,24 @@ def assert_communication_is_planned(program: Program, plan: Plan, spread: Outcom
         if call.bytes:
             found[call.key.rpartition("/")[0] if call.op == "WhaleSend" else call.key] += call.bytes
     assert found == expected
+
+
+def assert_equal_mesh(
+    program: Program, plan: Plan, context: PlanContext, feeds: Mapping[str, np.ndarray] | None = None
+) -> Outcome:
+    """``assert_equal_runs`` for a plan of two mesh axes: all ranks of all groups."""
+    assert plan.inner is not None and plan_from_json(plan.to_json()) == plan
+    group = plan.inner.size
+    inputs, variables = feeds_of(program)
+    inputs.update(feeds or {})
+    ranks = lower_mesh(program, plan, context, range(context.size), "comm", program.name)
+    held = [{n: own_part(plan, n, v, rank % group) for n, v in variables.items()} for rank in range(context.size)]
+    whole, spread = run([program], inputs, variables), run(ranks, inputs, held)
+    for rank in spread.ranks:
+        for ref, expected, found in zip(program.outputs, whole.outputs[0], spread.outputs[rank.number]):
+            _assert_close(f"{ref} on rank {rank.number}", expected, found, whole.largest)
+        for name, expected in whole.ranks[0].variables.items():
+            mine = own_part(plan, name, expected, rank.number % group)
+            _assert_close(f"variable {name} on rank {rank.number}", mine, rank.variables[name], whole.largest)
+    assert sum(call.bytes for call in spread.calls) == plan.logical_bytes
+    return spread

@@ -57,7 +57,7 @@ CASES = [
     for shape in ((5,), (4, 3), (6, 3), (2, 3, 4))
     for parts in (1, 2, 3, 4)
     for source, target in itertools.product(
-        [B, O, P_SUM, P_MAX, *_cuts(shape, parts)], [B, P_SUM, P_MIN, *_cuts(shape, parts)]
+        [B, O, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)], [B, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)]
     )
 ]
 

@@ -1,54 +1,33 @@
-"""Meshes of two axes: hand-written programs over groups of simulated ranks equal the global run, and move what is said."""
+"""Meshes of two axes: hand-written programs over groups of simulated ranks equal the global run."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.interpreter import Outcome, run
-from tests.lowering.compare import feeds_of
+from tests.interpreter import Outcome
+from tests.lowering.compare import assert_equal_mesh
 from tests.passes.test_split import classifier, scoped
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
-from whale.ir.layout import Split
-from whale.ir.plan import Plan, plan_from_json
+from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.pipeline import PlanContext
-from whale.runtime.mesh import lower_mesh, plan_program
+from whale.runtime.mesh import plan_program
 
 
 def run_mesh(program: Program, groups: int, per_group: int, **settings: object) -> tuple[Plan, Outcome]:
     """The plan and the run, which equals the global one on every rank."""
     context = PlanContext(groups * per_group, split_ranks=per_group, **settings)
     plan = plan_program(program, context)
-    assert plan.inner is not None and plan_from_json(plan.to_json()) == plan
-    inputs, variables = feeds_of(program)
+    feeds = {}
     for name in program.inputs:
         t = program.by_name[name].outputs[0]
         if t.dtype == "int32":
-            inputs[name] = np.random.default_rng(1).integers(0, 6, t.shape).astype(np.int32)
-    ranks = range(context.size)
-
-    def part(name: str, value: np.ndarray, rank: int) -> np.ndarray:
-        cut = plan.variables.get(name)
-        return np.take(value, cut.indices(rank % per_group), axis=cut.dim) if isinstance(cut, Split) else value
-
-    lowered = lower_mesh(program, plan, context, ranks, "comm", program.name)
-    held = [{name: part(name, value, rank) for name, value in variables.items()} for rank in ranks]
-    whole, spread = run([program], inputs, variables), run(lowered, inputs, held)
-    for rank in ranks:
-        for expected, found in zip(whole.outputs[0], spread.outputs[rank]):
-            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-        for name, value in whole.ranks[0].variables.items():
-            np.testing.assert_allclose(spread.ranks[rank].variables[name], part(name, value, rank), atol=1e-12)
-    moved: Counter[str] = Counter()
-    for call in spread.calls:
-        moved[call.op] += call.bytes
-    assert sum(moved.values()) == plan.logical_bytes
-    return plan, spread
+            feeds[name] = np.asarray(np.random.default_rng(1).integers(0, 6, t.shape), np.int32)
+    return plan, assert_equal_mesh(program, plan, context, feeds)
 
 
 @pytest.mark.parametrize(("groups", "per_group"), [(2, 2), (3, 2), (2, 3)])

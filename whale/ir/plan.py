@@ -76,6 +76,7 @@ class Plan:
       inner: on a mesh of two axes, the plan of the second axis, for what the first axis' first coordinate runs.
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
         coordinate where they have the whole tensor, once in all where each has a part.
+      inner_bytes: what moves along the second axis, in all its groups together.
     """
 
     program: str
@@ -95,12 +96,13 @@ class Plan:
     expanded: tuple[str, ...] = ()
     inner: Plan | None = None
     repeats: Mapping[str, int] = field(default_factory=dict)
+    inner_bytes: int = 0
 
     @property
     def logical_bytes(self) -> int:
         """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
         own = sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards)
-        return own if self.inner is None else own + self.size * self.inner.logical_bytes
+        return own + self.inner_bytes
 
     @property
     def split_flops_fraction(self) -> float:
@@ -156,6 +158,7 @@ class Plan:
                 expanded=list(self.expanded),
                 inner=self.inner.to_json().decode() if self.inner is not None else "",
                 repeats=dict(self.repeats),
+                inner_bytes=self.inner_bytes,
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -187,6 +190,7 @@ class _File(msgspec.Struct):
     expanded: list[str] = []
     inner: str = ""
     repeats: dict[str, int] = {}
+    inner_bytes: int = 0
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
 
 
@@ -233,6 +237,7 @@ def _plan(f: _File) -> Plan:
         expanded=tuple(f.expanded),
         inner=plan_from_json(f.inner.encode()) if f.inner else None,
         repeats=f.repeats,
+        inner_bytes=f.inner_bytes,
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

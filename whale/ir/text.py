@@ -338,10 +338,14 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     shown = [f"{n} {layout}" for layout, n in layouts.most_common(6)]
     more = [f"{len(layouts) - 6} other kinds"] if len(layouts) > 6 else []
     out.append("Tensors  " + ", ".join(shown + more))
+    if plan.variables:
+        ways = Counter(f"dimension {p.dim}" for p in plan.variables.values() if isinstance(p, Split))
+        out.append(f"Split variables  {', '.join(f'{n} along {way}' for way, n in sorted(ways.items()))}")
     moving = [r for r in plan.reshards if r.bytes]
+    between = f" (with that inside the {plan.size} groups)" if plan.inner is not None else ""
     horovod = sum(r.backend == "horovod" for r in moving)
     out.append(
-        f"Communication per step: {human_bytes(plan.logical_bytes)} logical, {len(moving)} tensors in "
+        f"Communication per step: {human_bytes(plan.logical_bytes)} logical{between}, {len(moving)} tensors in "
         f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
         + (f"; {horovod} of the tensors through Horovod" if horovod else "")
     )
@@ -354,6 +358,9 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         table = sorted(plan.unruled.items(), key=lambda kv: -kv[1])
         out += [f"  {name:<50} {human_bytes(moved)} gathered" for name, moved in table[:rows]]
         out += [f"  ... and {len(table) - rows} more"] if len(table) > rows else []
+    if plan.inner is not None:
+        out.append(f"Inside each group of {plan.inner.size} ranks")
+        out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
     return "\n".join(out) + "\n"
 
 

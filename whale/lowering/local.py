@@ -21,9 +21,7 @@ from whale.rules.empty import known_outputs
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
 
 
-def localise(
-    program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale"
-) -> Program:
+def localise(program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale") -> Program:
     """What ``rank`` runs.
 
     Args:
@@ -173,7 +171,8 @@ class _Localiser:
             found = self._recreate(producer, ref, wanted)
         elif r.group >= 0:
             members = self.plan.groups[r.group]
-            found = Ref(f"{self.emitter.prefix}/group_{r.group}", next(i for i, m in enumerate(members) if m.key == r.key))
+            place = next(i for i, m in enumerate(members) if m.key == r.key)
+            found = Ref(f"{self.emitter.prefix}/group_{r.group}", place)
         else:
             found = emit_reshard(self.emitter, r, t, lambda: self.get(ref, r.source))
         self.local[key] = found

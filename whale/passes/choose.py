@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
@@ -45,9 +45,10 @@ def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]
     """
     from whale.passes import eliminate, integer_program
 
-    chosen = eliminate.solve(costs, edges)
+    needed = [simple for edge in edges if (simple := _simplified(edge)) is not None]
+    chosen = eliminate.solve(costs, needed)
     if chosen is None:
-        chosen = integer_program.solve(costs, edges)
+        chosen = integer_program.solve(costs, needed)
     if math.isinf(total_cost(costs, edges, chosen)):
         raise PlanError(
             "no layouts were found for a split scope",
@@ -56,6 +57,20 @@ def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]
             action="put fewer operations under the scope, or name the dimension (`dim=`)",
         )
     return chosen
+
+
+def _simplified(edge: Edge) -> Edge | None:
+    """The edge without readers that never cost anything; those that want one form only are fixed. None: it is free."""
+    sources = dict.fromkeys(edge.forms)
+    readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
+    for reader, forms in edge.readers:
+        wanted = dict.fromkeys(forms)
+        if any(edge.price(p, q) for p in sources for q in wanted):
+            readers[(reader, forms) if len(wanted) > 1 else (None, forms[:1])] = None
+    if not readers:
+        return None
+    producer, made = (edge.producer, edge.forms) if len(sources) > 1 else (None, edge.forms[:1])
+    return replace(edge, forms=made, producer=producer, readers=tuple(readers))
 
 
 def total_cost(costs: Sequence[Sequence[float]], edges: Sequence[Edge], chosen: Sequence[int]) -> float:

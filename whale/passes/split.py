@@ -301,11 +301,11 @@ class _Chooser:
         for name, node in self.nodes.items():
             if matmul_flops(node, [self.program.type_of(r) for r in node.inputs]):
                 self._keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs + o.outputs))
-        for scope, something in divided.items():
+        for path, something in divided.items():
             if not something:
-                raise self._nothing(scope)
-        # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a batch
-        # is computed on, some scope must have.
+                raise self._nothing(path)
+        # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
+        # batch is computed on, some scope must have.
         if not divided and any(isinstance(p, Split) for p in self.outside.produced.values()):
             raise self._nothing(next(iter(self.nodes.values())).scope if self.nodes else "wh.split")
 

@@ -1,4 +1,4 @@
-"""Communication over one axis of a mesh, as the other axis sees it: each coordinate does it with its part of the tensors.
+"""Communication over one axis of a mesh, as the other axis sees it: each coordinate does it with the part it holds.
 
 These nodes stand in programs that were lowered for one axis already. Operand 0 is the communicator.
 """

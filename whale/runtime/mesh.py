@@ -1,10 +1,10 @@
 """Meshes of two axes: groups of ranks that divide tensors under ``wh.split``, and among the groups, rows of the batch.
 
-A rule says what one axis may do, and two axes do it one after the other. The program is planned and lowered for the first
-axis, where all of it is data parallel; what a group then runs is a program again, with local shapes and communication
-ops, and is planned and lowered for the second axis like any other: its rows are divided further outside of split scopes,
-its tensors inside. Communication ops of the first axis have rules like other ops: each rank of a group sends the part
-that it holds to the ranks with the same place in the other groups.
+A rule says what one axis may do, and two axes do it one after the other. The program is planned and lowered for the
+first axis, where all of it is data parallel; what a group then runs is a program again, with local shapes and
+communication ops, and is planned and lowered for the second axis like any other: outside of split scopes its rows are
+divided further, inside its tensors. Communication ops of the first axis have rules like other ops: each rank of a group
+sends the part that it holds to the ranks with the same place in the other groups.
 
     rank = group * ranks per group + place in the group
 """
@@ -66,13 +66,17 @@ def plan_mesh(program: Program, context: PlanContext, group: int) -> Plan:
     rows = _rows(program, context, group)
     first = replace(
         context, size=groups, shares=(), local={}, variables={}, split_scopes=False, group_bytes=0,
-        batch=tuple(replace(b, placement=split(0, _sums(b.placement.sizes, group)), local=True) for b in rows),
+        batch=tuple(_as_local(b, group) for b in rows),
     )  # fmt: skip
     outer = make_plan(program, first)
     base = _first_axis(program, outer, first, 0)
-    inner = make_plan(base, _second(context, group, rows))
+    second = _second(context, group, rows)
+    inner = make_plan(base, second)
     inner = replace(inner, fingerprint=fingerprint(program))
-    outer = replace(outer, batch_inputs=rows, inner=inner, variables=inner.variables)
+    # The first group has what the others lack: nodes that run once.
+    other = complete_plan(_first_axis(program, outer, first, 1), second, inner)
+    moved = inner.logical_bytes + (groups - 1) * other.logical_bytes
+    outer = replace(outer, batch_inputs=rows, inner=inner, inner_bytes=moved, variables=inner.variables)
     return replace(outer, repeats=_repeats(base, outer, inner))
 
 
