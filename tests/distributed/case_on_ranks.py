@@ -1,6 +1,8 @@
 """Script for `whale run`: one case of the zoo over MPI; every rank writes what it computed.
 
-case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE        (SHARES: 5,3 or even; SCOPE: replica, split or zero)
+case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE
+
+SHARES: 5,3 or even. SCOPE: replica, split, split:2 (groups of two ranks) or zero.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from tests.zoo.catalogue import case_named
 from whale.runtime.context import check_replicas
 
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
+scope, _, group = scope.partition(":")
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
 zero = {"zero.level": 1, "zero.min_bytes": 0} if scope == "zero" else {}
-wh.init(wh.Config({"replica.shares": rows, "sync_batch_norm": True, "random": "global", **zero}))
+settings = {"replica.shares": rows, "sync_batch_norm": True, "random": "global", "split.ranks": int(group or 0)}
+wh.init(wh.Config(settings | zero))
 case = case_named(name)
 inside = wh.split if scope == "split" else wh.replica
 setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), inside)

@@ -23,6 +23,7 @@ SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
         pytest.param("convnet", "sgd", "even,even,even", "replica"),
         pytest.param("tf1_mlp", "adam", "2,6", "replica", marks=pytest.mark.core),
         pytest.param("embedding", "adam", "even,even,even", "split", marks=pytest.mark.core),
+        pytest.param("convnet", "adam", "even,even,even,even", "split:2"),
         pytest.param("tf1_mlp", "sgd", "even,even", "split"),
         pytest.param("gpt", "adam", "5,3", "zero", marks=pytest.mark.core),
     ],

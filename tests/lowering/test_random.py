@@ -41,7 +41,7 @@ def test_any_legal_plan(program: Program, parts: int, seed: int, data: st.DataOb
     assert_equal_runs(program, plan_of(program, layouts, parts, placed))
 
 
-@RELAXED
+@settings(RELAXED, max_examples=80)
 @given(programs(), st.integers(2, 4), st.integers(0, 10**6), st.data())
 def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObject) -> None:
     """Any nodes under a split scope, the inputs' rows divided in any way, variables split between steps or not."""
@@ -53,7 +53,7 @@ def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObje
     assert_equal_runs(expand(scoped, plan.expanded, context), plan)
 
 
-@settings(RELAXED, max_examples=80)
+@settings(RELAXED, max_examples=40)
 @given(programs(), st.sampled_from([(4, 2), (6, 2), (6, 3)]), st.integers(0, 10**6))
 def test_groups_of_ranks_that_split(program: Program, mesh: tuple[int, int], seed: int) -> None:
     context = PlanContext(mesh[0], split_ranks=mesh[1])

@@ -18,9 +18,11 @@ from whale.lowering.emit import Emitter, emit_reshard
 from whale.passes.propagate import GraphLayout
 
 
-def _program(source: Placement, target: Placement, shape: tuple[int, ...]) -> tuple[Program, GraphLayout]:
+def _program(
+    source: Placement, target: Placement, shape: tuple[int, ...], dtype: str = "float64"
+) -> tuple[Program, GraphLayout]:
     """x -> one node that yields ``source`` -> one that wants ``target`` -> fetched whole."""
-    b = Builder("move")
+    b = Builder("move", dtype)
     x = b.input("x", shape)
     if source == O:
         made = b.node("UnruledNoise", (x,), (b.types[x],), "made", stateful=True)
@@ -74,6 +76,19 @@ def test_every_change(shape: tuple[int, ...], parts: int) -> None:
             assert_equal_runs(program, plan)
         except AssertionError as error:
             raise AssertionError(f"{source} -> {target}") from error
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64", "uint8", "bool"])
+def test_every_change_of_other_dtypes(dtype: str, parts: int) -> None:
+    """Bit by bit where nothing is added up."""
+    shape, sums = (4, 3), [] if dtype == "bool" else [P_SUM]
+    x = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
+    for source, target in itertools.product([B, P_MAX, P_MIN, *sums, *_cuts(shape, parts)], repeat=2):
+        program, layout = _program(source, target, shape, dtype)
+        plan = plan_of(program, {"": layout}, parts, {})
+        spread = assert_equal_runs(program, plan, feeds={"x": x})
+        assert all(np.array_equal(outputs[0], x) for outputs in spread.outputs), f"{source} -> {target}"
 
 
 @pytest.mark.parametrize(

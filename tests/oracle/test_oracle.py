@@ -35,6 +35,43 @@ def sample() -> Sequence[object]:
     return marked + [pytest.param(run, id=str(run)) for run in runs if run not in core]
 
 
+# Under `wh.split`: dense, convolution (grouped, with batch norm), attention, embedding, recurrent layers, losses over
+# the batch, norms of all gradients and of each weight, a session; over all ranks, and over groups of two.
+SPLIT = (
+    ("mlp_clipped", "clipped", "split", Spread(3)),
+    ("mlp_lamb", "lamb", "split", Spread(2, (5, 3))),
+    ("mlp_adafactor", "adafactor", "split", Spread(2)),
+    ("mlp_metrics", "adam", "split:2", Spread(4)),
+    ("mlp_dense_labels", "sgd", "split", Spread(4)),
+    ("convnet", "adam", "split", Spread(3)),
+    ("convnet", "sgd", "split:2", Spread(4)),
+    ("grouped", "sgd", "split", Spread(2)),
+    ("gpt", "adam", "split:2", Spread(4)),
+    ("embedding", "sgd", "split", Spread(3)),
+    ("embedding", "adam", "split:2", Spread(4, (1, 3, 1, 3))),
+    ("lstm", "sgd", "split", Spread(2)),
+    ("contrastive", "sgd", "split", Spread(2, (5, 3))),
+    ("seeded_dropout", "sgd", "split:2", Spread(4)),
+    ("tf1_mlp", "adam", "split", Spread(2)),
+)
+
+
+def split_sample() -> list[object]:
+    native = flavours()[0]
+    found = []
+    for name, optimizer, scope, spread in SPLIT:
+        run = Run(case_named(name), name, native, "float64", optimizer, spread, scope=scope)
+        core = name in ("mlp_metrics", "embedding")
+        found.append(pytest.param(run, id=str(run), marks=[pytest.mark.core] if core else []))
+    return found
+
+
+@pytest.mark.parametrize("run", split_sample())
+def test_split_scopes_run_as_one_device(pool: Pool, run: Run) -> None:
+    outcome = compare(pool, run)
+    assert not outcome.problems(run), (run, outcome)
+
+
 @pytest.mark.parametrize("run", sample())
 def test_runs_as_one_device(pool: Pool, run: Run) -> None:
     outcome = compare(pool, run)

@@ -14,15 +14,17 @@ import pytest
 from tests.lowering.compare import assert_equal_runs
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Partial, Split, split
+from whale.ir.layout import P_SUM, B, Partial, Split, Strategy, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.passes import eliminate, integer_program
 from whale.passes.annotate import annotate
+from whale.passes.check import check
 from whale.passes.choose import Edge, choose, total_cost
 from whale.passes.pipeline import PlanContext, expand, make_plan
 from whale.passes.split import split_scope
+from whale.rules.base import Window
 
 
 def scoped(program: Program, scope: str = "split_0") -> Program:
@@ -201,6 +203,42 @@ def test_updates_join_the_scope_of_their_variable() -> None:
     bare = tuple(replace(n, scope="") if n.name.startswith("sgd") or n.op == "Const" else n for n in program.nodes)
     plan = planned(annotate(replace(program, nodes=bare)), 2)
     assert isinstance(plan.variables["w"], Split) and "u" not in plan.variables
+
+
+def test_planted_faults_are_found() -> None:
+    """The checker refuses layouts of variables that do not fit; a run with wrong offsets or a missing sum differs."""
+    program = scoped(mlp(8, 12, 24, 6))
+    plan = make_plan(program, PlanContext(2))
+
+    def check_with(**changes: object) -> None:
+        check(program, replace(plan, **changes))
+
+    with pytest.raises(PlanError, match=r"w1 \(VarHandleOp\)(.|\n)*B, as it is passed in"):
+        check_with(variables={n: p for n, p in plan.variables.items() if n != "w1"})
+    for wrong in (split(1, (24, 0)), split(1, (12, 11)), split(2, (12, 12)), P_SUM):
+        nodes = {**plan.strategies[""], "w1": Strategy((), (wrong,), "planted")}
+        with pytest.raises(PlanError, match="2 parts that make it up"):
+            check_with(variables={**plan.variables, "w1": wrong}, strategies={"": nodes})
+    whole = {**plan.strategies[""], "w1/read": Strategy((B,), (B,), "planted")}
+    with pytest.raises(PlanError, match=r"operand w1:0 is S\(1\)"):
+        check_with(strategies={"": whole})
+    with pytest.raises(PlanError, match=r"operand layer2:0 is P\(sum\)"):
+        check_with(reshards=())
+
+
+@pytest.mark.parametrize("fault", ["offset", "mask"])
+def test_a_planted_fault_in_a_lookup_changes_the_result(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = classifier(16, 32, 60, "split_0", words=4000)
+    rows = {"table": split(0, (2100, 1900))}
+    assert planned(program, 2, variables=rows).strategies[""]["lookup"].outputs == (P_SUM,)
+    right = Window.__init__
+
+    def planted(self: Window, indices: int, offset: int, size: int, masked: int | None = None, **rest: int) -> None:
+        right(self, indices, offset + (fault == "offset"), size, masked if fault == "offset" else None, **rest)
+
+    monkeypatch.setattr(Window, "__init__", planted)
+    with pytest.raises(AssertionError):
+        planned(program, 2, variables=rows)
 
 
 FORMS = (B, P_SUM, split(0, (2, 2)), split(1, (2, 2)))

@@ -14,6 +14,7 @@ from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.ir.text import format_plan
 from whale.passes.pipeline import PlanContext
 from whale.runtime.mesh import plan_program
 
@@ -35,6 +36,9 @@ def test_two_layers(groups: int, per_group: int) -> None:
     plan, spread = run_mesh(scoped(mlp(12, 12, 24, 6)), groups, per_group)
     assert plan.split_flops_fraction == 1.0 and plan.inner.split_flops_fraction == 1.0
     assert plan.variables == plan.inner.variables and plan.variables["w1"].dim == 1
+    text = format_plan(plan)
+    assert f"{groups} groups of {per_group} ranks (ranks 0 to {per_group - 1}, " in text
+    assert f"Inside each group of {per_group} ranks" in text and "Split variables  " in text
     # Gradients of split weights are summed part by part: as many bytes as without groups of their own.
     parts = {key: n for key, n in plan.repeats.items() if "d_w" in key}
     assert parts and set(parts.values()) == {1}

@@ -317,9 +317,11 @@ def _verb(r: Reshard) -> str:
 
 def format_plan(plan: Plan, rows: int = 12) -> str:
     """One screen: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
-    out = [f"Plan for {plan.program}: {plan.size} rank{'s' * (plan.size != 1)} ({', '.join(plan.devices)})"]
+    what = f"rank{'s' * (plan.size != 1)}" if plan.inner is None else f"groups of {plan.inner.size} ranks"
+    out = [f"Plan for {plan.program}: {plan.size} {what} ({', '.join(plan.devices)})"]
     out.append("Task graphs")
-    out += [f"  {t.scope:<28} {t.kind} over ranks {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
+    whose = "ranks" if plan.inner is None else "groups"
+    out += [f"  {t.scope:<28} {t.kind} over {whose} {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
     out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
     out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
     nodes = [s for g in plan.strategies.values() for s in g.values()]

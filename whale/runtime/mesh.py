@@ -65,7 +65,8 @@ def plan_mesh(program: Program, context: PlanContext, group: int) -> Plan:
     groups = context.size // group
     rows = _rows(program, context, group)
     first = replace(
-        context, size=groups, shares=(), local={}, variables={}, split_scopes=False, group_bytes=0,
+        context, size=groups, devices=tuple(f"ranks {g * group} to {(g + 1) * group - 1}" for g in range(groups)),
+        shares=(), local={}, variables={}, split_scopes=False, group_bytes=0,
         batch=tuple(_as_local(b, group) for b in rows),
     )  # fmt: skip
     outer = make_plan(program, first)
