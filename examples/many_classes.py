@@ -71,17 +71,18 @@ def main() -> None:
         noise = generator.normal(scale=0.1, size=(options.batch, CODE))
         return (codes[labels] + noise).astype(np.float32), labels
 
+    x, y = batch()
     if not options.plain:
-        plan = step.plan(*batch())
+        plan = step.plan(x, y)
         if first:
             whole = codes.shape[0] * options.width * 4
             print(f"a step moves {plan.logical_bytes:,} bytes; the classifier's weight has {whole:,}")
     for index in range(options.steps):
-        x, y = batch()
         start_s = time.perf_counter()
         loss = float(step(x, y))
         if first:
             print(f"step {index}: loss {loss:.4f}, {1000 * (time.perf_counter() - start_s):.0f} ms")
+        x, y = batch()
 
 
 if __name__ == "__main__":

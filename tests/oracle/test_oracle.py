@@ -56,7 +56,7 @@ SPLIT = (
 )
 
 
-def split_sample() -> list[object]:
+def split_sample() -> Sequence[object]:
     native = flavours()[0]
     found = []
     for name, optimizer, scope, spread in SPLIT:
