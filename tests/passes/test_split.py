@@ -23,7 +23,7 @@ from whale.passes.annotate import annotate
 from whale.passes.check import check
 from whale.passes.choose import Edge, choose, total_cost
 from whale.passes.pipeline import PlanContext, expand, make_plan
-from whale.passes.split import split_scope
+from whale.passes.scopes import split_scope
 from whale.rules.base import Window
 
 
@@ -203,6 +203,18 @@ def test_updates_join_the_scope_of_their_variable() -> None:
     bare = tuple(replace(n, scope="") if n.name.startswith("sgd") or n.op == "Const" else n for n in program.nodes)
     plan = planned(annotate(replace(program, nodes=bare)), 2)
     assert isinstance(plan.variables["w"], Split) and "u" not in plan.variables
+
+
+def test_a_scope_around_the_making_of_variables_splits_these_only() -> None:
+    """Nodes join the scope of the variables that they read; what comes behind does, but its weights are not touched."""
+    program = classifier(16, 32, 400, "split_0")
+    bare = replace(
+        program,
+        nodes=tuple(replace(n, scope="") for n in program.nodes),
+        variables=tuple(v if v.node == "w" else replace(v, scope="") for v in program.variables),
+    )
+    plan = planned(annotate(bare), 2)
+    assert set(plan.variables) == {"w"}
 
 
 def test_planted_faults_are_found() -> None:

@@ -117,6 +117,15 @@ def test_a_classifier_of_many_classes(ranks: Callable[..., None], count: int, ad
     assert all(sum(p.sizes) == CLASSES for p in held.values())
 
 
+def test_code_outside_of_all_scopes_divides_rows(ranks: Callable[..., None]) -> None:
+    """Neither features nor their gradients join the split scope whose tensors they exchange."""
+    ranks(2)
+    scoped, bare = Classifier(wh.function, wh.replica, wh.split), Classifier(wh.function, classes=wh.split)
+    plans = [c.step.plan(*c.batch(0)) for c in (scoped, bare)]
+    assert plans[0].logical_bytes == plans[1].logical_bytes
+    assert sorted(map(str, plans[0].variables.values())) == sorted(map(str, plans[1].variables.values()))
+
+
 def test_a_transformer_under_one_scope_sums_twice_forward_and_twice_backward_in_each_layer(
     ranks: Callable[..., None],
 ) -> None:

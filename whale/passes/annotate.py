@@ -2,16 +2,19 @@
 
 Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. What is left here: updates join
 the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
-readers.
+readers. A split scope takes in less, since the tensors inside are laid out otherwise: what reads its variables, and
+what serves their updates only.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Program
+from whale.passes.scopes import PASSED_ON, split_scope
 
 
 def annotate(program: Program) -> Program:
@@ -36,9 +39,54 @@ def annotate(program: Program) -> Program:
         if scope[node.name]:
             for ref in node.inputs:
                 scope[ref.node] = scope[ref.node] or scope[node.name]
+    if any(split_scope(path) for path in scope.values()):
+        _leave_split_scopes(program, scope, of_variable)
     nodes = tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in program.nodes)
     variables = tuple(replace(v, scope=v.scope or of_variable.get(v.node, "")) for v in program.variables)
     return replace(program, nodes=nodes, variables=variables)
+
+
+def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:
+    """Takes nodes out of split scopes that the user did not put there: those that serve other variables as well."""
+    served = _served(program, of_variable)
+    reads: dict[str, str] = {}
+    for node in program.nodes:
+        found = [of_variable.get(r.node) or reads.get(r.node, "") for r in node.inputs]
+        own = next((path for path in found if path), "")
+        if node.op in PASSED_ON:
+            reads[node.name] = own
+        if not node.scope and (split_scope(scope[node.name]) or split_scope(own)):
+            serves = served[node.name]
+            scope[node.name] = own or (next(iter(serves)) if len(serves) == 1 else "")
+
+
+def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """Node -> scopes of the variables whose updates it leads to; "" stands for everything else that it leads to.
+
+    A variable without a scope (an optimizer's) counts as what its readers lead to.
+    """
+    handles = program.variable_of
+    leads: dict[str, frozenset[str]] = {}
+    without: dict[str, frozenset[str]] = {name: frozenset() for name in handles if not of_variable.get(name)}
+    fetched = {r.node for r in program.outputs}
+    other = frozenset([""])
+    while True:
+        found: dict[str, set[str]] = {n.name: set() for n in program.nodes}
+        for node in reversed(program.nodes):
+            mine = found[node.name]
+            updated = [r.node for r in node.inputs if r.node in handles] if not node.outputs else []
+            for handle in updated:
+                mine |= without[handle] if handle in without else {of_variable[handle]}
+            if node.name in fetched or (node.name in program.effects and not updated):
+                mine |= other
+            for ref in node.inputs:
+                if not (ref.node in handles and updated):  # a handle leads to what reads it
+                    found[ref.node] |= mine
+        leads = {name: frozenset(scopes) for name, scopes in found.items()}
+        now = {name: leads[name] for name in without}
+        if now == without:
+            return leads
+        without = now
 
 
 def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:

@@ -27,8 +27,9 @@ from whale.passes.own import Semantics
 from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
+from whale.passes.scopes import split_scope
 from whale.passes.specialise import specialise
-from whale.passes.split import divide, split_scope
+from whale.passes.split import divide
 from whale.passes.statistics import half_own, own_statistics
 from whale.passes.unpack import unpack
 from whale.passes.zero import state_at_rest, update_strategies

@@ -7,34 +7,28 @@ changes of layout cost least, and among equals more of the work is divided. Two 
 variable of rank 2 or more that a product or an embedding reads) is split, and what reads it takes it split; and every
 product that can be divided is.
 
-    split_scope   the scope of a node, if it is a split
-    divide        the choice: a strategy for each node, a placement for each variable
+    divide    the choice: a strategy for each node, a placement for each variable
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split, Strategy, even_sizes, split
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.choose import Edge, choose
 from whale.passes.cost import change_cost, compute_cost, fraction, matmul_flops
 from whale.passes.propagate import GraphLayout
+from whale.passes.scopes import PASSED_ON, split_scope
 from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, view
 from whale.rules.registry import LineRule
 
-_SCOPE = re.compile(r"split_\d+(?:\(dim=(?P<dim>-?\d+)\))?$")
-# What passes a variable's elements on, so that what reads the result reads the variable.
-_PASSED_ON = frozenset(
-    {"ReadVariableOp", "Identity", "StopGradient", "Snapshot", "Cast", "Reshape", "Transpose", "ExpandDims", "Squeeze"}
-)
 _LOOKUPS = frozenset({"GatherV2", "Gather", "ResourceGather"})
 _MOST_FORMS = 12  # candidates per tensor
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
@@ -46,12 +40,6 @@ class Division:
 
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
     variables: Mapping[str, Placement] = field(default_factory=dict)
-
-
-def split_scope(path: str) -> tuple[str, int | None] | None:
-    """(path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one counts."""
-    match = _SCOPE.match(path.rsplit("/", 1)[-1])
-    return None if match is None else (path, int(match["dim"]) if match["dim"] else None)
 
 
 def has_split_scopes(program: Program) -> bool:
@@ -94,9 +82,8 @@ class _Chooser:
     ):
         self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
-        readers = {v.node for v in program.variables if any(n in self.nodes for n in self._readers(v.node))}
-        held = readers | {name for name, placement in known.items() if isinstance(placement, Split)}
-        self.handles = {v.node: v for v in program.variables if v.node in held}
+        split = {name for name, placement in known.items() if isinstance(placement, Split)}
+        self.handles = {v.node: v for v in program.variables if v.node in split or self._belongs(v)}
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*self.handles, *self.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
         self.weights = self._weights()
@@ -135,8 +122,12 @@ class _Chooser:
         """Whether it is the communicator of ops over another mesh axis."""
         return self.program.by_name[name].op == "WhaleCommunicator"
 
-    def _readers(self, handle: str) -> list[str]:
-        return [n.name for n, _ in self.program.consumers.get(Ref(handle), ())]
+    def _belongs(self, variable: Variable) -> bool:
+        """Whether a split scope may say how the variable lies: it is the scope's, or nothing else uses it."""
+        readers = {n.name for n, _ in self.program.consumers.get(Ref(variable.node), ())}
+        if split_scope(variable.scope):
+            return not readers.isdisjoint(self.nodes)
+        return not variable.scope and bool(readers) and readers <= self.nodes.keys()
 
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
         """Products and lookups -> (operand that is a variable of rank 2 or more, its handle)."""
@@ -154,7 +145,7 @@ class _Chooser:
     def _variable_behind(self, ref: Ref) -> str | None:
         node = self.program.by_name[ref.node]
         while node.name not in self.handles:
-            if node.op not in _PASSED_ON or not node.inputs:
+            if node.op not in PASSED_ON or not node.inputs:
                 return None
             node = self.program.by_name[node.inputs[0].node]
         return node.name

@@ -173,8 +173,13 @@ def _second(context: PlanContext, group: int, rows: Sequence[BatchInput]) -> Pla
 
 def _first_axis(program: Program, plan: Plan, context: PlanContext, number: int) -> Program:
     """What group ``number`` runs, as a program whose communication ops have the scope of what they move."""
-    lowered = localise(expand(program, plan.expanded, context), replace(plan, inner=None), number, "", None)
-    return annotate(lowered)
+    expanded = expand(program, plan.expanded, context)
+    lowered = localise(expanded, replace(plan, inner=None), number, "", None)
+    scope: dict[str, str] = {}
+    for node in lowered.nodes:
+        found = [scope[r.node] for r in node.inputs if scope[r.node]]
+        scope[node.name] = node.scope or (found[0] if found and node.name not in expanded.by_name else "")
+    return annotate(lowered.with_nodes(tuple(replace(n, scope=scope[n.name]) for n in lowered.nodes)))
 
 
 def _repeats(base: Program, outer: Plan, inner: Plan) -> dict[str, int]:
