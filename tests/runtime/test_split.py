@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale as wh
 from tests.oracle.metric import difference, limit
@@ -144,6 +145,40 @@ def test_a_transformer_under_one_scope_sums_twice_forward_and_twice_backward_in_
     assert len(weights) >= 8 * layers
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "scatter"])
+def test_an_embedding_whose_vocabulary_is_split(ranks: Callable[..., None], sparse: bool) -> None:
+    """Rows too narrow to be cut: each rank looks up, and updates, the words that it has."""
+
+    def train(function: Any, scope: Any) -> Values:
+        table = tf.Variable(np.random.default_rng(0).normal(size=(50, 3)), name="table")
+        out = tf.Variable(np.random.default_rng(1).normal(size=(3, 8)), name="out")
+
+        @function
+        def step(words: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                with scope():
+                    rows = tf.nn.embedding_lookup(table, words)
+                loss = tf.reduce_mean(tf.square(tf.matmul(tf.reduce_sum(rows, axis=1), out)))
+            slopes = tape.gradient(loss, [table, out])
+            out.assign_sub(0.1 * slopes[1])
+            if sparse:
+                table.scatter_sub(tf.IndexedSlices(0.1 * slopes[0].values, slopes[0].indices))
+            else:
+                table.assign_sub(0.1 * tf.convert_to_tensor(slopes[0]))
+            return loss
+
+        words = [np.random.default_rng(i).integers(50, size=(8, 5)) for i in range(3)]
+        found = {f"loss/{i}": np.asarray(step(w)) for i, w in enumerate(words)}
+        if scope is wh.split:
+            assert [str(p) for p in step.plan(words[0]).variables.values()] == ["S(0)[13,13,12,12]"]
+        return found | {"variable/table": table.numpy(), "variable/out": out.numpy()}
+
+    expected = train(tf.function, contextlib.nullcontext)
+    ranks(4)
+    worst = difference(expected, train(wh.function, wh.split), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+
+
 def test_a_split_variable_is_read_and_changed_as_a_whole(ranks: Callable[..., None], tmp_path: Path) -> None:
     ranks(3)
     spread = Classifier(wh.function, wh.replica, wh.split)
@@ -154,6 +189,8 @@ def test_a_split_variable_is_read_and_changed_as_a_whole(ranks: Callable[..., No
     after = kernel.numpy()
     assert after.shape == (WIDTH, CLASSES) and not np.array_equal(before, after)
     assert isinstance(kernel, tf.Variable) and np.array_equal(np.asarray(tf.identity(kernel)), after)
+    held = gen_resource_variable_ops.read_variable_op(kernel.handle, kernel.dtype)
+    assert held.shape == (0,), "between steps only the parts take memory"
     kernel.assign_add(np.ones_like(after))
     np.testing.assert_array_equal(kernel.numpy(), after + 1)
     spread.evaluate(*spread.batch(0))
