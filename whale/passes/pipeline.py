@@ -105,7 +105,7 @@ def make_plan(program: Program, context: PlanContext) -> Plan:
             g: make_in_place(expanded if g == "" else expanded.functions[g], layout, context.size)
             for g, layout in layouts.items()
         }
-        return _finished(program, expanded, layouts, batch, variables, composites, context)
+        return _finished(program, expanded, layouts, batch, variables, composites, context, None)
 
 
 def complete_plan(program: Program, context: PlanContext, model: Plan) -> Plan:
@@ -123,7 +123,12 @@ def complete_plan(program: Program, context: PlanContext, model: Plan) -> Plan:
         fixed = {n.name: given[n.name] for n in expanded.nodes if n.name in given}
         fixed = {name: fixed[name] for name in fixed if len(fixed[name].inputs) == len(expanded.by_name[name].inputs)}
         layouts = _layouts(expanded, model.batch_inputs, context, fixed)
-        plan = _finished(expanded, expanded, layouts, model.batch_inputs, model.variables, composites, context)
+        # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
+        # way of the other axis, for what the model has behind it.
+        together = {r.key: r.group for r in model.reshards}
+        plan = _finished(
+            expanded, expanded, layouts, model.batch_inputs, model.variables, composites, context, together
+        )
         return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
 
 
@@ -135,12 +140,20 @@ def _finished(
     variables: Mapping[str, Placement],
     composites: Collection[str],
     context: PlanContext,
+    together: Mapping[str, int] | None,
 ) -> Plan:
-    """The checked plan with these layouts, its changes of layout made explicit."""
+    """The checked plan with these layouts, its changes of layout made explicit.
+
+    Args:
+      together: key of a reshard -> number of the group that it travels with; None: to be found.
+    """
     reshards = explicit_reshards(expanded, layouts, context.size)
     if context.backend == "horovod":
         reshards = give_to_horovod(expanded, layouts[""], reshards)
-    reshards = group(expanded, layouts, reshards, context.group_bytes)
+    if together is None:
+        reshards = group(expanded, layouts, reshards, context.group_bytes)
+    else:
+        reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in reshards)
     divided, total = _flops(expanded, layouts)
     plan = Plan(
         program=program.name,
