@@ -24,7 +24,6 @@ SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
         pytest.param("tf1_mlp", "adam", "2,6", "replica", marks=pytest.mark.core),
         pytest.param("embedding", "adam", "even,even,even", "split", marks=pytest.mark.core),
         pytest.param("convnet", "adam", "even,even,even,even", "split:2"),
-        pytest.param("tf1_mlp", "sgd", "even,even", "split"),
         pytest.param("gpt", "adam", "5,3", "zero", marks=pytest.mark.core),
     ],
 )

@@ -68,7 +68,7 @@ def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, froze
     handles = program.variable_of
     leads: dict[str, frozenset[str]] = {}
     without: dict[str, frozenset[str]] = {name: frozenset() for name in handles if not of_variable.get(name)}
-    fetched = {r.node for r in program.outputs}
+    fetched, effects = {r.node for r in program.outputs}, set(program.effects)
     other = frozenset([""])
     while True:
         found: dict[str, set[str]] = {n.name: set() for n in program.nodes}
@@ -77,7 +77,7 @@ def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, froze
             updated = [r.node for r in node.inputs if r.node in handles] if not node.outputs else []
             for handle in updated:
                 mine |= without[handle] if handle in without else {of_variable[handle]}
-            if node.name in fetched or (node.name in program.effects and not updated):
+            if node.name in fetched or (node.name in effects and not updated):
                 mine |= other
             for ref in node.inputs:
                 if not (ref.node in handles and updated):  # a handle leads to what reads it
