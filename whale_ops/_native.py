@@ -89,7 +89,7 @@ def library_path(name: str) -> Path:
     """Path of a built library that fits the core beside it.
 
     Raises:
-        CommError: it was not built, or from another state of the sources than the core.
+        CommError: it was not built, or from another state of the core's headers than what lies beside it.
     """
     info = build_info()
     path = build.IN_PLACE / name
@@ -100,11 +100,11 @@ def library_path(name: str) -> Path:
             expected=name,
             action="run python -m whale_ops.build",
         )
-    if info[name]["core"] != info[build.CORE_NAME]["core"]:
+    if info[name]["core"] != build.core_digest():
         raise CommError(
-            f"{name} and {build.CORE_NAME} were built from different sources",
-            given=info[name]["core"],
-            expected=info[build.CORE_NAME]["core"],
+            f"{name} was built from other sources than those beside it",
+            given=f"core {info[name]['core']}",
+            expected=f"core {build.core_digest()}",
             action="run python -m whale_ops.build",
         )
     return path

@@ -11,6 +11,7 @@ What was built from what stands in build_info.json; what has not changed is not 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -190,8 +191,9 @@ def describe() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def core_digest() -> str:
-    """Digest of the core's headers: libraries that share them must be built from the same ones."""
+    """Digest of the core's headers: libraries, and what calls them, must be built from the same ones."""
     return _hash(path.read_bytes() for path in sorted((PACKAGE / "core").glob("*.h")))
 
 

@@ -33,7 +33,7 @@ TITLES = {
 HOROVOD_CANDIDATES = ((5, 128), (1, 128), (1, 16))
 # Memory of one process at its peak (TensorFlow keeps it), and which configurations share a set where not all fit.
 MEMORY_GB = {"resnet50": 1.4, "gpt": 1.0, "fc": 3.8}
-PRIORITY = ("horovod", "whale", "plain", "whale-horovod")
+PRIORITY = ("horovod", "whale", "whale-split", "plain", "whale-horovod")
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
 
@@ -43,10 +43,12 @@ CONFIGURATIONS = (
     Configuration("TensorFlow, 1 thread", "plain"),
     Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
     Configuration("Whale, 2 ranks", "whale", 2),
+    Configuration("Whale, wh.split, 2 ranks", "whale-split", 2, workloads=("fc",)),
     Configuration("Whale, state split, 2 ranks", "whale", 2, environment=(("WHALE_ZERO_LEVEL", "1"),)),
     Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "false"),)),
     Configuration("Whale over Horovod, 2 ranks", "whale-horovod", 2),  # tuned alike
     Configuration("Whale, 4 ranks", "whale", 4),
+    Configuration("Whale, wh.split, 4 ranks", "whale-split", 4, workloads=("fc",)),
 )
 
 
@@ -116,7 +118,8 @@ def run(models: Sequence[str], wanted: Sequence[str], rounds: int, steps: int, p
     results: list[report.Result] = []
     for workload in models:
         _say(TITLES[workload])
-        chosen = [c for c in CONFIGURATIONS if not wanted or any(w in c.title for w in wanted)]
+        fitting = [c for c in CONFIGURATIONS if not c.workloads or workload in c.workloads]
+        chosen = [c for c in fitting if not wanted or any(w in c.title for w in wanted)]
         if has_horovod and any("horovod" in c.kind for c in chosen):
             tuned = tuple(tune_horovod(workload, pinned).items())
             chosen = [replace(c, environment=c.environment + tuned) if "horovod" in c.kind else c for c in chosen]

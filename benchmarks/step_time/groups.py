@@ -33,6 +33,7 @@ class Configuration:
         kind: of worker.CONFIGURATIONS.
         ranks, threads: processes, and threads of each.
         environment: further variables, name and value.
+        workloads: those it makes sense for; empty: all.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Configuration:
     ranks: int = 1
     threads: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    workloads: tuple[str, ...] = ()
 
 
 @dataclass

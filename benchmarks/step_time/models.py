@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ def make_step(
     tape: Callable[[Any], Any] = lambda tape: tape,
     rows: slice = slice(None),
     started: Callable[[Sequence[Any]], None] = lambda variables: None,
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[[], float]:
     """A training step; each call runs one and returns its loss.
 
@@ -93,6 +95,7 @@ def make_step(
         tape: wraps the gradient tape (Horovod's does).
         rows: of the global batch that this process passes to the step.
         started: called with the variables before the first step.
+        scope: what the model and its loss are called under.
     """
     tf.keras.utils.set_random_seed(1)
     model = workload.make()
@@ -103,8 +106,9 @@ def make_step(
 
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as recorded:
-            logits = model(x, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
+            with scope():
+                logits = model(x, training=True)
+                loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
         gradients = tape(recorded).gradient(loss, weights)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return loss

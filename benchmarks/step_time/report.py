@@ -122,13 +122,14 @@ def write_page(path: Path, table: str, where: str, rounds: int, steps: int) -> N
 NOTES = "## Notes"
 PAGE = """# Step times
 
-Written by `make bench`. One training step of three models with the same global batch: plain TensorFlow, Horovod 0.28.1
-over MPI, Whale over MPI, and Whale with Horovod as its backend. Every configuration is a process group that stays
-alive; in each round all groups run {steps} steps in turn while the others are stopped, so what else the machine does
-meets all of them. (Where memory does not hold all groups at once, as for FC, Horovod and Whale on two ranks form one
-set, and the others further ones.) The table shows the median of {rounds} rounds in ms a step, the quartiles, and the
-processor time of a step, all ranks together. Each rank has one thread and one core (four ranks share the cores).
-Horovod's cycle time and fusion threshold are the best of those tried for each model.
+Written by `make bench`. One training step of three models with the same global batch: plain TensorFlow, Horovod
+0.28.1 over MPI, and Whale: data parallel, with its tensors divided (`wh.split`, FC only), with the optimizer's state
+divided (`zero.level=1`), without shared memory (over MPI), and with Horovod as its backend. Every configuration is a
+process group that stays alive; in each round all groups run {steps} steps in turn while the others are stopped, so
+what else the machine does meets all of them. (Where memory does not hold all groups at once, as for FC, Horovod and
+Whale on two ranks form one set, and the others further ones.) The table shows the median of {rounds} rounds in ms a
+step, the quartiles, and the processor time of a step, all ranks together. Each rank has one thread and one core (four
+ranks share the cores). Horovod's cycle time and fusion threshold are the best of those tried for each model.
 
 Measured on {where}.
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-CONFIGURATIONS = ("plain", "horovod", "whale", "whale-horovod")
+CONFIGURATIONS = ("plain", "horovod", "whale", "whale-split", "whale-horovod")
 
 
 def main() -> None:
@@ -88,8 +88,7 @@ def _start(configuration: str, name: str) -> tuple[Callable[[], float], Callable
                 row[2] += counter.seconds
         return found
 
-    with wh.replica():
-        step = make_step(workload, wh.function)
+    step = make_step(workload, wh.function, scope=wh.split if configuration == "whale-split" else wh.replica)
     return step, wh.shutdown, counters
 
 

@@ -1,4 +1,4 @@
-// The C ABI that whale_ops/_native.py calls through ctypes. Every function returns a status code (types.h, Code); the message
+// The C ABI (c_api.h) that whale_ops/_native.py calls through ctypes. Every function returns a status code (types.h, Code); the message
 // of the latest failure of the calling thread is whale_last_error(). Blocking functions release nothing themselves: ctypes
 // gives up Python's lock around them.
 #include <dlfcn.h>
@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "c_api.h"
 #include "engine.h"
 #include "exchange.h"
 #include "in_process.h"
@@ -110,25 +111,6 @@ Status load_mpi(const char* path, const whale::MpiPlugin** plugin) {
 }  // namespace
 
 extern "C" {
-
-// Layout shared with whale_ops/_native.py.
-struct WhaleOperation {
-  int32_t kind;
-  int32_t dtype;
-  int32_t reduction;
-  int32_t root;
-  int64_t element_bytes;
-  const char* key;
-  const char* text;
-  const void* input;
-  void* output;
-  const int64_t* counts;
-  int64_t counts_size;
-  const int64_t* recv_counts;
-  int64_t recv_counts_size;
-  const int32_t* group;
-  int64_t group_size;
-};
 
 WHALE_EXPORT const char* whale_last_error() { return last_error.c_str(); }
 
