@@ -20,6 +20,8 @@ namespace {
 
 constexpr size_t kRingBytes = 256 << 10;  // of announcements and small payloads under way from one peer
 constexpr size_t kCacheLine = 64;
+// Who sees that a rank's process has ended tells more than that its memory is gone: it has this time to tell it.
+constexpr int64_t kEndedGraceNs = 500'000'000;
 
 // Of one writer and one reader, each in a process of its own. All zeros is an empty ring.
 struct Ring {
@@ -201,6 +203,11 @@ class HostTransport final : public Transport {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->receive(arrival, dst, cookie, sink);
     const int error = read_memory(peer.process, parked_.at(arrival.token).address, dst, arrival.header.bytes);
+    if (error == ESRCH) {
+      if (ended_ns_ == 0) ended_ns_ = now_ns();
+      ended_rank_ = arrival.source;
+      return;
+    }
     discard(arrival);  // the sender may have its memory back
     if (error == 0) return sink->transferred(cookie);
     sink->failed("reading " + std::to_string(arrival.header.bytes) + " bytes from the memory of rank " +
@@ -219,6 +226,10 @@ class HostTransport final : public Transport {
   }
 
   bool progress(TransportSink* sink) override {
+    if (ended_ns_ != 0 && now_ns() - ended_ns_ > kEndedGraceNs) {
+      ended_ns_ = 0;
+      sink->failed("the process of rank " + std::to_string(ended_rank_) + " has ended in the middle of an operation; look at its log");
+    }
     bool worked = has_remote() && network_->progress(sink);
     for (const int rank : shared_) {
       Peer& peer = peers_[rank];
@@ -335,6 +346,8 @@ class HostTransport final : public Transport {
   std::vector<int> shared_;  // ranks that are reached through shared memory
   std::unordered_map<uint64_t, Parked> parked_;  // announced payloads that still lie with their senders, by token
   uint64_t next_token_ = 1;
+  int64_t ended_ns_ = 0;  // when the memory of a peer's process was found gone; 0: not yet, or told
+  int ended_rank_ = 0;
   int64_t untaken_ = 0;  // payloads of this rank that peers have yet to read or drop
 };
 
