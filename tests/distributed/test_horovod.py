@@ -35,7 +35,9 @@ def test_gradients_through_horovod_are_those_of_one_device(
     wanted = pool.reference(flavours()[0], case, "float64", optimizer)
     launcher.environment["WHALE_COMMUNICATION_BACKEND"] = "horovod"
     size = len(shares.split(","))
-    done = launcher.run("-np", str(size), SCRIPT, case, "float64", optimizer, shares, str(tmp_path), timeout_s=180)
+    done = launcher.run(
+        "-np", str(size), SCRIPT, case, "float64", optimizer, shares, str(tmp_path), "replica", timeout_s=180
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = [load(tmp_path / f"{rank}.npz") for rank in range(size)]
     worst = difference(load(wanted["path"]), results[0], wanted["floor"])
