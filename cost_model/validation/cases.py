@@ -58,10 +58,9 @@ def padded_vocabulary(words: int, tensor: int) -> int:
     return -(-words // each) * each
 
 
-def _megatron(row: Mapping[str, str]) -> Case:
-    """Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table 1."""
-    model = _model(row)
-    parallel = Parallel(
+def _megatron_plan(row: Mapping[str, str]) -> Parallel:
+    """The division of work in the columns that both tables of Megatron-LM have; the older one has no ``seqpar``."""
+    return Parallel(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"] or 1),
@@ -69,7 +68,13 @@ def _megatron(row: Mapping[str, str]) -> Case:
         micro_batch=int(row["mbs"]),
         global_batch=int(row["gbs"]),
         recompute=_recompute(row["recompute"]),
+        sequence_parallel=row.get("seqpar", "").strip().lower() in ("1", "true", "yes"),
     )
+
+
+def _megatron(row: Mapping[str, str]) -> Case:
+    """Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table 1."""
+    model, parallel = _model(row), _megatron_plan(row)
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
     work = model.step_flops(parallel.global_batch, "full")
     seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
@@ -80,16 +85,7 @@ def _megatron(row: Mapping[str, str]) -> Case:
 
 def _korthikanti(row: Mapping[str, str]) -> Case:
     """Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 5."""
-    parallel = Parallel(
-        tensor=int(row["tp"]),
-        pipeline=int(row["pp"]),
-        data=int(row["dp"] or 1),
-        chunks=int(row["vpp"] or 1),
-        micro_batch=int(row["mbs"]),
-        global_batch=int(row["gbs"]),
-        recompute=_recompute(row["recompute"]),
-        sequence_parallel=row["seqpar"].strip().lower() in ("1", "true", "yes"),
-    )
+    parallel = _megatron_plan(row)
     label = f"{row['model']} {_plan(parallel)}"
     return Case(label, row["model"], float(row["iter_s"]), _model(row), parallel, "megatron-2022", "selene")
 

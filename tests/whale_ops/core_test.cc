@@ -10,32 +10,7 @@
 #include <vector>
 
 #include "whale_ops/core/algorithms.h"
-
-// The C ABI of core/c_api.cc.
-struct WhaleOperation {
-  int32_t kind, dtype, reduction, root;
-  int64_t element_bytes;
-  const char* key;
-  const char* text;
-  const void* input;
-  void* output;
-  const int64_t* counts;
-  int64_t counts_size;
-  const int64_t* recv_counts;
-  int64_t recv_counts_size;
-  const int32_t* group;
-  int64_t group_size;
-};
-extern "C" {
-const char* whale_last_error();
-int whale_in_process_create(const char* name, int size, void** handles);
-int whale_submit(void* handle, const WhaleOperation* operation, void** pending);
-int whale_wait(void* pending, double timeout_s);
-int whale_abort(void* handle, const char* message);
-int whale_leave(void* handle, double timeout_s, int* all_left);
-void whale_release(void* handle);
-void whale_stop();
-}
+#include "whale_ops/core/c_api.h"
 
 namespace {
 

@@ -13,7 +13,10 @@ from cost_model.ops import matmul_flops
 from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split, Strategy, in_runs, moved_bytes
 from whale.ir.values import Dims, TensorType
 
-__all__ = ["change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
+__all__ = ["LOOKUPS", "change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
+
+# Reads of rows of a table: like products they are where a model uses a weight, but they compute nothing.
+LOOKUPS = frozenset({"GatherV2", "Gather", "ResourceGather"})
 
 LATENCY = 10_000.0  # 10 us: one more collective
 PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s

@@ -11,7 +11,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Own, Placement, Split, Strategy
 from whale.ir.plan import BatchInput, Plan
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Program, Ref
 from whale.passes.annotate import annotate, task_graphs
 from whale.passes.batch import batch_inputs
 from whale.passes.check import check
@@ -221,25 +221,22 @@ def _lay_out(
             break
         losses -= whole
     strategies, variables = dict(division.strategies), dict(division.variables)
+    outside: dict[str, Placement] = {}  # variables that lie split for the optimizer's sake
     if context.zero_level:
-        inside = {v.node for v in expanded.variables if any(n.name in strategies for n, _ in _takers(expanded, v.node))}
+        inside = {
+            v.node for v in expanded.variables
+            if any(n.name in strategies for n, _ in expanded.consumers.get(Ref(v.node), ()))
+        }  # fmt: skip
         state = _state(expanded, context, inside)
         strategies.update((name, Strategy((), (p,), "zero.level: state lies split")) for name, p in state.items())
         variables.update(state)
-        gathered = frozenset(variables) - inside
-        if gathered:
-            alike = place_reductions(expanded, layouts[""], context.size)
-            own = {name: variables[name] for name in gathered}
-            strategies.update(update_strategies(expanded, alike, own, context.size))
-    else:
-        gathered = frozenset()
+        outside = {name: p for name, p in variables.items() if name not in inside}
+    if outside:
+        alike = place_reductions(expanded, layouts[""], context.size)
+        strategies.update(update_strategies(expanded, alike, outside, context.size))
     if strategies:
-        layouts = _layouts(expanded, batch, context, strategies, gathered)
+        layouts = _layouts(expanded, batch, context, strategies, outside)
     return expanded, composites | losses, layouts, variables
-
-
-def _takers(program: Program, handle: str) -> Sequence[tuple[Node, int]]:
-    return program.consumers.get(Ref(handle), ())
 
 
 def _state(program: Program, context: PlanContext, inside: Collection[str]) -> dict[str, Split]:

@@ -99,8 +99,7 @@ def _propagate(
     """``propagate``, given which tensors have to be made whole."""
     graphs: dict[str, GraphLayout] = {}
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
-    main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows, fixed)
-    main.gathered = gathered
+    main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows, fixed, gathered)
     for name in program.inputs:
         ref = Ref(name)
         passed = batch[name] if name in local else B
@@ -132,11 +131,11 @@ class _Propagation:
         semantics: Semantics,
         rows: Mapping[int, Split],
         fixed: Mapping[str, Strategy] = _NOTHING,
+        gathered: Collection[str] = (),
     ):
         self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs
-        self.whole, self.fixed = whole, fixed
+        self.whole, self.fixed, self.gathered = whole, fixed, gathered
         self.own = OwnRows(program, parts, semantics if name == "" else replace(semantics, statistics=None), rows)
-        self.gathered: Collection[str] = ()
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
         self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay

@@ -22,14 +22,13 @@ from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split,
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.choose import Edge, choose
-from whale.passes.cost import change_cost, compute_cost, fraction, matmul_flops
+from whale.passes.cost import LOOKUPS, change_cost, compute_cost, fraction, matmul_flops
 from whale.passes.propagate import GraphLayout
 from whale.passes.scopes import PASSED_ON, split_scope
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS, view
+from whale.rules.graph import BRANCHES, LOOPS, takes, view
 from whale.rules.registry import LineRule
 
-_LOOKUPS = frozenset({"GatherV2", "Gather", "ResourceGather"})
 _MOST_FORMS = 12  # candidates per tensor
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
 
@@ -133,7 +132,7 @@ class _Chooser:
         """Products and lookups -> (operand that is a variable of rank 2 or more, its handle)."""
         found: dict[str, list[tuple[int, str]]] = {}
         for node in self.nodes.values():
-            lookup = node.op in _LOOKUPS
+            lookup = node.op in LOOKUPS
             if not lookup and not matmul_flops(node, [self.program.type_of(r) for r in node.inputs]):
                 continue
             for i, ref in enumerate(node.inputs[:1] if lookup else node.inputs):
@@ -250,12 +249,9 @@ class _Chooser:
                 if not any(o.inputs[i] == placement for o in self.options[node.name].values()):
                     return False
                 continue
-            rule = rule_of(node.op)
-            if rule is None or node.op in LOOPS or node.op in BRANCHES:
-                return False
             current: list[Placement] = [B] * len(node.inputs)
             current[i] = placement
-            if not any(o.inputs[i] == placement for o in self._strategies(rule, node, current, [])):
+            if not takes(self.program, node, i, current, self.parts):
                 return False
         return True
 
@@ -279,7 +275,7 @@ class _Chooser:
             divided.setdefault(scope[0], False)
             for i, handle in uses:
                 taken = self._keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
-                if handle not in first and scope[1] is not None and node.op not in _LOOKUPS:
+                if handle not in first and scope[1] is not None and node.op not in LOOKUPS:
                     self._along(node, handle, scope[1])
                     read = {o.inputs[i] for o in self.options[name].values()}
                     if self.program.type_of(node.inputs[i]).shape == self.handles[handle].type.shape:

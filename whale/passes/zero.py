@@ -22,12 +22,10 @@ from itertools import chain
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.cost import matmul_flops
+from whale.passes.cost import LOOKUPS, matmul_flops
 from whale.passes.propagate import GraphLayout
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS, view
-
-_LOOKUPS = frozenset({"GatherV2", "ResourceGather", "SparseTensorDenseMatMul"})
+from whale.rules.graph import BRANCHES, LOOPS, takes, view
 
 
 def state_at_rest(
@@ -88,7 +86,7 @@ def _is_state(program: Program, handle: str) -> bool:
 
 def _is_model(program: Program, node: Node) -> bool:
     """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
-    if node.op in LOOPS or node.op in BRANCHES or node.op in _LOOKUPS:
+    if node.op in LOOPS or node.op in BRANCHES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
         return True
     return matmul_flops(node, [program.type_of(r) for r in node.inputs]) > 0
 
@@ -116,15 +114,11 @@ def _common(
 def _can_lie(program: Program, handle: str, placement: Split, parts: int) -> bool:
     """Whether everything that takes the variable's handle can take it so."""
     for node, operand in program.consumers.get(Ref(handle), ()):
-        rule = rule_of(node.op)
-        if rule is None or node.op in LOOPS or node.op in BRANCHES:
-            return False
         # Together with the other variables that the op updates.
         current: list[Placement] = [
             placement if i == operand or r.node in program.variable_of else B for i, r in enumerate(node.inputs)
         ]
-        options = rule.strategies(view(program, node, parts), current, [])
-        if not any(option.inputs[operand] == placement for option in options):
+        if not takes(program, node, operand, current, parts):
             return False
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whale.ir.layout import Placement
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 from whale.rules.base import OpView
@@ -33,6 +34,15 @@ def view(program: Program, node: Node, parts: int) -> OpView:
     by_name = program.by_name
     types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
     return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
+
+
+def takes(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
+    """Whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule cannot."""
+    rule = rule_of(node.op)
+    if rule is None or node.op in LOOPS or node.op in BRANCHES:
+        return False
+    options = rule.strategies(view(program, node, parts), current)
+    return any(option.inputs[operand] == current[operand] for option in options)
 
 
 def recreatable(program: Program, ref: Ref) -> bool:

@@ -207,23 +207,14 @@ class Session(tf.compat.v1.Session):
     ) -> list[np.ndarray]:
         """A run of this process only."""
         names = ", ".join(w.name for w in (*fetches, *targets))
-        with span(self._whale.trace, names, "input"):
-            return self._alone(fetches, targets, feeds, settings)
-
-    def _alone(
-        self,
-        fetches: Sequence[Any],
-        targets: Sequence[Any],
-        feeds: Mapping[tf.Tensor, np.ndarray],
-        settings: tuple[Any, Any],
-    ) -> list[np.ndarray]:
         key = ("alone", _key(fetches, targets, feeds))
-        with self._lock:
-            if key not in self._runs:
-                captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
-                program = compile_alone(captured.program, self._whale)
-                self._runs[key] = self._import([program], f"whale_alone_{next(_tags)}", captured, alone=True)
-        return [np.asarray(v) for v in self._runs[key](feeds, settings)]
+        with span(self._whale.trace, names, "input"):
+            with self._lock:
+                if key not in self._runs:
+                    captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
+                    program = compile_alone(captured.program, self._whale)
+                    self._runs[key] = self._import([program], f"whale_alone_{next(_tags)}", captured, alone=True)
+            return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 
     def _run_spread(
         self,
