@@ -1,0 +1,77 @@
+"""Bytes that TensorFlow's allocators have given out in this process: live ones, and their peak since a reset.
+
+On the processor these are the figures of TensorFlow's own allocator, which serves tensors, variables and scratch memory
+of kernels in pieces of `COUNTED_FROM_BYTES` and more; smaller ones come from malloc and are counted by nobody. It keeps
+figures as long as its optimised kernels are on, which they are unless TF_ENABLE_ONEDNN_OPTS=0 says otherwise. On a GPU
+they are those of tf.config.experimental.get_memory_info, where every allocation counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+from whale.errors import CommError
+
+COUNTED_FROM_BYTES = 256 << 10  # mkl_cpu_allocator.h: kSmallAllocationsThreshold
+GRAIN_BYTES = 256  # sizes are rounded up to a multiple of it (bfc_allocator.h: kMinAllocationSize)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What the allocator of a device has given out.
+
+    Attributes:
+        live_bytes: at this moment.
+        peak_bytes: the most at any moment since `reset_peak`, or since the start.
+    """
+
+    live_bytes: int
+    peak_bytes: int
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    import tensorflow as tf
+
+    import whale_ops
+    from whale_ops import _native, build
+
+    whale_ops.ops()
+    library = ctypes.CDLL(str(_native.library_path(build.ops_name(tf.__version__))))
+    library.whale_host_memory.argtypes = [ctypes.POINTER(ctypes.c_int64)]
+    library.whale_host_memory_reset.restype = None
+    return library
+
+
+def memory(gpu: str = "") -> DeviceMemory:
+    """What this process holds on the processor, or on a GPU by its name ("GPU:0").
+
+    Raises:
+        CommError: TensorFlow's allocator keeps no figures.
+    """
+    if gpu:
+        import tensorflow as tf
+
+        info = tf.config.experimental.get_memory_info(gpu)
+        return DeviceMemory(info["current"], info["peak"])
+    values = (ctypes.c_int64 * 4)()
+    if not _library().whale_host_memory(values):
+        raise CommError(
+            "TensorFlow's allocator keeps no figures",
+            given="an allocator without statistics",
+            expected="that of TensorFlow's optimised kernels for x86 processors",
+            action="leave TF_ENABLE_ONEDNN_OPTS out of the environment, or set it to 1",
+        )
+    return DeviceMemory(values[0], values[1])
+
+
+def reset_peak(gpu: str = "") -> None:
+    """From now on the peak is that of what comes: it begins at the live bytes."""
+    if gpu:
+        import tensorflow as tf
+
+        tf.config.experimental.reset_memory_stats(gpu)
+    else:
+        _library().whale_host_memory_reset()
