@@ -11,11 +11,12 @@ from tests.lowering.compare import assert_equal_runs, lowered
 from tests.lowering.talk import assert_ranks_agree, communication
 from tests.programs import Builder, body, mlp, planned
 from whale.errors import PlanError
-from whale.ir.layout import B, Partial, split
+from whale.ir.layout import B, Partial, even_sizes, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
+from whale.lowering.local import localise
 from whale.passes.check import check
 
 SHARES = [(8,), (4, 4), (5, 3), (8, 0), (0, 8), (3, 3, 2), (0, 7, 1), (2, 2, 2, 2), (0, 5, 0, 3)]
@@ -31,6 +32,17 @@ def test_a_training_step(sizes: tuple[int, ...]) -> None:
         for name, value in rank.variables.items():
             np.testing.assert_array_equal(value, first[name], "all ranks hold the same bits")
     assert_ranks_agree(lowered(program, plan))
+
+
+def test_a_ranks_part_does_not_grow_with_the_number_of_ranks() -> None:
+    program, written = mlp(rows=2048), []
+    for size in (4, 1024):
+        plan = planned(program, *even_sizes(2048, size))
+        rank = localise(program, plan, 0, "comm", "a step")
+        names = sum(len(n.name) + len(str(n.attrs.get("key", ""))) for n in rank.nodes)
+        written.append((len(rank.nodes), [len(n.inputs) for n in rank.nodes], names))
+    few, many = written
+    assert few[:2] == many[:2] and many[2] < 2 * few[2]
 
 
 def test_gradients_travel_in_one_collective() -> None:

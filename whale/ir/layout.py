@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from heapq import heapify, heapreplace
+from itertools import accumulate
 from typing import overload
 
 import numpy as np
@@ -21,24 +23,62 @@ _PLACEMENT = re.compile(
     rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|own\[(?P<rows>\d+(,\d+)*)\]"
     r"|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?"
 )
+_MOST_NAMED = 16  # parts whose sizes stand in names and keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Split:
     """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0).
 
     With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
     every run, in order: so lies the batch in two batches put behind each other, or inside a flattened (time, batch).
+
+    What takes a look at every coordinate is computed once for each split: a program has few, and asks often.
     """
 
     dim: int
     sizes: tuple[int, ...]
     blocks: int = 1
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dim, self.sizes, self.blocks))
+
+    @cached_property
+    def run(self) -> int:
+        """Indices of one run."""
+        return sum(self.sizes)
+
+    @cached_property
+    def smallest(self) -> int:
+        """Size of the smallest part."""
+        return min(self.sizes, default=0)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each coordinate begins within a run."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    @cached_property
+    def largest(self) -> int:
+        """Size of the largest part."""
+        return max(self.sizes, default=0)
+
+    @cached_property
+    def label(self) -> str:
+        """``str(self)``, with a digest in place of many sizes: for names and keys."""
+        if len(self.sizes) <= _MOST_NAMED:
+            return str(self)
+        sizes = blake2b(repr(self.sizes).encode(), digest_size=8).hexdigest()
+        return f"S({self.dim})[{len(self.sizes)} parts {sizes}]*{self.blocks}"
+
     @property
     def extent(self) -> int:
         """Size of the whole dimension."""
-        return self.blocks * sum(self.sizes)
+        return self.blocks * self.run
 
     def local(self, coordinate: int) -> int:
         """Size of the dimension on ``coordinate``."""
@@ -46,12 +86,12 @@ class Split:
 
     def offset(self, coordinate: int) -> int:
         """Where ``coordinate`` begins within a run."""
-        return sum(self.sizes[:coordinate])
+        return self.starts[coordinate]
 
     def indices(self, coordinate: int) -> np.ndarray:
         """The indices of the dimension that ``coordinate`` holds, in its local order."""
         run = np.arange(self.offset(coordinate), self.offset(coordinate) + self.sizes[coordinate])
-        return (np.arange(self.blocks)[:, None] * sum(self.sizes) + run).reshape(-1)
+        return (np.arange(self.blocks)[:, None] * self.run + run).reshape(-1)
 
     def __str__(self) -> str:
         text = f"S({self.dim})[{','.join(map(str, self.sizes))}]"
@@ -230,6 +270,11 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
     return tensor_bytes - tensor_bytes * _staying(source, target) // _positions(source, target)
 
 
+def label(placement: Placement) -> str:
+    """A short text that tells the placements of one tensor apart."""
+    return placement.label if isinstance(placement, Split) else str(placement)
+
+
 def in_runs(placement: Placement) -> bool:
     """Whether it is a split of a dimension that consists of several runs."""
     return isinstance(placement, Split) and placement.blocks > 1
@@ -249,7 +294,7 @@ def _positions(source: Placement, target: Placement) -> int:
     """How many positions the split dimensions have; 1 when they are empty."""
     count = 1
     for cut in {p.dim: p for p in (source, target) if isinstance(p, Split)}.values():
-        count *= sum(cut.sizes)
+        count *= cut.run
     return count or 1
 
 

@@ -19,6 +19,7 @@ from whale.ir.layout import (
     Split,
     identity_value,
     in_runs,
+    label,
     local_shape,
     split,
 )
@@ -119,7 +120,7 @@ class Emitter:
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
         """This rank's slice of a tensor that every rank has."""
-        if target.sizes[self.rank] == sum(target.sizes):
+        if target.sizes[self.rank] == target.run:
             return source
         rank_of_tensor = len(t.shape or ())
         begin, size = np.zeros(rank_of_tensor, np.int32), np.full(rank_of_tensor, -1, np.int32)
@@ -132,7 +133,7 @@ class Emitter:
         """This rank's slice put at its place in a whole tensor of identities of ``op``."""
         paddings = np.zeros((len(t.shape or ()), 2), np.int32)
         before = layout.offset(self.rank)
-        paddings[layout.dim] = before, sum(layout.sizes) - before - layout.sizes[self.rank]
+        paddings[layout.dim] = before, layout.run - before - layout.sizes[self.rank]
         value = self.const(name + "/value", np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
         operands = (source, self.const(name + "/paddings", paddings), value)
         return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
@@ -272,7 +273,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     if e.size == 1:
         return source()  # the first rank is all ranks
     name = f"{e.prefix}/" + "".join(
-        c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{r.target}"
+        c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{label(r.target)}"
     )
     have, want = r.source, r.target
     if in_runs(have) or in_runs(want):
@@ -337,7 +338,7 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
     cut = have if isinstance(have, Split) else want
     assert isinstance(cut, Split)
     whole_shape = static_shape(t)
-    shape = whole_shape[: cut.dim] + (cut.blocks, sum(cut.sizes)) + whole_shape[cut.dim + 1 :]
+    shape = whole_shape[: cut.dim] + (cut.blocks, cut.run) + whole_shape[cut.dim + 1 :]
     view, run = TensorType(t.dtype, shape), split(cut.dim + 1, cut.sizes)
     before, after = (run, want) if have is cut else (have, run)
     local = source()

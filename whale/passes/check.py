@@ -100,7 +100,7 @@ def _check_variable(variable: Variable, node: Node, placement: Placement, parts:
         return
     shape = variable.type.shape or ()
     fits = isinstance(placement, Split) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
-    if not fits or len(placement.sizes) != parts or min(placement.sizes) < 1:  # type: ignore[union-attr]
+    if not fits or len(placement.sizes) != parts or placement.smallest < 1:  # type: ignore[union-attr]
         raise _fail(node, f"{variable.name} {variable.type} laid out {placement}", f"{parts} parts that make it up")
 
 
@@ -121,7 +121,7 @@ def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, p
     if not isinstance(placement, Split):
         return
     t = program.type_of(ref)
-    if len(placement.sizes) != parts or min(placement.sizes) < 0:
+    if len(placement.sizes) != parts or placement.smallest < 0:
         raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
     if t.dtype in UNMOVABLE:
         return

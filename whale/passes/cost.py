@@ -28,9 +28,9 @@ def fraction(placements: Sequence[Placement]) -> float:
     best = 1.0
     for p in placements:
         if isinstance(p, Split):
-            total = sum(p.sizes)
+            total = p.run
             if total:
-                best = min(best, max(p.sizes) / total)
+                best = min(best, p.largest / total)
     return best
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.ir.layout import P_SUM, B, Broadcast, Own, Partial, Placement, moved_bytes
+from whale.ir.layout import P_SUM, B, Broadcast, Own, Partial, Placement, label, moved_bytes
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagate import GraphLayout
@@ -65,4 +65,4 @@ def _of_tensor(
 
 
 def _row(graph: str, ref: Ref, source: Placement, target: Placement, moved: int, why: str) -> Reshard:
-    return Reshard(graph, ref, source, target, f"{graph}/{ref}>{target}", moved, origin=f"for {why}")
+    return Reshard(graph, ref, source, target, f"{graph}/{ref}>{label(target)}", moved, origin=f"for {why}")

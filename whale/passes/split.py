@@ -174,7 +174,7 @@ class _Chooser:
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
             return False
-        if isinstance(placement, Split) and 0 in placement.sizes:
+        if isinstance(placement, Split) and not placement.smallest:
             return False
         forms[placement] = None
         return True
@@ -216,7 +216,7 @@ class _Chooser:
             key = (option.inputs, option.outputs)
             if key in self.options[node.name]:
                 continue
-            if any(0 in p.sizes for p in key[0] + key[1] if isinstance(p, Split)):
+            if any(not p.smallest for p in key[0] + key[1] if isinstance(p, Split)):
                 continue
             self.options[node.name][key] = option
             for ref, p in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):

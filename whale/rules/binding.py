@@ -258,11 +258,12 @@ def _units(
 ) -> tuple[str, tuple[int, ...], int] | None:
     """The label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no label."""
     for label, inner, outer in row[pl.dim] if pl.dim < len(row) else ():
-        if pl.blocks % outer or any(s % inner for s in pl.sizes):
+        if pl.blocks % outer or (inner != 1 and any(s % inner for s in pl.sizes)):
             continue
-        units, blocks = tuple(s // inner for s in pl.sizes), pl.blocks // outer
+        units = pl.sizes if inner == 1 else tuple(s // inner for s in pl.sizes)
+        blocks = pl.blocks // outer
         size = cuts[label].size
-        if (size is None and blocks == 1) or size == sum(units) * blocks:
+        if (size is None and blocks == 1) or size == pl.run // inner * blocks:
             return label, units, blocks
     return None
 

@@ -49,7 +49,7 @@ _BACKWARD = frozenset({"FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatch
 
 def own_moments(op: OpView, rows: Placement) -> Strategy | None:
     """A training batch norm, or its gradient, whose statistics are those of each rank's rows; None for other ops."""
-    if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not sum(rows.sizes):
+    if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not rows.run:
         return None
     own = Own(rows.sizes)
     if op.node.op in _FORWARD:
