@@ -54,7 +54,7 @@ def main(flags: list[str]) -> int:
     texts = {RULES: rule_lines(), MISSING: missing_lines(prove_all())}
     if flags == ["--update"]:
         for path, lines in texts.items():
-            path.write_text("\n".join(lines) + "\n")
+            path.write_text("".join(f"{line}\n" for line in lines))
         return 0
     if flags:
         raise RuleError(

@@ -36,7 +36,7 @@ SHAPES = [
     case("Fill", K([8, 3]), F()), case("Shape", F(8, 3)), case("ShapeN", F(8, 3), F(4)), case("Size", F(8, 3)),
     case("Rank", F(8, 3)),
     case("Range", K(0), K(8), K(1)), case("BroadcastGradientArgs", D([8, 3], "int32"), D([3], "int32")),
-    case("InvertPermutation", D([2, 0, 1], "int32")), case("LinSpace", D(0.0), D(1.0), K(5)),
+    case("InvertPermutation", D([2, 0, 1], "int32")), case("LinSpace", D(0.5), D(1.0), K(5)),
 ]  # fmt: skip
 
 SLICES = [
@@ -78,9 +78,11 @@ GATHERS = [
       for op in ("TensorScatterAdd", "TensorScatterSub", "TensorScatterMax", "TensorScatterMin",
          "ScatterNdNonAliasingAdd")),
     case("TensorScatterUpdate", F(6, 4), D([[1], [3]], "int32"), F(2, 4)),
-    case("OneHot", N(8, 3), K(4), D(1.0), D(0.0)), case("OneHot", N(8, 3), K(4), D(1.0), D(0.0), axis=0),
+    case("OneHot", N(8, 3), K(4), D(1.0), D(0.5)), case("OneHot", N(8, 3), K(4), D(1.0), D(0.5), axis=0),
     case("OneHot", N(8), K(4), D(2.0), D(-1.0), axis=1),
-    case("DynamicPartition", F(8, 4), D([0, 1] * 4, "int32"), num_partitions=2), case("UnravelIndex", N(8), K([3, 4])),
+    # Not searched: how many rows of a rank fall into a part depends on the data, and a layout has sizes.
+    case("DynamicPartition", F(8, 4), D([0, 1] * 4, "int32"), num_partitions=2, search=False),
+    case("UnravelIndex", N(8), K([3, 4])),
     case("DynamicStitch", D([0, 2], "int32"), D([1, 3], "int32"), F(2, 4), F(2, 4)),
     case("InplaceAdd", F(6, 4), D([4, 1], "int32"), F(2, 4)),
     case("InplaceSub", F(6, 4), D([4, 1], "int32"), F(2, 4)),

@@ -55,9 +55,11 @@ def test_operand_sets():
         ("min", (0,)),
         ("max", None),
     ]
+    (one,) = parse_passes("0&2>1", ("sum",))
+    assert (one.operands, one.outputs) == ((0, 2), (1,))
 
 
-@pytest.mark.parametrize("text", ["", "0,1", "mean:0", "0&", "x"])
+@pytest.mark.parametrize("text", ["", "0,1", "mean:0", "0&", "x", "0>", "0>x"])
 def test_operand_set_mistakes(text: str):
     with pytest.raises(RuleError):
         parse_passes(text, ("sum",))

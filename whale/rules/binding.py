@@ -314,7 +314,10 @@ def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequ
         if any(i >= n for i in operands):
             continue
         inputs = tuple(partial if i in operands else _rest(t, current[i]) for i, t in enumerate(binding.inputs))
-        outputs = tuple(B if t.same else partial for t in binding.outputs)
+        some = one.outputs
+        outputs = tuple(
+            partial if (j in some if some is not None else not t.same) else B for j, t in enumerate(binding.outputs)
+        )
         found.append(Strategy(inputs, outputs, f"{why}: P({one.op}) passes"))
     return found
 

@@ -1,20 +1,25 @@
-"""Convolutions and their gradients: cut by batch or by channels; spatial dimensions stay whole (no halo exchange)."""
+"""Convolutions and their gradients: cut by batch or by channels; spatial dimensions stay whole where windows overlap
+(no halo exchange)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from whale.ir.values import TensorType
 from whale.rules.base import OpView
-from whale.rules.dims import names
+from whale.rules.dims import names, windows
 from whale.rules.registry import rule
 
 
-def image(op: OpView, spatial: str, channels: str, batch: str = "b", default: str = "NHWC") -> str:
-    """A term of an image-like tensor: batch, frozen spatial dimensions, channels, in the op's data format."""
+def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC") -> str:
+    """A term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
+
+    Args:
+      spatial: the items of the spatial dimensions, or a prefix for the names of frozen ones.
+    """
     layout = str(op.attr("data_format", default))
     count = len(layout) - 2
-    places = [f"{spatial}{i}^" for i in range(count)]
+    places = [f"{spatial}{i}^" for i in range(count)] if isinstance(spatial, str) else list(spatial)
     if layout.startswith("NC"):
         return " ".join([batch, channels, *places])
     return " ".join([batch, *places, channels])
@@ -52,6 +57,29 @@ def _kernel(count: int, tail: str) -> str:
     return " ".join([f"{k}^" for k in names("k", count)] + [tail])
 
 
+def _spatial(
+    op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
+) -> tuple[list[str], list[str]]:
+    """The spatial dimensions before and after the convolution: cut together where no window needs a neighbour's rows.
+
+    Args:
+      flag: "+" where the result sums over them.
+    """
+    first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
+    before, after = [f"x{i}^" for i in range(count)], [f"y{i}^" for i in range(count)]
+    if image.shape is None or kernel.shape is None or op.attr("padding") not in ("SAME", "VALID"):
+        return before, after
+    steps = list(op.attr("strides", ()))[first : first + count]
+    apart = list(op.attr("dilations", ()))[first : first + count] or [1] * count
+    if None in kernel.shape[:count] or len(steps) != count:
+        return before, after
+    reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
+    for i, found in enumerate(windows(image.shape[first : first + count], reach, steps)):
+        if found is not None:
+            before[i], after[i] = found.replace(f"s{i}", f"s{i}{flag}"), f"s{i}{flag}"
+    return before, after
+
+
 def forward(count: int) -> Callable[[OpView], str]:
     """A convolution over ``count`` spatial dimensions."""
     default = "NDHWC" if count == 3 else "NHWC"
@@ -63,7 +91,8 @@ def forward(count: int) -> Callable[[OpView], str]:
             before, kernel, after = c, f"i^ {o}", o
         else:
             before, kernel, after = "i+", "i+ o", "o"
-        x, y = image(op, "x", before, default=default), image(op, "y", after, default=default)
+        rows = _spatial(op, op.inputs[0], op.inputs[1], count)
+        x, y = image(op, rows[0], before, default=default), image(op, rows[1], after, default=default)
         return f"{x}, {_kernel(count, kernel)} -> {y}"
 
     return convolution
@@ -77,10 +106,11 @@ def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
         """data_format and groups"""
         grouped = _grouped(op, None, _depth(op.inputs[1].shape))
         i, o = _groups(op.inputs[1].shape, _channels(op, op.outputs[0])) if grouped else ("i", "o+")
-        result = image(op, "x", i, default=default)
+        rows = _spatial(op, op.outputs[0], op.inputs[1], count)
+        result = image(op, rows[0], i, default=default)
         first = f"~{result}" if like else "[out0]"
         kernel = _kernel(count, f"i^ {o}" if grouped else "i o+")
-        return f"{first}, {kernel}, {image(op, 'y', o, default=default)} -> {result}"
+        return f"{first}, {kernel}, {image(op, rows[1], o, default=default)} -> {result}"
 
     return convolution_input_gradient
 
@@ -95,25 +125,29 @@ def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
         i, o = _groups(op.outputs[0].shape, _channels(op, op.inputs[0])) if grouped else ("i", "o")
         result = _kernel(count, f"i^ {o}" if grouped else "i o")
         first = f"~{result}" if like else "[out0]"
-        operand = image(op, "x", i, "b+", default)
-        return f"{operand}, {first}, {image(op, 'y', o, 'b+', default)} -> {result}"
+        rows = _spatial(op, op.inputs[0], op.outputs[0], count, "+")
+        operand = image(op, rows[0], i, "b+", default)
+        return f"{operand}, {first}, {image(op, rows[1], o, 'b+', default)} -> {result}"
 
     return convolution_filter_gradient
 
 
 def depthwise(op: OpView) -> str:
     """data_format"""
-    return f"{image(op, 'x', 'c')}, k0^ k1^ c m^ -> {image(op, 'y', '(c m^)')}"
+    before, after = _spatial(op, op.inputs[0], op.inputs[1], 2)
+    return f"{image(op, before, 'c')}, k0^ k1^ c m^ -> {image(op, after, '(c m^)')}"
 
 
 def depthwise_input_gradient(op: OpView) -> str:
     """data_format"""
-    return f"[out0], k0^ k1^ c m^, {image(op, 'y', '(c m^)')} -> {image(op, 'x', 'c')}"
+    before, after = _spatial(op, op.outputs[0], op.inputs[1], 2)
+    return f"[out0], k0^ k1^ c m^, {image(op, after, '(c m^)')} -> {image(op, before, 'c')}"
 
 
 def depthwise_filter_gradient(op: OpView) -> str:
     """data_format"""
-    return f"{image(op, 'x', 'c', 'b+')}, [out0], {image(op, 'y', '(c m^)', 'b+')} -> k0^ k1^ c m^"
+    before, after = _spatial(op, op.inputs[0], op.outputs[0], 2, "+")
+    return f"{image(op, before, 'c', 'b+')}, [out0], {image(op, after, '(c m^)', 'b+')} -> k0^ k1^ c m^"
 
 
 def any_rank(op: OpView) -> str:

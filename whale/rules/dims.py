@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,9 +15,24 @@ def names(prefix: str, count: int) -> list[str]:
     return [f"{prefix}{i}" for i in range(count)]
 
 
-def times(runs: int, label: str) -> str:
-    """A dimension of ``runs`` runs of ``label``."""
-    return label if runs == 1 else f"({runs} {label})"
+def times(runs: int, label: str, *, inner: bool = False) -> str:
+    """A dimension of ``runs`` runs of ``label``; ``inner``: of ``label`` runs of ``runs`` each."""
+    if runs == 1:
+        return label
+    return f"({label} {runs})" if inner else f"({runs} {label})"
+
+
+def windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int]) -> list[str | None]:
+    """For each dimension: how it is written where windows of these sizes and steps see each element once at most.
+
+    ``h``: one element each; ``(h 2)``: non-overlapping windows of 2. None: windows overlap, or the size is not known to
+    be a multiple of the step (then padding or a remainder would have to be at one end only).
+    """
+    found: list[str | None] = []
+    for n, (size, one, step) in enumerate(zip(sizes or (None,) * len(window), window, steps)):
+        fits = one <= step and (step == 1 or (size is not None and size % step == 0))
+        found.append(times(step, f"s{n}", inner=True) if fits else None)
+    return found
 
 
 def term(items: Iterable[str]) -> str:

@@ -18,6 +18,11 @@ def _crop_is_linear(op: OpView) -> str | None:
     return None if float(op.attr("extrapolation_value", 0.0)) else "0"
 
 
+def _is_linear_with_fill(op: OpView) -> str:
+    """Linear in the image, together with what is put where no image is, if that is the operand."""
+    return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
+
+
 _RESIZE = "b h^ w^ c, . -> b y^ x^ c"
 
 RULES = (
@@ -36,7 +41,7 @@ RULES = (
     rule("ExtractImagePatches", "b h^ w^ c^ -> b y^ x^ d^", lin="0"),
     rule("ExtractVolumePatches", "b h^ w^ z^ c^ -> b y^ x^ u^ d^", lin="0"),
     rule("ImageProjectiveTransformV2", projective, lin="0"),
-    rule("ImageProjectiveTransformV3", projective),
+    rule("ImageProjectiveTransformV3", projective, lin=_is_linear_with_fill),
     rule("DrawBoundingBoxes", "b h^ w^ c^, b n^ k^ -> b h^ w^ c^"),
     rule("DrawBoundingBoxesV2", "b h^ w^ c^, b n^ k^, . -> b h^ w^ c^"),
     rule("CombinedNonMaxSuppression", "b n^ q^ k^, b n^ c^, ., ., ., . -> b m^ k^, b m^, b m^, b"),

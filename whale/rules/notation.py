@@ -205,11 +205,13 @@ class Passes:
 
     op: str
     operands: tuple[int, ...] | None  # None: all of them
+    outputs: tuple[int, ...] | None = None  # the outputs that depend on them; None: all but those marked ``=``
 
 
 @cache
 def parse_passes(text: str, ops: tuple[str, ...]) -> tuple[Passes, ...]:
-    """``"0|1"``: either operand; ``"0&1"``: both at once; ``"all"``; ``"max:0&1"``: for that reduction only.
+    """``"0|1"``: either operand; ``"0&1"``: both at once; ``"all"``; ``"max:0&1"``: for that reduction only;
+    ``"0&1>2"``: only output 2 depends on them.
 
     Args:
       ops: the reductions that an alternative without a prefix stands for.
@@ -224,9 +226,13 @@ def parse_passes(text: str, ops: tuple[str, ...]) -> tuple[Passes, ...]:
         if name and name not in ops:
             raise _fail(text, "an unknown reduction", name, ", ".join(ops))
         operands: tuple[int, ...] | None = None
+        outputs: tuple[int, ...] | None = None
         if numbers != "all":
-            if not re.fullmatch(r"\d+(\s*&\s*\d+)*", numbers):
-                raise _fail(text, "an operand set cannot be read", repr(part), "0, 0&1, all, or max:0&1; joined by '|'")
-            operands = tuple(int(n) for n in numbers.split("&"))
-        found += [Passes(op, operands) for op in ((name,) if name else ops)]
+            if not re.fullmatch(r"\d+(\s*&\s*\d+)*(>\d+(&\d+)*)?", numbers):
+                raise _fail(text, "an operand set cannot be read", repr(part),
+                            "0, 0&1, 0&1>0, all, or max:0&1; joined by '|'")  # fmt: skip
+            before, _, after = numbers.partition(">")
+            operands = tuple(int(n) for n in before.split("&"))
+            outputs = tuple(int(n) for n in after.split("&")) if after else None
+        found += [Passes(op, operands, outputs) for op in ((name,) if name else ops)]
     return tuple(found)

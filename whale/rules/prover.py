@@ -35,7 +35,8 @@ _COMBINATIONS = 200
 class Case:
     """An op to try: ``draw(seed)`` gives its operands; ``consts`` are the operand numbers that are constants.
 
-    ``search``: also try what the rule forbids (not where the kernel ends the process on shapes that do not fit).
+    ``search``: also try what the rule forbids (not where the kernel ends the process on shapes that do not fit, or
+    where numbers that agree would say nothing).
     """
 
     op: str
@@ -280,7 +281,8 @@ def _combinations(inputs: Sequence[np.ndarray], fixed: Sequence[bool]) -> Iterat
         cuts: list[Placement] = [split(d, even_sizes(n, 2)) for d, n in enumerate(array.shape) if n > 1]
         choices.append([B] if whole or array.dtype.kind in "OSU" else [B, *cuts])
     yield from _products(choices)
-    yield from _products([[B, P_SUM] if not w and x.dtype.kind in "fc" else [B] for x, w in zip(inputs, fixed)])
+    partial = [not whole and array.dtype.kind in "fc" and array.size > 0 for array, whole in zip(inputs, fixed)]
+    yield from _products([[B, P_SUM] if may else [B] for may in partial])
 
 
 def _products(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, ...]]:
@@ -295,11 +297,15 @@ def _find_missing(case: Case, evaluate: Evaluate, allowed: set[tuple[str, ...]],
     inputs = case.draw(0)
     terms = operand_terms(line, len(inputs)) if line is not None else []
     fixed = [i in case.consts or (i < len(terms) and terms[i].kind == "role") for i in range(len(inputs))]
+    read = [i for i in range(len(inputs)) if i >= len(terms) or not terms[i].unread]
+    known = {tuple(kinds[i] for i in read) for kinds in (*allowed, ("B",) * len(inputs))}
     found: list[Finding] = []
     for combination in _combinations(inputs, fixed):
-        if _kinds(combination) in allowed:
+        kinds = _kinds(combination)
+        # How an operand lies whose values are not read brings nothing.
+        if kinds in allowed or (len(read) < len(inputs) and tuple(kinds[i] for i in read) in known):
             continue
-        result = _agreeing(case, evaluate, combination, (0, 7))
+        result = _agreeing(case, evaluate, combination, (0, 7, 8, 9, 10))
         if result is not None:
             found.append(Finding("missing", str(case), f"{' '.join(_kinds(combination))} -> {' '.join(result)}"))
     return found

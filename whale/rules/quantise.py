@@ -9,10 +9,10 @@ from whale.rules.registry import rule
 
 def given_range(op: OpView) -> str:
     """whether the range is given (else it is found in all the data) and for the whole tensor"""
-    if not op.attr("range_given", False) or int(op.attr("axis", -1)) != -1:
+    if int(op.attr("axis", -1)) != -1:
         return REPLICATED
-    more = ", ." * (len(op.inputs) - 1)
-    return f"p*{more} -> p*"
+    more = ", ." * (len(op.inputs) - 3)
+    return f"p*, ., .{more} -> p*" if op.attr("range_given", False) else f"p*^, ~., ~.{more} -> p*^"
 
 
 RULES = (

@@ -70,6 +70,11 @@ def _mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     return Local(op="Sum", divide_by=float(count))
 
 
+def _of_nothing(op: OpView) -> str | None:
+    """Without axes every element is its own maximum, minimum or product."""
+    return "0" if _reduced(op) == set() else None
+
+
 def arg_reduction(op: OpView) -> str:
     """the reduced axis, which cannot be cut"""
     shape, axes = op.inputs[0].shape, constant(op, 1)
@@ -83,9 +88,9 @@ def arg_reduction(op: OpView) -> str:
 RULES = (
     rule("Sum", reduction, lin="0"),
     rule("Mean", mean, lin=_mean_is_linear, local=_mean_as_sum),
-    rule("Max Any", reduction, mono="max:0", reduce="max"),
-    rule("Min All", reduction, mono="min:0", reduce="min"),
-    rule("Prod", reduction, reduce="prod"),
+    rule("Max Any", reduction, lin=_of_nothing, mono="max:0", reduce="max"),
+    rule("Min All", reduction, lin=_of_nothing, mono="min:0", reduce="min"),
+    rule("Prod", reduction, lin=_of_nothing, reduce="prod"),
     rule("EuclideanNorm", frozen_reduction),
     rule("ArgMax ArgMin", arg_reduction),
     rule("L2Loss", "p*+ -> ."),

@@ -56,7 +56,7 @@ class LineRule:
     lin: Text = None
     mono: Text = None
     copy: Text = None
-    reduce: str = "sum"
+    reduce: str | Callable[[OpView], str] = "sum"
     local: Callable[[OpView, Strategy, int], Local] | None = field(default=None, repr=False)
     known: Known | None = field(default=None, repr=False)
     produces_any: bool = False
@@ -87,7 +87,8 @@ class LineRule:
         if callable(self.lin) or callable(self.mono) or callable(self.copy):
             texts = tuple(t(op) if callable(t) else t for t in texts)  # type: ignore[assignment]
         try:
-            found = _strategies(self, line, texts, op.inputs, op.node.outputs, tuple(current), tuple(wanted))
+            reduce = self.reduce(op) if callable(self.reduce) else self.reduce
+            found = _strategies(self, line, texts, reduce, op.inputs, op.node.outputs, tuple(current), tuple(wanted))
         except RuleError as error:
             raise RuleError(
                 error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts
@@ -119,7 +120,7 @@ class LineRule:
             value = getattr(self, name)
             if value is not None:
                 words.append(f"{name}={'by op' if callable(value) else value}")
-        words += [f"reduce={self.reduce}"] * (self.reduce != "sum")
+        words += [f"reduce={'by op' if callable(self.reduce) else self.reduce}"] * (self.reduce != "sum")
         words += [n for n in ("produces_any", "any_partial", "own_stream") if getattr(self, n)]
         return "  ".join(words)
 
@@ -131,7 +132,7 @@ def rule(
     lin: Text = None,
     mono: Text = None,
     copy: Text = None,
-    reduce: str = "sum",
+    reduce: str | Callable[[OpView], str] = "sum",
     local: Callable[[OpView, Strategy, int], Local] | None = None,
     known: Known | None = None,
     produces_any: bool = False,
@@ -208,6 +209,7 @@ def _strategies(
     rule: LineRule,
     line: str,
     texts: tuple[str | None, str | None, str | None],
+    reduce: str,
     inputs: tuple[TensorType, ...],
     outputs: tuple[TensorType, ...],
     current: tuple[Placement, ...],
@@ -215,7 +217,7 @@ def _strategies(
 ) -> tuple[Strategy, ...]:
     binding = _bound(line, inputs, outputs, _element_hint(inputs, current, outputs, wanted))
     why = f"rule {rule.op}"
-    found = cut_strategies(binding, current, wanted, rule.reduce, why)
+    found = cut_strategies(binding, current, wanted, reduce, why)
     if any(texts):
         found += partial_strategies(binding, _all_passes(texts), current, wanted, why)
     if rule.any_partial:

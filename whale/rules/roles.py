@@ -73,8 +73,8 @@ def constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> di
         if not isinstance(placement, Split):
             continue
         shape: Dims = local_shape(_subject(term.role, op.inputs, op.outputs).shape, placement, coordinate)
-        if op.inputs[i].shape != (len(shape),) and op.inputs[i].shape not in (None, (None,)):
-            continue  # spatial sizes only (convolution gradients accept them): the same on every rank
+        if op.inputs[i].shape == (len(shape) - 2,):  # spatial sizes only: convolution gradients accept them
+            shape = shape[2:] if str(op.attr("data_format", "")).startswith("NC") else shape[1:-1]
         found[i] = np.array([-1 if s is None else s for s in shape], dtype)
     return found
 

@@ -23,9 +23,18 @@ def dense_bincount(op: OpView) -> str:
     """rank, weights, binary_output"""
     shape, weights = op.inputs[0].shape, op.inputs[2].shape
     lead = "b " if shape is not None and len(shape) == 2 else ""
-    flag = "^" if op.attr("binary_output", False) or shape is None else "+"
-    rows = f"{lead}i{flag}"
+    rows = f"{lead}i{'^' if shape is None else '+'}"
     return f"{rows}, ., {rows if weights == shape else '.'} -> {lead}n^"
+
+
+def _counted(op: OpView) -> str:
+    """What counts of parts make: their sum, or whether any part has it."""
+    return "max" if op.attr("binary_output", False) else "sum"
+
+
+def _weights(op: OpView) -> str | None:
+    """Sums are linear in the weights, where there are any."""
+    return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
 
 
 def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
@@ -59,7 +68,7 @@ RULES = (
     rule("SparseSegmentMeanWithNumSegments SparseSegmentSqrtNWithNumSegments", "v^ q*, i^, i^, . -> s^ q*", lin="0"),
     rule("SparseSegmentSumGrad", "s^ q*, i+, i+, . -> n^ q*", lin="0"),
     rule("SparseSegmentMeanGrad SparseSegmentSqrtNGrad", "s^ q*, i^, i^, . -> n^ q*", lin="0"),
-    rule("Bincount", bincount),
-    rule("DenseBincount", dense_bincount),
+    rule("Bincount", bincount, lin=_weights),
+    rule("DenseBincount", dense_bincount, lin=_weights, reduce=_counted),
     rule("HistogramFixedWidth", "i*+, ., . -> n^"),
 )

@@ -336,5 +336,6 @@ RULES = (
     rule("Fill", "[out0], . -> p*", copy="1", produces_any=True),
     rule("Shape ShapeN Size", shape_of, known=_static_shape),
     rule("Rank", "? -> ."),
-    rule("BroadcastGradientArgs BroadcastArgs ConcatOffset InvertPermutation Range LinSpace", REPLICATED),
+    rule("BroadcastGradientArgs BroadcastArgs ConcatOffset InvertPermutation Range", REPLICATED),
+    rule("LinSpace", "., ., . -> .", lin="0&1"),
 )

@@ -275,16 +275,23 @@ def reverse_sequence(op: OpView) -> str:
 
 
 def space(op: OpView) -> str:
-    """data_format"""
+    """data_format and block_size"""
     if str(op.attr("data_format", "NHWC")) != "NHWC":
         return "b p*^ -> b q*^"
-    return "b h^ w^ c^ -> b y^ x^ d^"
+    block = int(op.attr("block_size"))
+    fine, coarse = f"b (h {block}) (w {block}) c^", "b h w d^"
+    return f"{fine} -> {coarse}" if op.node.op == "SpaceToDepth" else f"{coarse} -> {fine}"
 
 
 def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
-    """Terms of the side with the plain batch and of the side whose batch has one run per position in a block."""
-    before, after, block = op.inputs[0].shape, op.outputs[0].shape, constant(op, 1)
-    rank = op.inputs[1].shape[0] if op.inputs[1].shape else None
+    """Terms of the side with the plain batch and of the side whose batch has one run per position in a block.
+
+    Spatial dimensions that are neither padded nor cropped can be cut on multiples of the block.
+    """
+    before, after, margins = op.inputs[0].shape, op.outputs[0].shape, constant(op, len(op.inputs) - 1)
+    size = op.attr("block_size")
+    block = [int(size)] * 2 if size is not None else constant(op, 1)
+    rank = 2 if size is not None else op.inputs[1].shape[0] if op.inputs[1].shape else None
     if before is None or after is None or rank is None:
         return None
     small, large = (after, before) if batch else (before, after)
@@ -294,20 +301,23 @@ def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
     if runs is None:
         return None
     channels = [f"c{n}" for n in range(len(small) - 1 - rank)]
-    plain = term(["n", *(f"x{n}^" for n in range(rank)), *channels])
-    return plain, term([times(runs, "n"), *(f"y{n}^" for n in range(rank)), *channels])
+    fine, coarse = [f"x{n}^" for n in range(rank)], [f"y{n}^" for n in range(rank)]
+    for n in range(rank):
+        if block is not None and margins is not None and margins[2 * n] == margins[2 * n + 1] == 0:
+            fine[n], coarse[n] = times(block[n], f"s{n}", inner=True), f"s{n}"
+    return term(["n", *fine, *channels]), term([times(runs, "n"), *coarse, *channels])
 
 
 def space_to_batch(op: OpView) -> str:
     """the block: the batch gets one run per position in it"""
     found = _batch_of_blocks(op, 0)
-    return REPLICATED if found is None else f"{found[0]}, ., . -> {found[1]}"
+    return REPLICATED if found is None else f"{found[0]}{', .' * (len(op.inputs) - 1)} -> {found[1]}"
 
 
 def batch_to_space(op: OpView) -> str:
     """the block: the batch has one run per position in it"""
     found = _batch_of_blocks(op, 1)
-    return REPLICATED if found is None else f"{found[1]}, ., . -> {found[0]}"
+    return REPLICATED if found is None else f"{found[1]}{', .' * (len(op.inputs) - 1)} -> {found[0]}"
 
 
 RULES = (
@@ -323,7 +333,6 @@ RULES = (
     rule("Roll", roll, copy="0"),
     rule("ReverseSequence", reverse_sequence, copy="0"),
     rule("SpaceToDepth DepthToSpace", space, copy="0"),
-    rule("SpaceToBatchND", space_to_batch, lin="0"),
-    rule("BatchToSpaceND", batch_to_space, copy="0"),
-    rule("SpaceToBatch BatchToSpace", "b^ h^ w^ c, . -> d^ y^ x^ c", lin="0"),
+    rule("SpaceToBatchND SpaceToBatch", space_to_batch, lin="0"),
+    rule("BatchToSpaceND BatchToSpace", batch_to_space, copy="0"),
 )
