@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from whale.cluster import restarts as restarts
     from whale.config import Config as Config
     from whale.errors import CaptureError as CaptureError
+    from whale.errors import CheckpointError as CheckpointError
     from whale.errors import ClusterError as ClusterError
     from whale.errors import CommError as CommError
     from whale.errors import ConfigError as ConfigError
@@ -59,6 +60,7 @@ _PUBLIC = {
     "ConfigError": "whale.errors",
     "ClusterError": "whale.errors",
     "CommError": "whale.errors",
+    "CheckpointError": "whale.errors",
     "ProgramError": "whale.errors",
     "CaptureError": "whale.errors",
     "InstallError": "whale.errors",

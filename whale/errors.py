@@ -76,6 +76,10 @@ class CommError(WhaleError):
     """Ranks cannot exchange data: a peer is gone, ops do not match, or the op library does not fit."""
 
 
+class CheckpointError(WhaleError):
+    """A checkpoint cannot be written or read, or is damaged."""
+
+
 class ProgramError(WhaleError):
     """A program (the captured graph) is malformed or used in a way it does not allow."""
 

@@ -35,6 +35,7 @@ class Context:
       programs: number of programs compiled so far, equal on all ranks.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       elements: number of messages so far about what ranks read, equal on all ranks.
+      before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
@@ -55,6 +56,7 @@ class Context:
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
+    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -245,6 +247,14 @@ def shutdown() -> None:
     Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. Where Horovod
     came first, MPI is Horovod's to end, and both go on.
     """
+    try:
+        while _current is not None and _current.before_shutdown:
+            _current.before_shutdown.pop()()
+    finally:
+        _end()
+
+
+def _end() -> None:
     global _current
     context, _current = _current, None
     if context is None:

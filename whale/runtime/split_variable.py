@@ -17,6 +17,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.errors import CommError
 from whale.ir.layout import Split
+from whale.runtime.pieces import restores_by_pieces
 
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
@@ -158,6 +159,9 @@ def _split_class(kind: type) -> type:
             self._whale_parts.make_room()
         return kind.assign(self, *args, **kwargs)  # type: ignore[attr-defined]
 
+    def serialized(self: Any) -> dict[str, Any]:
+        return {} if restores_by_pieces() else kind._serialize_to_tensors(self)  # type: ignore[attr-defined]
+
     def whole_first(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly():
@@ -167,4 +171,5 @@ def _split_class(kind: type) -> type:
         return method
 
     methods = {name: whole_first(name) for name in _NEED_WHOLE if hasattr(kind, name)}
-    return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read, "assign": assign})
+    methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialized)
+    return type(kind.__name__, (kind,), methods)

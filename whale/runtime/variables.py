@@ -88,6 +88,10 @@ class VariableOwner:
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
 
+    def owns(self, variable: tf.Variable) -> bool:
+        """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
+        return id(variable.handle) in self._entries
+
     def settle(self) -> None:
         """Cuts whole values that were assigned to split variables since the last step."""
         for parts in self._split:

@@ -1,0 +1,196 @@
+"""Checkpoints by several ranks: shares, slices, what is kept, what is damaged, what is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from tests.checkpoints.model import Model, batch
+from whale.runtime.checkpoint_folder import CheckpointFolder
+
+Start = Callable[..., None]
+ZERO = {"zero.level": 1, "zero.min_bytes": 0}
+
+
+def saved(folder: Path, **options: Any) -> tuple[Model, wh.CheckpointManager, str]:
+    """A model after three steps, and its checkpoint."""
+    model = Model(wh.function, wh.split)
+    for number in range(3):
+        model.step(*batch(number))
+    manager = wh.CheckpointManager(model.checkpoint, folder, 2, **options)
+    path = manager.save()
+    assert path is not None
+    return model, manager, path
+
+
+def sizes(path: str) -> list[int]:
+    return [p.stat().st_size for p in sorted(Path(path).parent.glob(f"{Path(path).name}.data-*"))]
+
+
+@pytest.mark.core
+def test_every_rank_writes_its_share_and_plain_tensorflow_reads_it(ranks: Start, tmp_path: Path) -> None:
+    ranks(3, **ZERO)
+    model, _, path = saved(tmp_path)
+    written = sizes(path)
+    assert len(written) == 3 and max(written[1:]) - min(written[1:]) < 0.2 * written[1], written
+    wanted = model.values()
+    assert sum(written[1:]) < sum(v.nbytes for v in wanted) < sum(written)  # nothing is written twice
+    wh.shutdown()
+    other = Model(tf.function, None)
+    other.checkpoint.restore(path).assert_consumed()
+    for value, whole in zip(other.values(), wanted, strict=True):
+        np.testing.assert_array_equal(value, whole)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", *(p.name for p in sorted(tmp_path.glob("ckpt-1.*")))]
+
+
+def test_parts_are_read_by_slices(ranks: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks(2, **ZERO)
+    model, manager, path = saved(tmp_path)
+    wanted = model.values()
+    model.step(*batch(5))
+    asked: list[str] = []
+    original = tf.raw_ops.RestoreV2
+
+    def watched(**arguments: Any) -> Any:
+        asked.extend(arguments["shape_and_slices"])
+        return original(**arguments)
+
+    monkeypatch.setattr(tf.raw_ops, "RestoreV2", watched)
+    assert manager.restore_or_initialize() == path
+    assert len(asked) >= 8 and all(":" in spec or " " in spec for spec in asked), asked
+    for value, whole in zip(model.values(), wanted, strict=True):
+        np.testing.assert_array_equal(value, whole)
+
+
+def test_random_states_go_on(ranks: Start, tmp_path: Path) -> None:
+    ranks(2)
+    tf.random.set_global_generator(tf.random.Generator.from_seed(4))
+    _, manager, _ = saved(tmp_path)
+
+    def drawn() -> list[float]:
+        return [random.random(), np.random.random(), float(tf.random.get_global_generator().uniform(()))]
+
+    wanted = drawn()
+    assert drawn() != wanted
+    manager.restore_or_initialize()
+    assert drawn() == wanted
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_kept(ranks: Start, tmp_path: Path, asynchronous: bool) -> None:
+    ranks(2)
+    model, manager, _ = saved(tmp_path, asynchronous=asynchronous)
+    for number in (7, 8, 7):  # a number that comes again
+        model.step(*batch(number))
+        manager.save(number)
+    manager.wait()
+    wanted = [str(tmp_path / f"ckpt-{n}") for n in (8, 7)]
+    assert manager.checkpoints == wanted and manager.latest_checkpoint == wanted[1]
+    assert tf.train.latest_checkpoint(tmp_path) == wanted[1]
+    assert {p.name.partition(".")[0] for p in tmp_path.iterdir()} == {"checkpoint", "ckpt-8", "ckpt-7"}
+    assert not list(tmp_path.glob("*replaced*"))
+    again = wh.CheckpointManager(model.checkpoint, tmp_path, 2)
+    assert again.checkpoints == wanted
+    values = model.values()
+    model.step(*batch(9))
+    again.restore_or_initialize()
+    for value, whole in zip(model.values(), values, strict=True):
+        np.testing.assert_array_equal(value, whole)
+
+
+def test_a_snapshot_is_of_the_moment_of_saving(ranks: Start, tmp_path: Path) -> None:
+    ranks(2, **ZERO)
+    model, manager, _ = saved(tmp_path, asynchronous=True)
+    wanted = model.values()
+    path = manager.save()
+    for number in range(5):
+        model.step(*batch(number))  # while threads write
+    wh.shutdown()  # waits for them
+    other = Model(tf.function, None)
+    other.checkpoint.restore(path).expect_partial()
+    for value, whole in zip(other.values(), wanted, strict=True):
+        np.testing.assert_array_equal(value, whole)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk(ranks: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    ranks(2)
+    model, manager, path = saved(tmp_path, asynchronous=asynchronous)
+    manager.wait()
+
+    def full(self: CheckpointFolder, *arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "_install", full)
+        with pytest.raises(wh.CheckpointError, match="No space left on device"):
+            manager.save()
+            manager.wait()
+    assert manager.latest_checkpoint == path == tf.train.latest_checkpoint(tmp_path)
+    assert not list(tmp_path.glob(".writing*"))
+    model.step(*batch(0))
+    assert manager.save() == str(tmp_path / "ckpt-3")
+
+
+def test_damage_is_found_and_named(ranks: Start, tmp_path: Path) -> None:
+    ranks(2, **ZERO)
+    _, manager, path = saved(tmp_path)
+    shard = Path(f"{path}.data-00001-of-00002")
+    whole = shard.read_bytes()
+    generator = random.Random(0)
+    for place in generator.sample(range(len(whole)), 6):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << generator.randrange(8)
+        shard.write_bytes(damaged)
+        with pytest.raises(wh.CheckpointError, match="a checkpoint is damaged") as caught:
+            manager.restore(path)
+        assert shard.name in str(caught.value), caught.value
+        assert "VARIABLE_VALUE" in str(caught.value), caught.value
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(wh.CheckpointError, match=r"data-00001"):
+        manager.restore(path)
+    shard.write_bytes(whole)
+    manager.restore(path)
+    with pytest.raises(wh.CheckpointError, match="cannot be read"):
+        manager.restore(str(tmp_path / "ckpt-99"))
+
+
+def test_left_overs_go(ranks: Start, tmp_path: Path) -> None:
+    ranks(2)
+    (tmp_path / ".writing-12").mkdir()
+    (tmp_path / ".writing-12" / "part-0.index").touch()
+    (tmp_path / "ckpt-5.data-00000-of-00002").touch()  # its index did not come
+    (tmp_path / "other-5.data-00000-of-00002").touch()
+    _, manager, path = saved(tmp_path)
+    names = {p.name for p in tmp_path.iterdir()}
+    assert "other-5.data-00000-of-00002" in names and not any("writing" in n or "ckpt-5" in n for n in names), names
+    assert manager.checkpoints == [path]
+
+
+def test_intervals_and_first_values(ranks: Start, tmp_path: Path) -> None:
+    ranks(2)
+    step = tf.Variable(0, dtype=tf.int64)
+    called = []
+    manager = wh.CheckpointManager(
+        tf.train.Checkpoint(step=step), tmp_path, None, step_counter=step, checkpoint_interval=3,
+        init_fn=lambda: called.append(1),
+    )  # fmt: skip
+    assert manager.restore_or_initialize() is None and called == [1]
+    saved_at = []
+    for _ in range(8):
+        step.assign_add(1)
+        if manager.save(step) is not None:
+            saved_at.append(int(step))
+    assert saved_at == [1, 4, 7] and len(manager.checkpoints) == 3
+    assert manager.save(check_interval=False) is not None
+    assert manager.save(check_interval=False) is None
+    with pytest.raises(ValueError, match="max_to_keep"):
+        wh.CheckpointManager(tf.train.Checkpoint(step=step), tmp_path, 0)

@@ -1,0 +1,203 @@
+"""A folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one that is being written.
+
+What is written lies in a folder of its own below until it is complete and on the disk. Then its files get their
+names, the index last, and the file ``checkpoint`` is replaced. Whoever is killed in between leaves the checkpoints
+before; what else is left is removed when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tensorflow as tf
+from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
+
+_TEMPORARY = ".writing-"
+_DATA = re.compile(r"(?P<prefix>.+)\.data-\d{5}-of-\d{5}")
+
+
+class CheckpointFolder:
+    """The checkpoints ``name-1``, ``name-2``, ... in ``directory``; used by one process at a time.
+
+    Args:
+      max_to_keep: how many to keep; None for all.
+      keep_every_s: a checkpoint that is that much younger than the last one of these is kept for good; None: none is.
+
+    Attributes:
+      kept: path -> time of writing (s since 1970) of the complete checkpoints, oldest first.
+      latest: path of the newest one.
+    """
+
+    def __init__(self, directory: str, name: str, max_to_keep: int | None, keep_every_s: float | None) -> None:
+        self.directory, self.name = directory, name
+        self._max_to_keep, self._keep_every_s = max_to_keep, keep_every_s
+        self.kept: dict[str, float] = {}
+        self.latest: str | None = None
+        self._preserved_at = time.time() - 1.0
+        os.makedirs(directory, exist_ok=True)
+        state = tf.train.get_checkpoint_state(directory)
+        if state is not None:
+            self._take(state)
+
+    def _take(self, state: CheckpointState) -> None:
+        now = time.time()
+        self.latest = state.model_checkpoint_path or None
+        self._preserved_at = min(state.last_preserved_timestamp, now)
+        times = state.all_model_checkpoint_timestamps or [now] * len(state.all_model_checkpoint_paths)
+        for path, written in zip(state.all_model_checkpoint_paths, times):
+            if not state.last_preserved_timestamp or written > self._preserved_at:
+                self.kept[path] = min(written, now)
+
+    def begin(self) -> str:
+        """Removes what killed runs have left, and makes a folder for the parts of a new checkpoint."""
+        self.clean()
+        temporary = os.path.join(self.directory, f"{_TEMPORARY}{uuid.uuid4().hex[:12]}")
+        os.makedirs(temporary)
+        return temporary
+
+    def clean(self) -> None:
+        """Removes unfinished checkpoints: of this folder's name, without an index."""
+        for entry in list(os.scandir(self.directory)):
+            data = _DATA.fullmatch(entry.name)
+            if entry.name.startswith(_TEMPORARY):
+                shutil.rmtree(entry.path)
+            elif data and data["prefix"].startswith(f"{self.name}-"):
+                if not os.path.exists(os.path.join(self.directory, f"{data['prefix']}.index")):
+                    os.unlink(entry.path)
+
+    def install(self, temporary: str, parts: Sequence[str], path: str) -> None:
+        """Makes the checkpoint ``path`` of parts that are on the disk, and removes checkpoints that are not kept.
+
+        Raises:
+          OSError, tf.errors.OpError: it cannot be written; the checkpoints before are as they were.
+        """
+        try:
+            self._install(temporary, parts, path)
+        except BaseException:
+            state = tf.train.get_checkpoint_state(self.directory)
+            self.kept, self.latest = {}, None
+            if state is not None:
+                self._take(state)
+            raise
+
+    def _install(self, temporary: str, parts: Sequence[str], path: str) -> None:
+        merged = os.path.join(temporary, "merged", os.path.basename(path))
+        os.mkdir(os.path.dirname(merged))
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=list(parts), destination_prefix=merged, delete_old_dirs=False
+        )  # fmt: skip
+        sync_file(f"{merged}.index")
+        aside = self._set_aside(path)
+        files = sorted(os.listdir(os.path.dirname(merged)), key=lambda name: name.endswith(".index"))
+        for name in files:  # the index at the end: without it, nobody takes the others for a checkpoint
+            os.replace(os.path.join(os.path.dirname(merged), name), os.path.join(self.directory, name))
+        sync_directory(self.directory)
+        self.kept.pop(path, None)
+        self.kept[path], self.latest = time.time(), path
+        self._write_state()
+        if aside is not None:
+            self._delete(aside)
+        if self._sweep():
+            self._write_state()
+        shutil.rmtree(temporary)
+
+    def discard(self, temporary: str) -> None:
+        """Removes the parts of a checkpoint that will not be."""
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def _set_aside(self, path: str) -> str | None:
+        """Moves a checkpoint that is about to be replaced, so that there is a complete one at every moment."""
+        if path not in self.kept:
+            self._delete(path)
+            return None
+        aside = f"{path}.replaced"
+        self._delete(aside)
+        for name in reversed(self._files(path)):
+            os.link(name, f"{aside}{name[len(path) :]}")
+        self.kept = {aside if p == path else p: t for p, t in self.kept.items()}
+        self.latest = aside if self.latest == path else self.latest
+        self._write_state()
+        self._delete(path)
+        del self.kept[aside]
+        return aside
+
+    def _sweep(self) -> bool:
+        removed = False
+        while self._max_to_keep and len(self.kept) > self._max_to_keep:
+            path, written = next(iter(self.kept.items()))
+            del self.kept[path]
+            removed = True
+            if self._keep_every_s is not None and written - self._keep_every_s >= self._preserved_at:
+                self._preserved_at = written
+                continue
+            self._delete(path)
+        return removed
+
+    def _files(self, path: str) -> list[str]:
+        """The files of a checkpoint, its index first."""
+        data = Path(os.path.dirname(path)).glob(f"{_escaped(os.path.basename(path))}.data-?????-of-?????")
+        index = [f"{path}.index"] if os.path.exists(f"{path}.index") else []
+        return index + sorted(map(str, data))
+
+    def _delete(self, path: str) -> None:
+        for name in self._files(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+
+    def _write_state(self) -> None:
+        """Replaces the file ``checkpoint``. Paths are relative, so that the folder can be moved."""
+        state = CheckpointState(
+            model_checkpoint_path=os.path.relpath(self.latest or "", self.directory),
+            all_model_checkpoint_paths=[os.path.relpath(p, self.directory) for p in self.kept],
+            all_model_checkpoint_timestamps=list(self.kept.values()),
+            last_preserved_timestamp=self._preserved_at,
+        )
+        path = os.path.join(self.directory, "checkpoint")
+        with open(f"{path}.tmp", "w") as file:
+            file.write(str(state))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
+        sync_directory(self.directory)
+
+
+def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> None:
+    """Writes one rank's share to the disk, and then a mark that it is there.
+
+    Raises:
+      OSError, tf.errors.OpError: it cannot be written.
+    """
+    keys, specs, tensors = zip(*entries)
+    tf.raw_ops.SaveV2(prefix=prefix, tensor_names=keys, shape_and_slices=specs, tensors=tensors)
+    sync_file(f"{prefix}.data-00000-of-00001")
+    sync_file(f"{prefix}.index")
+    with open(mark_of(prefix), "w"):
+        pass
+
+
+def mark_of(prefix: str) -> str:
+    """The file that says that a part is complete."""
+    return f"{prefix}.done"
+
+
+def sync_file(path: str) -> None:
+    """Returns when the file's content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+sync_directory = sync_file
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
