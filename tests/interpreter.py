@@ -203,8 +203,14 @@ class _Run:
         self.root, self.program, self.rank, self.exchange, self.seed = root, program, rank, exchange, seed
         self.values: dict[Ref, Any] = {}
         self.waiting: dict[str, Running] = {}
-        self.done: set[str] = set()
         self.left = {n.name: n for n in prune(program).nodes}  # TensorFlow does not run what nobody needs
+        waits_for = {name: {r.node for r in n.inputs}.union(n.controls) for name, n in self.left.items()}
+        self.missing = {name: len(before) for name, before in waits_for.items()}  # how many have not run
+        self.readers: dict[str, list[str]] = {name: [] for name in self.left}
+        for name, before in waits_for.items():
+            for one in before:
+                self.readers[one].append(name)
+        self.ready = [name for name, count in self.missing.items() if not count]
         self.arguments = dict(zip(program.inputs, args))
         for name in program.inputs:
             if name not in self.left:
@@ -213,12 +219,10 @@ class _Run:
     def advance(self) -> bool:
         """Runs what can be run; False when nothing could."""
         moved = False
-        while True:
-            ready = [n for n in self.left.values() if self._ready(n)]
-            if not ready:
-                break
-            node = self.seed.choice(ready)
-            del self.left[node.name]
+        while self.ready:
+            at = self.seed.randrange(len(self.ready))
+            self.ready[at], self.ready[-1] = self.ready[-1], self.ready[at]
+            node = self.left.pop(self.ready.pop())
             operands = [self.values[r] for r in node.inputs]
             self.waiting[node.name] = self._start(node, operands)
             self._try(node.name)
@@ -226,9 +230,6 @@ class _Run:
         for name in list(self.waiting):
             moved |= self._try(name)
         return moved
-
-    def _ready(self, node: Node) -> bool:
-        return all(r in self.values for r in node.inputs) and all(c in self.done for c in node.controls)
 
     def _try(self, name: str) -> bool:
         """One step of a node that runs; its generator yields whether it moved, and returns its outputs."""
@@ -246,7 +247,10 @@ class _Run:
             _check_type(node, value, t)
             self.exchange.see(value)
             self.values[ref] = value
-        self.done.add(node.name)
+        for name in self.readers[node.name]:
+            self.missing[name] -= 1
+            if not self.missing[name]:
+                self.ready.append(name)
 
     @property
     def finished(self) -> bool:

@@ -109,6 +109,7 @@ KERNELS: dict[str, Kernel] = {
     "Abs": lambda a, x: np.abs(x),
     "Square": lambda a, x: x * x,
     "Tanh": lambda a, x: np.tanh(x),
+    "TanhGrad": lambda a, y, dy: dy * (1 - y * y),
     "Relu": lambda a, x: np.maximum(x, 0),
     "ReluGrad": lambda a, dy, x: dy * (x > 0),
     "ZerosLike": lambda a, x: np.zeros_like(x),
