@@ -14,15 +14,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import signal
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.groups import Group, under_mpirun
+from benchmarks.machine import free_memory_gb, machine
 from benchmarks.step_time import report
-from benchmarks.step_time.groups import Configuration, Group
+from whale.launcher.worker import thread_variables
 
 TITLES = {
     "resnet50": "ResNet50, 64x64, batch 16",
@@ -36,6 +39,27 @@ MEMORY_GB = {"resnet50": 1.4, "gpt": 1.0, "fc": 3.8}
 PRIORITY = ("horovod", "whale", "whale-split", "plain", "whale-horovod")
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
+STEP_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What one group runs.
+
+    Attributes:
+        title: for the table.
+        kind: of worker.CONFIGURATIONS.
+        ranks, threads: processes, and threads of each.
+        environment: further variables, name and value.
+        workloads: those it makes sense for; empty: all.
+    """
+
+    title: str
+    kind: str
+    ranks: int = 1
+    threads: int = 1
+    environment: tuple[tuple[str, str], ...] = ()
+    workloads: tuple[str, ...] = ()
 
 
 CONFIGURATIONS = (
@@ -52,19 +76,37 @@ CONFIGURATIONS = (
 )
 
 
-def measure(groups: Sequence[Group], workload: str, rounds: int, steps: int) -> list[report.Result]:
+def start(configuration: Configuration, workload: str, pinned: bool) -> Group:
+    """The running processes of a configuration."""
+    worker = [sys.executable, "-m", "benchmarks.step_time.worker", configuration.kind, workload]
+    if pinned:
+        worker += ["--cores", ",".join(map(str, _cores(configuration)))]
+    line = worker if configuration.kind == "plain" else under_mpirun(worker, configuration.ranks)
+    variables = {name: str(value) for name, value in thread_variables(configuration.threads).items()}
+    return Group(configuration.title, line, configuration.ranks, variables | dict(configuration.environment))
+
+
+def _cores(configuration: Configuration) -> Sequence[int]:
+    """The cores of the group: as many as it has threads in all, or all there are. Rank r gets the r-th (modulo)."""
+    available = sorted(os.sched_getaffinity(0))
+    if configuration.ranks == 1 and configuration.threads > 1:
+        return []  # one process of several threads is not pinned to one core
+    return available[: configuration.ranks]
+
+
+def measure(groups: Mapping[Configuration, Group], workload: str, rounds: int, steps: int) -> list[report.Result]:
     """Round after round, every group in turn."""
     samples: list[list[float]] = [[] for _ in groups]
     cpu: list[list[float]] = [[] for _ in groups]
     for number in range(-WARM_UP, rounds):
-        for i, group in enumerate(groups):
-            answers = group.run(steps)
+        for i, group in enumerate(groups.values()):
+            answers = group.ask(STEP_TIMEOUT_S * steps, steps=steps)
             if number >= 0:
                 samples[i].append(1e3 * max(statistics.mean(a["times_s"]) for a in answers))
                 cpu[i].append(1e3 * sum(a["cpu_s"] for a in answers))
     return [
-        report.Result(TITLES[workload], group.configuration.title, tuple(times), statistics.median(processor))
-        for group, times, processor in zip(groups, samples, cpu)
+        report.Result(TITLES[workload], configuration.title, tuple(times), statistics.median(processor))
+        for configuration, times, processor in zip(groups, samples, cpu)
     ]
 
 
@@ -75,7 +117,7 @@ def measure_all(
     found: dict[Configuration, report.Result] = {}
     waiting = sorted(chosen, key=lambda c: PRIORITY.index(c.kind) + 10 * (c.ranks > 2))
     while waiting:
-        room_gb = 0.9 * report.free_memory_gb()
+        room_gb = 0.9 * free_memory_gb()
         part: list[Configuration] = []
         for configuration in list(waiting):
             needed_gb = MEMORY_GB[workload] * sum(c.ranks for c in [*part, configuration])
@@ -85,7 +127,7 @@ def measure_all(
         if len(part) < len(chosen):
             _say(f"  ({room_gb:.0f} GB of memory hold: {'; '.join(c.title for c in part)})")
         with contextlib.ExitStack() as stack:
-            groups = [stack.enter_context(Group(c, workload, pinned)) for c in part]
+            groups = {c: stack.enter_context(start(c, workload, pinned)) for c in part}
             found.update(zip(part, measure(groups, workload, rounds, steps)))
     return found
 
@@ -156,7 +198,7 @@ def main() -> None:
     unknown = sorted(set(models) - set(TITLES))
     if unknown or options.rounds < 2:
         parser.error(f"unknown models: {', '.join(unknown)}" if unknown else "--rounds is at least 2")
-    where = report.machine()
+    where = machine()
     wanted = [part for part in options.only.split(";") if part]
     results = run(models, wanted, options.rounds, options.steps, not options.no_pin)
     table = report.markdown(results)

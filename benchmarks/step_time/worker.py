@@ -1,17 +1,14 @@
-"""One process of a benchmark: builds its program, then runs as many steps as it is asked for.
-
-Speaks JSON lines over the connection that BENCH_ADDRESS names. Between two questions it waits in a read.
-"""
+"""One process of a benchmark: builds its program, then runs as many steps as it is asked for."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.groups import Answer, serve
 
 CONFIGURATIONS = ("plain", "horovod", "whale", "whale-split", "whale-horovod")
 
@@ -26,27 +23,23 @@ def main() -> None:
     cores = [int(core) for core in options.cores.split(",") if core]
     if cores:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    host, port = os.environ["BENCH_ADDRESS"].split(":")
-    with socket.create_connection((host, int(port))) as connection, connection.makefile("rw") as stream:
 
-        def say(**facts: Any) -> None:
-            stream.write(json.dumps(facts) + "\n")
-            stream.flush()
-
-        say(token=os.environ["BENCH_TOKEN"], rank=rank, pid=os.getpid())
+    def start() -> tuple[Answer, Callable[[], None]]:
         step, end, counters = _start(options.configuration, options.workload)
-        say(ready=True, loss=step())
-        for line in stream:
-            steps = json.loads(line)["steps"]
-            if steps == 0:
-                break
+        step()
+
+        def answer(steps: int) -> dict[str, Any]:
             times_s, before = [], time.process_time()
             for _ in range(steps):
                 start_s = time.perf_counter()
                 loss = step()
                 times_s.append(time.perf_counter() - start_s)
-            say(times_s=times_s, cpu_s=(time.process_time() - before) / steps, loss=loss, counters=counters())
-        end()
+            cpu_s = (time.process_time() - before) / steps
+            return {"times_s": times_s, "cpu_s": cpu_s, "loss": loss, "counters": counters()}
+
+        return answer, end
+
+    serve(rank, start)
 
 
 def _start(configuration: str, name: str) -> tuple[Callable[[], float], Callable[[], None], Callable[[], Any]]:

@@ -9,39 +9,16 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from whale.launcher.mpirun import find_mpirun
-from whale.launcher.worker import thread_variables
 
 START_TIMEOUT_S = 600.0
-STEP_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What one group runs.
-
-    Attributes:
-        title: for the table.
-        kind: of worker.CONFIGURATIONS.
-        ranks, threads: processes, and threads of each.
-        environment: further variables, name and value.
-        workloads: those it makes sense for; empty: all.
-    """
-
-    title: str
-    kind: str
-    ranks: int = 1
-    threads: int = 1
-    environment: tuple[tuple[str, str], ...] = ()
-    workloads: tuple[str, ...] = ()
 
 
 @dataclass
@@ -52,32 +29,34 @@ class _Process:
 
 
 class Group:
-    """The running processes of one configuration. Use as a context manager."""
+    """The running processes of one configuration, stopped while they are not asked. Use as a context manager."""
 
-    def __init__(self, configuration: Configuration, workload: str, pinned: bool) -> None:
-        self.configuration = configuration
+    def __init__(
+        self, title: str, line: Sequence[str], ranks: int, environment: Mapping[str, str], *, stops: bool = True
+    ) -> None:
+        """Starts the processes and waits until every one is ready.
+
+        Args:
+            title: of the group, for errors.
+            line: the command that starts all processes; each connects to BENCH_ADDRESS (see `serve`).
+            ranks: number of processes.
+            environment: variables beside those of this process.
+            stops: stop the processes while they are not asked.
+        """
+        self._title, self._ranks = title, ranks
         self._processes: list[_Process] = []
         self._output = tempfile.TemporaryFile("w+")
-        self._stopped = False
-        worker = [sys.executable, "-m", "benchmarks.step_time.worker", configuration.kind, workload]
-        if pinned:
-            worker += ["--cores", ",".join(map(str, _cores(configuration)))]
-        line = worker
-        if configuration.kind != "plain":
-            root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-            ranks = ["-np", str(configuration.ranks)]
-            line = [find_mpirun(), *root, "--oversubscribe", "--bind-to", "none", *ranks, *worker]
+        self._stops, self._stopped = stops, False
         token = secrets.token_hex(8)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            environment = {
+            variables = {
                 **os.environ,
-                **{name: str(value) for name, value in thread_variables(configuration.threads).items()},
-                **dict(configuration.environment),
+                **environment,
                 "BENCH_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}",
                 "BENCH_TOKEN": token,
                 "TF_CPP_MIN_LOG_LEVEL": "2",
             }
-            self._child = subprocess.Popen(line, env=environment, stdout=self._output, stderr=subprocess.STDOUT)
+            self._child = subprocess.Popen(line, env=variables, stdout=self._output, stderr=subprocess.STDOUT)
             try:
                 self._connect(listener, token)
                 for process in self._processes:
@@ -93,13 +72,13 @@ class Group:
     def __exit__(self, kind: Any, *_: Any) -> None:
         self._end(END_TIMEOUT_S if kind is None else 0.0)
 
-    def run(self, steps: int) -> list[dict[str, Any]]:
-        """What every rank says of its next ``steps`` steps, in rank order: times_s, cpu_s (a step), loss, counters."""
+    def ask(self, timeout_s: float, **question: Any) -> list[dict[str, Any]]:
+        """What every process answers, in rank order."""
         self._resume()
         for process in self._processes:
-            process.stream.write(json.dumps({"steps": steps}) + "\n")
+            process.stream.write(json.dumps(question) + "\n")
             process.stream.flush()
-        answers = [self._read(process, STEP_TIMEOUT_S * steps) for process in self._processes]
+        answers = [self._read(process, timeout_s) for process in self._processes]
         self._pause()
         return answers
 
@@ -111,7 +90,7 @@ class Group:
         self._resume()
         try:
             for process in self._processes:
-                process.stream.write('{"steps": 0}\n')
+                process.stream.write("{}\n")
                 process.stream.flush()
             self._child.wait(patience_s)
         except (OSError, subprocess.TimeoutExpired):
@@ -128,7 +107,7 @@ class Group:
         found: dict[int, _Process] = {}
         deadline_s = time.monotonic() + START_TIMEOUT_S
         listener.settimeout(1.0)
-        while len(found) < self.configuration.ranks:
+        while len(found) < self._ranks:
             if self._child.poll() is not None or time.monotonic() > deadline_s:
                 raise self._failed("did not start")
             try:
@@ -156,13 +135,14 @@ class Group:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(10)  # it may still be writing what went wrong
         self._output.seek(0)
-        return RuntimeError(f"{self.configuration.title}: {what}\n{self._output.read()[-4000:]}")
+        return RuntimeError(f"{self._title}: {what}\n{self._output.read()[-4000:]}")
 
     def _pause(self) -> None:
         # All ranks have answered: none waits for another. Their background threads (MPI, Horovod) would go on polling.
-        for process in self._processes:
-            _signal(process.pid, signal.SIGSTOP)
-        self._stopped = True
+        if self._stops:
+            for process in self._processes:
+                _signal(process.pid, signal.SIGSTOP)
+            self._stopped = True
 
     def _resume(self) -> None:
         if self._stopped:
@@ -178,9 +158,30 @@ def _signal(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _cores(configuration: Configuration) -> Sequence[int]:
-    """The cores of the group: as many as it has threads in all, or all there are. Rank r gets the r-th (modulo)."""
-    available = sorted(os.sched_getaffinity(0))
-    if configuration.ranks == 1 and configuration.threads > 1:
-        return []  # one process of several threads is not pinned to one core
-    return available[: configuration.ranks]
+def under_mpirun(worker: Sequence[str], ranks: int) -> list[str]:
+    """The command that starts a worker ``ranks`` times through this environment's Open MPI."""
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    return [find_mpirun(), *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *worker]
+
+
+Answer = Callable[..., dict[str, Any]]
+
+
+def serve(rank: int, start: Callable[[], tuple[Answer, Callable[[], None]]]) -> None:
+    """One process of a group: calls ``start``, answers questions with the first thing it gave, ends with the second.
+
+    Between two questions it waits in a read.
+    """
+    host, port = os.environ["BENCH_ADDRESS"].split(":")
+    with socket.create_connection((host, int(port))) as connection, connection.makefile("rw") as stream:
+
+        def say(**facts: Any) -> None:
+            stream.write(json.dumps(facts) + "\n")
+            stream.flush()
+
+        say(token=os.environ["BENCH_TOKEN"], rank=rank, pid=os.getpid())
+        answer, end = start()
+        say(ready=True)
+        while question := json.loads(stream.readline() or "{}"):
+            say(**answer(**question))
+        end()

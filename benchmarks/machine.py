@@ -1,0 +1,24 @@
+"""Facts about the machine that is measured on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def free_memory_gb() -> float:
+    """Memory that new processes can have, in 10^9 bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1]) / 1e9
+    raise RuntimeError("/proc/meminfo does not tell MemAvailable")
+
+
+def machine() -> str:
+    """One line about where it was measured."""
+    name = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            break
+    return f"{len(os.sched_getaffinity(0))} cores ({name}), load {os.getloadavg()[0]:.1f} when it began"
