@@ -2,7 +2,8 @@
 # make test            all tests                      make test TF=2.15.1   with another TensorFlow
 # make oracle          the full matrix of plans against one device; writes docs/oracle.md
 # make bench           step times beside plain TensorFlow and Horovod; writes docs/benchmarks.md (BENCH_ARGS=...)
-# make horovod         builds Horovod for that TensorFlow (make bench does without it, with empty rows)
+# make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
+# make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
 # make lint            ruff and mypy                  make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
@@ -30,7 +31,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench horovod lint bazel clean setup build check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod lint bazel clean setup build check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -48,6 +49,11 @@ oracle: build
 
 bench: $(VENV)/.bench build
 	@$(RUN) -m benchmarks.step_time --out docs $(BENCH_ARGS)
+
+# MPICH in a folder of its own: its programs have the names of Open MPI's.
+bench-comm: $(VENV)/.bench build
+	@test -d $(VENV)/mpich || $(PIP) install --no-deps --ignore-installed --prefix $(VENV)/mpich mpich
+	@$(RUN) -m benchmarks.comm --out docs --mpich $(VENV)/mpich $(BENCH_ARGS)
 
 horovod: $(VENV)/.horovod
 

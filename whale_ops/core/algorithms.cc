@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kDirectBytes = 32 << 10;   // all-reduce up to this many bytes sent per rank: one exchange, no ring
 constexpr int64_t kSmallBytes = 64 << 10;    // all-gather, reduce-scatter below this: one exchange
-constexpr int64_t kChunkBytes = 512 << 10;   // fits the second-level cache, large enough to amortise a message
+constexpr int64_t kChunkBytes = 256 << 10;   // fits the second-level cache, large enough to amortise a message
 constexpr int64_t kMaxLanes = 4;             // chunks in flight
 constexpr int kPeersPerStep = 16;            // all-to-all: peers addressed at once
 

@@ -29,7 +29,8 @@ struct Local {
   std::vector<Slice> sources;
 };
 
-// All messages of a step are in flight together; `locals` run, in order, after all of them have completed.
+// All messages of a step are in flight together; `locals` run, in order, after all of them have completed. What arrives in
+// scratch memory is read by the locals of the same step only: it need not be copied there.
 struct Step {
   std::vector<Transfer> sends;
   std::vector<Transfer> recvs;

@@ -337,7 +337,7 @@ void Endpoint::finish(const std::shared_ptr<Operation>& operation, const Status&
     operation->request.owner.reset();
   } else {
     recorder_.add_failed(operation->record(now_ns()), status.message);
-    for (const Arrival& arrival : operation->take_early()) discard(arrival);
+    for (const Arrival& arrival : operation->take_unreceived()) discard(arrival);
   }
   done(status);
 }

@@ -108,6 +108,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void post_send(Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
                  const void* payload) override;
   void post_receive(Operation* operation, int lane, const Arrival& arrival, void* dst) override;
+  const void* view(const Arrival& arrival) override { return transport_->view(arrival); }
+  void discard(const Arrival& arrival) override;
 
   Status check(const Request& request) const;
   void push(Entry entry);
@@ -120,7 +122,6 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void fail_everything(const Status& status, bool tell_others);
   void peer_lost(int peer, const std::string& what);
   Status crossed() const;
-  void discard(const Arrival& arrival);
   void depart();
   void peer_left(int peer);
   void check_waits(int64_t now);

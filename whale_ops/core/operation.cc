@@ -223,7 +223,7 @@ void Operation::run_lane(MessageLink* link, int lane) {
   const Lane& steps = schedule_.lanes[lane];
   ++busy_;
   while (failure_.ok() && state.pending == 0) {
-    run_locals(steps[state.step]);
+    run_locals(link, steps[state.step], &state);
     if (++state.step == steps.size()) {
       state.pending = -1;
       --open_lanes_;
@@ -234,20 +234,30 @@ void Operation::run_lane(MessageLink* link, int lane) {
   --busy_;
 }
 
-void Operation::run_locals(const Step& step) {
+void Operation::run_locals(MessageLink* link, const Step& step, LaneState* lane) {
+  const auto readable = [&](const Slice& source) -> const void* {
+    if (source.buffer == Buffer::kScratch) {
+      for (const Seen& seen : lane->seen) {
+        if (seen.offset == source.offset) return seen.data;
+      }
+    }
+    return address(source);
+  };
   for (const Local& local : step.locals) {
     char* dst = address(local.dst);
     if (local.dst.count == 0 || (local.dst.buffer == Buffer::kOutput && request.output == nullptr)) continue;
     if (local.sources.size() == 1) {
-      const char* src = address(local.sources[0]);
+      const void* src = readable(local.sources[0]);
       if (src != dst) std::memmove(dst, src, static_cast<size_t>(local.dst.count * problem_.element_bytes));
       continue;
     }
     std::vector<const void*> sources;
     sources.reserve(local.sources.size());
-    for (const Slice& source : local.sources) sources.push_back(address(source));
+    for (const Slice& source : local.sources) sources.push_back(readable(source));
     reduce(request.dtype, request.reduction, dst, sources, static_cast<size_t>(local.dst.count));
   }
+  for (const Seen& seen : lane->seen) link->discard(seen.arrival);
+  lane->seen.clear();
 }
 
 void Operation::match(MessageLink* link, const Expected& expected, const Arrival& arrival) {
@@ -271,6 +281,12 @@ void Operation::match(MessageLink* link, const Expected& expected, const Arrival
   if (first_ns_ == 0) first_ns_ = now_ns();
   if (arrival.inlined) {
     if (arrival.header.bytes > 0) std::memcpy(dst, arrival.payload.data(), arrival.payload.size());
+    --lanes_[expected.lane].pending;
+    return;
+  }
+  const void* data = expected.slice.buffer == Buffer::kScratch ? link->view(arrival) : nullptr;
+  if (data != nullptr) {
+    lanes_[expected.lane].seen.push_back({expected.slice.offset, data, arrival});
     --lanes_[expected.lane].pending;
   } else {
     link->post_receive(this, expected.lane, arrival, dst);
@@ -301,6 +317,15 @@ void Operation::transferred(MessageLink* link, int lane) {
 
 bool Operation::waits_for(int peer) const {
   return std::any_of(expected_.begin(), expected_.end(), [&](const Expected& e) { return e.peer == peer; });
+}
+
+std::vector<Arrival> Operation::take_unreceived() {
+  std::vector<Arrival> arrivals = std::move(early_);
+  for (LaneState& lane : lanes_) {
+    for (Seen& seen : lane.seen) arrivals.push_back(std::move(seen.arrival));
+    lane.seen.clear();
+  }
+  return arrivals;
 }
 
 std::vector<int> Operation::awaited_peers() const {

@@ -59,6 +59,9 @@ class MessageLink {
   virtual void post_send(class Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
                          const void* payload) = 0;
   virtual void post_receive(class Operation* operation, int lane, const Arrival& arrival, void* dst) = 0;
+  // As in Transport.
+  virtual const void* view(const Arrival& arrival) = 0;
+  virtual void discard(const Arrival& arrival) = 0;
 
  protected:
   ~MessageLink() = default;
@@ -75,8 +78,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Whether a message from the peer is still to come.
   bool waits_for(int peer) const;
   std::vector<int> awaited_peers() const;
-  // Announced messages that came before they were waited for.
-  std::vector<Arrival> take_early() { return std::move(early_); }
+  // Announced messages that have not been received: they came before they were waited for, or are read in place.
+  std::vector<Arrival> take_unreceived();
 
   bool finished() const { return open_lanes_ == 0; }
   bool busy() const { return busy_ > 0; }
@@ -105,9 +108,16 @@ class Operation : public std::enable_shared_from_this<Operation> {
   int64_t ready_ns = 0;
 
  private:
+  // A payload that the step's locals read where it lies, instead of the scratch memory that it would be received into.
+  struct Seen {
+    int64_t offset;  // of that scratch memory
+    const void* data;
+    Arrival arrival;
+  };
   struct LaneState {
     size_t step = 0;
     int pending = 0;
+    std::vector<Seen> seen;
   };
   struct Expected {
     int lane;
@@ -120,7 +130,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   char* address(const Slice& slice) const;
   void post(MessageLink* link, int lane);
   void run_lane(MessageLink* link, int lane);
-  void run_locals(const Step& step);
+  void run_locals(MessageLink* link, const Step& step, LaneState* lane);
   void match(MessageLink* link, const Expected& expected, const Arrival& arrival);
 
   const int rank_;

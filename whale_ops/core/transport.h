@@ -56,7 +56,10 @@ class Transport {
                     TransportSink* sink) = 0;
   // Pulls the payload of an announced message into `dst`; sink.transferred(cookie) follows.
   virtual void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) = 0;
-  // Drops an announced message that no operation will take, so that its sender is not held up.
+  // Where the payload of an announced message can be read in place, until discard(arrival); null where it cannot, or where
+  // its sender would wait for that.
+  virtual const void* view(const Arrival& /* arrival */) { return nullptr; }
+  // Ends the use of an announced message that is not received: its sender is not held up.
   virtual void discard(const Arrival& arrival) = 0;
   // Reports what happened since the last call; true when anything did.
   virtual bool progress(TransportSink* sink) = 0;
