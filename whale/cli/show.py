@@ -1,34 +1,114 @@
-"""whale show: prints a saved plan."""
+"""whale show, explain, diff, check and trace: a saved plan on the screen, questioned, compared, as a timeline."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from whale.errors import PlanError
 
+if TYPE_CHECKING:
+    from whale.planner.planfile import PlanFile
+
 
 def add_to(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds the verbs to the command's parser."""
     verb = verbs.add_parser("show", help="print a saved plan", description="Prints a plan that `whale plan -o` wrote.")
     verb.add_argument("plan", help="the plan's JSON file")
     verb.set_defaults(call=call)
+    verb = verbs.add_parser(
+        "explain", help="say where a layer lies and why", description="One layer of a plan and what else would cost."
+    )
+    verb.add_argument("plan", help="the plan's JSON file")
+    verb.add_argument("layer", type=int, help="the layer's number, from 0")
+    verb.set_defaults(call=_explain)
+    verb = verbs.add_parser("diff", help="compare two plans", description="What differs between two saved plans.")
+    verb.add_argument("plan", help="a plan's JSON file")
+    verb.add_argument("other", help="another plan's")
+    verb.set_defaults(call=_diff)
+    verb = verbs.add_parser(
+        "check",
+        help="check a plan against a cluster",
+        description="Checks layers, rows, devices and memory of a plan, independently of the planner. The exit code is "
+        "1 if something is wrong.",
+    )
+    verb.add_argument("plan", help="the plan's JSON file")
+    verb.add_argument("--cluster", metavar="FILE", help="another cluster file than the plan's own")
+    verb.set_defaults(call=_check)
+    verb = verbs.add_parser(
+        "trace", help="write a plan's timeline", description="Writes the simulated timeline for ui.perfetto.dev."
+    )
+    verb.add_argument("plan", help="the plan's JSON file")
+    verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the trace, JSON")
+    verb.set_defaults(call=_trace)
 
 
 def call(given: argparse.Namespace) -> int:
-    """Runs the verb."""
-    from whale.ir.plan import load_plan
+    """Runs `whale show`."""
+    from whale.planner import planfile
+
+    data = _bytes(given.plan)
+    if planfile.is_spread(data):
+        from whale.planner.show import show
+
+        print(show(planfile.loads(data, given.plan)))
+        return 0
+    from whale.ir.plan import plan_from_json
     from whale.ir.text import format_plan
 
+    print(format_plan(plan_from_json(data)))
+    return 0
+
+
+def _bytes(path: str) -> bytes:
     try:
-        plan = load_plan(given.plan)
+        return Path(path).read_bytes()
     except OSError as error:
         raise PlanError(
             "the plan cannot be read",
-            given=given.plan,
+            given=path,
             reason=error.strerror,
             expected="a file that `whale plan -o` wrote",
             action="correct the path",
         ) from error
-    print(format_plan(plan))
+
+
+def _load(path: str) -> PlanFile:
+    from whale.planner import planfile
+
+    return planfile.loads(_bytes(path), path)
+
+
+def _explain(given: argparse.Namespace) -> int:
+    from whale.planner.show import explain
+
+    print(explain(_load(given.plan), given.layer))
+    return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from whale.planner.show import diff
+
+    print(diff(_load(given.plan), _load(given.other)))
+    return 0
+
+
+def _check(given: argparse.Namespace) -> int:
+    import msgspec
+
+    from cost_model import cluster
+
+    plan = _load(given.plan)
+    if given.cluster:
+        plan = msgspec.structs.replace(plan, cluster=cluster.read(given.cluster))
+    problems = plan.problems()
+    print("\n".join(problems) or f"good: {plan.spread.summary()}")
+    return 1 if problems else 0
+
+
+def _trace(given: argparse.Namespace) -> int:
+    from whale.planner.draw import trace
+
+    given.out.write_text(trace(_load(given.plan)))
     return 0

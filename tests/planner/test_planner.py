@@ -1,0 +1,165 @@
+"""The planner: against enumeration, against the simulator, its files and its answers when nothing fits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from benchmarks.planner.instances import enumerate_best, instance
+from cost_model import cluster
+from cost_model.describe import Parallel, Transformer
+from cost_model.predict import chunk_layers, predict
+from cost_model.stacks import stack
+from whale.cli import main
+from whale.errors import PlanError
+from whale.planner import ask, planfile
+from whale.planner.evaluate import check, evaluate
+from whale.planner.model import TransformerModel
+from whale.planner.pools import Machines
+from whale.planner.search import Limits, search
+from whale.planner.show import diff, explain, show
+from whale.planner.spread import Part, Spread, Stage
+from whale.planner.whale22 import algorithm_1, formula_1
+
+UNEQUAL = """
+name: unequal
+networks: {fabric: {type: infiniband-hdr-200}}
+hosts:
+  - {name: new, devices: [{type: v100-sxm2-16gb, count: 8}], networks: {fabric: {nics: 1}}}
+  - {name: old, devices: [{type: p100-pcie-16gb, count: 8}], networks: {fabric: {nics: 1}}}
+"""
+SMALL = "gpt:layers=24,hidden=1024,heads=16,sequence=512,vocabulary=30720,batch=256"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model, batch = ask.describe(SMALL)
+    return ask.plan(cluster.parse(UNEQUAL), batch, model)
+
+
+@pytest.mark.parametrize("seed", [4, 6, 7, 8])
+def test_nothing_is_faster_than_what_is_found_for_few_devices(seed):
+    one = instance(seed)
+    model = one.model()
+    found = search(model, model.machines, one.batch, Limits(zero=0, budget_s=60))
+    assert check(model, model.machines, found.spread, one.batch) == []
+    best_s, better, _ = enumerate_best(one, 0, found.evaluation.step_s)
+    assert better is None or found.evaluation.step_s <= 1.03 * best_s
+    assert found.bound_s <= found.evaluation.step_s
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Parallel(data=4, micro_batch=2, global_batch=16),
+        Parallel(tensor=8, pipeline=2, data=2, micro_batch=2, global_batch=32, recompute="full"),
+        Parallel(tensor=2, pipeline=4, data=4, chunks=2, global_batch=64, recompute="selective", zero=1),
+    ],
+)
+def test_equal_stages_cost_what_the_cost_model_says(p):
+    t = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
+    software = stack("megatron-2022")
+    machines = Machines(
+        cluster.parse(
+            "name: c\nnetworks: {f: {type: infiniband-hdr-200}}\n"
+            "hosts: [{name: h, count: 4, devices: [{type: a100-sxm-80gb, count: 8}], networks: {f: {nics: 8}}}]"
+        )
+    )
+    ends = [0]
+    for length in chunk_layers(t.layers, p.pipeline, p.chunks):
+        ends.append(ends[-1] + length)
+    stages = tuple(
+        Stage(
+            tuple((ends[c * p.pipeline + s], ends[c * p.pipeline + s + 1]) for c in range(p.chunks)),
+            (Part(0, p.tensor, p.data, p.micro_batch),),
+        )
+        for s in range(p.pipeline)
+    )
+    spread = Spread(stages, p.micro_batches, p.recompute, zero=p.zero)
+    found = evaluate(TransformerModel(t, software, machines), machines, spread)
+    expected = predict(t, p, software, machines.cluster)
+    assert found.step_s == pytest.approx(expected.step_s)
+    assert max(m.total_bytes for s in found.stages for m in s.memory) == pytest.approx(expected.peak_bytes)
+
+
+def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):
+    data = planfile.dumps(plan)
+    assert planfile.loads(data) == plan
+    assert planfile.dumps(planfile.loads(data)) == data
+    raw = msgspec.json.decode(data)
+    newer = {**raw, "format_version": "1.9", "more": 1}
+    assert planfile.loads(msgspec.json.encode(newer)).spread == plan.spread
+    with pytest.raises(PlanError, match="another format"):
+        planfile.loads(msgspec.json.encode({**raw, "format_version": "2.0"}))
+
+
+def test_the_checker_finds_what_is_wrong(plan):
+    assert plan.problems() == []
+    s = plan.spread
+    assert "rows of a batch" in msgspec.structs.replace(plan, batch=plan.batch + 1).problems()[0]
+    short = msgspec.structs.replace(s, stages=(Stage(((0, 3),), s.stages[0].parts), *s.stages[1:]))
+    assert "do not make up" in msgspec.structs.replace(plan, spread=short).problems()[0]
+    one_host = msgspec.structs.replace(plan.cluster, hosts=plan.cluster.hosts[:1])
+    pools = {p.pool for stage in s.stages for p in stage.parts}
+    many = Part(0, 1, 9, 1)
+    crowded = msgspec.structs.replace(s, stages=(Stage(((0, 24),), (many,)),), micro_batches=1)
+    assert pools <= {0, 1}
+    assert "9 devices" in " ".join(msgspec.structs.replace(plan, spread=crowded, cluster=one_host).problems())
+
+
+def test_plans_print(plan, capsys, tmp_path):
+    text = show(plan)
+    assert text.splitlines()[-1].startswith("Plan: ") and "alternatives that lost" in text
+    assert "lies in stage" in explain(plan, 3)
+    assert diff(plan, plan) == "The plans are equal."
+    path = tmp_path / "p.json"
+    planfile.save(plan, path)
+    for verb in (["show"], ["check"], ["explain", "0"], ["trace", "-o", str(tmp_path / "t.json")]):
+        assert main([verb[0], str(path), *verb[1:]]) == 0
+    assert msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
+
+
+def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
+    model, _ = ask.describe("gpt:layers=96,hidden=12288,heads=96")
+    with pytest.raises(PlanError) as error:
+        ask.plan(cluster.parse(UNEQUAL), 8, model)
+    assert "binds" in error.value.facts and "layers instead of 96" in str(error.value)
+
+
+def test_what_is_fixed_stays_fixed():
+    model, batch = ask.describe(SMALL)
+    fixed = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))
+    assert len(fixed.spread.stages) == 4 and fixed.spread.recompute == "full"
+    with pytest.raises(PlanError, match="cannot be fixed"):
+        ask.limits(["colour=4"])
+
+
+def test_shares_as_published():
+    # V100 and P100 at 15.7 and 9.3 TFLOP/s: 0.59 of the rows, as in the paper's data-parallel case.
+    shares = formula_1(1024, [15.7e12] * 8 + [9.3e12] * 8)
+    assert sum(shares) == 1024 and set(shares[:8]) <= {80, 81} and set(shares[8:]) <= {47, 48}
+    # A device whose memory holds 60 rows only gives the others the rest.
+    moved = algorithm_1([80, 47], [15.7, 9.3], 1.0, 0.0, [60.0, 100.0])
+    assert moved == [60, 67]
+    assert algorithm_1([80, 47], [15.7, 9.3], 1.0, 0.0, [60.0, 60.0]) is None
+
+
+def test_a_profile_is_planned(tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "batch: 8\nlayers: [{name: a, count: 4, parameters: 1000000, output_bytes: 100000}]\nmeasured:\n"
+        + "".join(
+            f"  - {{layer: a, device: {device}, micro_batch: {rows},"
+            f" forward_s: {t * rows}, backward_s: {2 * t * rows}}}\n"
+            for device, t in (("v100-sxm2-16gb", 0.001), ("p100-pcie-16gb", 0.0017))
+            for rows in (1, 8)
+        )
+    )
+    where = tmp_path / "c.yaml"
+    where.write_text(UNEQUAL.replace("count: 8", "count: 1"))
+    out = tmp_path / "p.json"
+    assert main(["plan", "--profile", str(path), "--cluster", str(where), "-o", str(out)]) == 0
+    found = planfile.load(out)
+    assert found.spread.ranks == 2
+    # 5 and 3 rows of 4 layers: the slower device needs 3 x 4 x 5.1 ms.
+    assert found.predicted.compute_s == pytest.approx(0.0612)

@@ -1,0 +1,90 @@
+"""From what a person writes (`gpt:layers=96,hidden=12288,...`, a profile, a cluster) to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgspec
+
+from cost_model.cluster import Cluster
+from cost_model.describe import Transformer
+from cost_model.stacks import stack
+from whale.errors import PlanError
+
+from .model import Model, TransformerModel
+from .planfile import PlanFile, of_search
+from .pools import Machines
+from .search import Limits, search
+from .tables import Table, TableModel
+
+SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
+DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
+
+
+def describe(text: str) -> tuple[Transformer, int | None]:
+    """`gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`.
+
+    Returns: the transformer, and the batch where the text names one.
+    """
+    family, _, rest = text.partition(":")
+    names = [f.name for f in msgspec.structs.fields(Transformer)]
+    example = "gpt:layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=51200,batch=1536"
+    if family != "gpt":
+        raise PlanError("there is no such kind of model", given=text, expected=example)
+    values: dict[str, int] = dict(DEFAULTS)
+    for part in filter(None, rest.split(",")):
+        name, _, number = part.partition("=")
+        name = SHORT.get(name.strip(), name.strip())
+        if name not in (*names, "batch") or not number.strip().isdigit():
+            raise PlanError("a description cannot be read", given=part, expected=example)
+        values[name] = int(number)
+    batch = values.pop("batch", None)
+    if missing := [n for n in ("layers", "hidden", "heads") if n not in values]:
+        raise PlanError("a description lacks something", given=text, expected=", ".join(missing))
+    return Transformer(**values), batch
+
+
+def plan(
+    cluster: Cluster,
+    batch: int,
+    transformer: Transformer | None = None,
+    table: Table | None = None,
+    software: str = "megatron-2022",
+    limits: Limits | None = None,
+    planner: str = "whale",
+) -> PlanFile:
+    """The best plan for a model by description or by measured tables.
+
+    Raises:
+        PlanError: nothing fits (and what would), or a description cannot be followed.
+    """
+    machines = Machines(cluster)
+    model: Model
+    if transformer is not None:
+        model = TransformerModel(transformer, stack(software), machines)
+    elif table is not None:
+        model = TableModel(table, stack(software), machines)
+    else:
+        raise PlanError("there is nothing to plan", expected="a description or a profile")
+    if planner == "whale22":
+        from .whale22 import plan22
+
+        found = plan22(model, machines, batch)
+    elif planner == "whale":
+        found = search(model, machines, batch, limits)
+    else:
+        raise PlanError("there is no such planner", given=planner, expected="whale or whale22")
+    return of_search(found, cluster, software, batch, transformer, table, planner)
+
+
+def limits(fixed: list[str], budget_s: float = 10.0) -> Limits:
+    """What `--set name=value` fixes."""
+    names = {f.name for f in fields(Limits)} - {"budget_s", "exact_units"}
+    values: dict[str, int | str] = {}
+    for one in fixed:
+        name, _, value = one.partition("=")
+        wrong = name not in names or (name != "recompute" and not value.isdigit())
+        if wrong or (name == "recompute" and value not in ("none", "selective", "full")):
+            raise PlanError("this cannot be fixed", given=one, expected=", ".join(f"{n}=..." for n in sorted(names)))
+        values[name] = value if name == "recompute" else int(value)
+    return Limits(**values, budget_s=budget_s)  # type: ignore[arg-type]

@@ -1,0 +1,266 @@
+"""What a spread costs: memory of every stage, and the step's time, by simulating its schedule.
+
+The search asks for `stage_cost` of many stages and for few whole evaluations. For spreads of equal stages the result
+is that of `cost_model.predict`, which a test compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cost_model.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from cost_model.compute import rates_of
+from cost_model.memory import BASE_BYTES, CHANNEL_BYTES, WORKSPACE_BYTES, Footprint, state_bytes
+from cost_model.schedules import live_micro_batches, schedule
+from cost_model.simulate import Tasks, Timeline, simulate
+
+from .model import Layers, Model
+from .pools import Machines
+from .spread import Part, Spread
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage takes: seconds of its passes (per chunk, sends included), of the end of the step, and memory.
+
+    Attributes:
+        busy_s: of one micro-batch, all chunks, without sends.
+        limiting: number of the part whose passes are the longest.
+        memory: of each part; lacking_bytes: by how much the worst part does not fit (negative: what is left).
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    send_s: float
+    reduce_s: float
+    update_s: float
+    limiting: int
+    memory: tuple[Footprint, ...]
+    lacking_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A spread's predicted step.
+
+    Attributes:
+        step_s: all of it; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the last pass.
+        lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
+    """
+
+    step_s: float
+    compute_s: float
+    send_s: float
+    bubble_s: float
+    reduce_s: float
+    update_s: float
+    lacking_bytes: float
+    stages: tuple[StageCost, ...]
+    busiest: int
+    tasks: Tasks
+    timeline: Timeline
+
+    @property
+    def fits(self) -> bool:
+        return self.lacking_bytes <= 0
+
+
+def layers_of(model: Model, spread: Spread, part: Part, ranks: int) -> Layers:
+    return model.layers(part.pool, part.tensor, part.rows, spread.recompute, spread.sequence_parallel, ranks)
+
+
+def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], parameters: list[float], zero: int) -> float:
+    """Seconds to sum the gradients of a stage over its replicas; of the part that takes longest."""
+    if sum(part.replicas for part in parts) == 1:
+        return 0.0
+    stack = model.stack
+    group = machines.data_group(tuple((part.pool, part.tensor, part.replicas) for part in parts))
+    found = 0.0
+    for part, own in zip(parts, parameters):
+        entry = machines.pools[part.pool].entry
+        gradient_bytes = stack.gradient_bytes * own
+        if zero >= 1:
+            seconds = reduce_scatter_s(group, gradient_bytes) + all_gather_s(group, 2.0 * own)
+        else:
+            seconds = all_reduce_s(group, gradient_bytes)
+        per_byte_s = 1.0 / rates_of(entry.device, stack.dtype, entry.share).memory_bytes_per_s
+        found = max(found, seconds + stack.gradient_copy_bytes * own * per_byte_s)
+    return found
+
+
+def part_memory(
+    layers: Layers, ranges: tuple[tuple[int, int], ...], part: Part, replicas: int, live: int, zero: int, stages: int
+) -> Footprint:
+    """The bytes of one rank of a part; `live` chunks of micro-batches are held at the schedule's peak."""
+    parameters = layers.parameters_of(ranges)
+    held, gradients, optimizer = state_bytes(parameters, zero, replicas)
+    each = sum(layers.held_bytes[high] - layers.held_bytes[low] for low, high in ranges) / len(ranges)
+    activations = live * each + layers.working_bytes
+    if ranges[-1][1] == len(layers.parameters) - 1:
+        activations += layers.last_bytes
+    groups = (part.tensor > 1) + (replicas > 1) + (stages > 1)
+    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, groups * CHANNEL_BYTES, BASE_BYTES)
+
+
+def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
+    """The cost of stage `index`, whose schedule holds `live` chunks of micro-batches at its peak."""
+    stages = spread.stages
+    stage = stages[index]
+    last = len(stages) * spread.chunks - 1
+    costs = [layers_of(model, spread, part, ranks) for part in stage.parts]
+    sends = [0.0, 0.0]  # to the next stage, to the one before
+    for way, other in enumerate((index + 1, index - 1)):
+        if len(stages) == 1:
+            break
+        neighbour = stages[other % len(stages)].parts
+        cut = min(model.count - 1, max(1, stage.layers[0][1 - way]))
+        for part in stage.parts:
+            path = min(machines.send_path(part.pool, peer.pool, stage.ranks) for peer in neighbour)
+            sends[way] = max(sends[way], model.send_s(cut, part.tensor, part.rows, spread.sequence_parallel, path))
+    forwards, backwards, limiting = [], [], 0
+    longest = -1.0
+    for chunk, (low, high) in enumerate(stage.layers):
+        at = chunk * len(stages) + index
+        ahead = [one.forward(low, high) for one in costs]
+        back = [one.backward(low, high) for one in costs]
+        forwards.append(max(ahead) + (sends[0] if at < last else 0.0))
+        backwards.append(max(back) + (sends[1] if at > 0 else 0.0))
+        if (most := max(a + b for a, b in zip(ahead, back))) > longest:
+            longest, limiting = most, [a + b for a, b in zip(ahead, back)].index(most)
+    parameters = [one.parameters_of(stage.layers) for one in costs]
+    reduce_s = reduction_s(model, machines, stage.parts, parameters, spread.zero)
+    stack = model.stack
+    if stack.hides_data_parallel:
+        shortest = min(backwards) - sends[1]
+        reduce_s = max(reduce_s / max(1, stage.count), reduce_s - shortest)
+    update_s = 0.0
+    for part, one, own in zip(stage.parts, costs, parameters):
+        entry = machines.pools[part.pool].entry
+        if one.update_s is not None:
+            update_s = max(update_s, sum(one.update_s[high] - one.update_s[low] for low, high in stage.layers))
+            continue
+        own /= stage.replicas if spread.zero >= 1 else 1
+        rate = rates_of(entry.device, stack.dtype, entry.share).memory_bytes_per_s
+        host_s = (one.tensors * stage.count + 4) * stack.update_kernels * stack.host_us * 1e-6
+        update_s = max(update_s, stack.optimizer_bytes * own / rate, host_s)
+    memory = tuple(
+        part_memory(one, stage.layers, part, stage.replicas, live, spread.zero, len(stages))
+        for part, one in zip(stage.parts, costs)
+    )
+    lacking = max(f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts))
+    return StageCost(
+        tuple(forwards), tuple(backwards), sends[0] + sends[1], reduce_s, update_s, limiting, memory, lacking
+    )
+
+
+def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
+    """Simulates one step."""
+    stages, chunks, count = len(spread.stages), spread.chunks, spread.micro_batches
+    orders = schedule(spread.schedule, stages, chunks, count)
+    ranks = spread.ranks
+    live_of: dict[int, int] = {}
+    costs = []
+    for index in range(stages):
+        live = live_of.setdefault(index, live_micro_batches(orders[index]))
+        costs.append(stage_cost(model, machines, spread, index, live, ranks))
+    tasks = _tasks(spread, orders, costs)
+    timeline = simulate(tasks)
+    ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
+    ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
+    if stages > 1 and model.tied_parameters:
+        ready_s += _tied_s(model, machines, spread)
+    update_s = max(one.update_s for one in costs)
+    step_s = ready_s + update_s + model.stack.step_ms * 1e-3
+    busiest = max(range(stages), key=lambda s: timeline.busy_s[s])
+    own = costs[busiest]
+    sent = count * _sent(own, spread, busiest)
+    return Evaluation(
+        step_s=step_s,
+        compute_s=timeline.busy_s[busiest] - sent,
+        send_s=sent,
+        bubble_s=timeline.total_s - timeline.busy_s[busiest],
+        reduce_s=ready_s - timeline.total_s,
+        update_s=step_s - ready_s,
+        lacking_bytes=max(one.lacking_bytes for one in costs),
+        stages=tuple(costs),
+        busiest=busiest,
+        tasks=tasks,
+        timeline=timeline,
+    )
+
+
+def _sent(cost: StageCost, spread: Spread, index: int) -> float:
+    """Seconds of sends of one micro-batch."""
+    return 0.0 if len(spread.stages) == 1 else cost.send_s * spread.chunks
+
+
+def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
+    """The sum of the gradients of what the first and the last stage share."""
+    first, last = spread.stages[0].parts[0], spread.stages[-1].parts[0]
+    pool = machines.pools[first.pool]
+    apart = first.pool != last.pool or spread.stages[0].ranks * (len(spread.stages) - 1) >= pool.on_host
+    pair = machines.pair(first.pool, last.pool, first.tensor, apart)
+    tensor = min(first.tensor, last.tensor)
+    return all_reduce_s(pair, model.stack.gradient_bytes * model.tied_parameters / tensor)
+
+
+def _tasks(spread: Spread, orders: list[list[tuple[int, int, bool]]], costs: list[StageCost]) -> Tasks:
+    """One task per pass on its stage's stream, in the order of the schedule."""
+    tasks = Tasks()
+    stages, last, count = len(spread.stages), len(spread.stages) * spread.chunks - 1, spread.micro_batches
+    forward, back = [0] * (count * (last + 1)), [0] * (count * (last + 1))
+    number = 0
+    for stage, order in enumerate(orders):
+        for chunk, micro_batch, backward in order:
+            (back if backward else forward)[(chunk * stages + stage) * count + micro_batch] = number
+            number += 1
+    for stage, order in enumerate(orders):
+        cost = costs[stage]
+        held = cost.memory[cost.limiting].activations_bytes / max(1, live_micro_batches(order))
+        tasks.resource += [stage] * len(order)
+        tasks.seconds += [(cost.backward_s if b else cost.forward_s)[chunk] for chunk, _, b in order]
+        tasks.held_bytes += [-held if b else held for _, _, b in order]
+        for chunk, micro_batch, backward in order:
+            part = chunk * stages + stage
+            at = part * count + micro_batch
+            if not backward:
+                tasks.after.append((forward[at - count],) if part else ())
+            else:
+                tasks.after.append((forward[at],) if part == last else (back[at + count],))
+    return tasks
+
+
+def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:
+    """What is wrong with a spread, independently of the search: layers, devices, rows. Empty: nothing."""
+    wrong = []
+    ranges = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(spread.stages))]
+    if [low for low, _ in ranges] + [model.count] != [0] + [high for _, high in ranges]:
+        wrong.append(f"the stages' layers {ranges} do not make up the model's {model.count}")
+    if any(high <= low for low, high in ranges):
+        wrong.append("a stage has no layer")
+    for index, stage in enumerate(spread.stages):
+        if stage.rows * spread.micro_batches != batch:
+            wrong.append(f"stage {index} has {stage.rows} x {spread.micro_batches} rows of a batch of {batch}")
+        if any(part.rows < 1 or part.replicas < 1 for part in stage.parts):
+            wrong.append(f"stage {index} has an empty part")
+    for pool in machines.pools:
+        used = [part for stage in spread.stages for part in stage.parts if part.pool == pool.number]
+        if sum(part.ranks for part in used) > pool.devices:
+            wrong.append(f"{sum(p.ranks for p in used)} devices of {pool.name}, which has {pool.devices}")
+        free = [pool.per_host] * pool.hosts if pool.hosts <= 64 else None
+        for part in sorted(used, key=lambda p: -p.tensor):
+            if part.tensor > pool.per_host:
+                wrong.append(f"a tensor-parallel group of {part.tensor} on hosts of {pool.per_host}: {pool.name}")
+            elif free is not None and not _take(free, part):
+                wrong.append(f"no room for {part.replicas} groups of {part.tensor} on {pool.name}")
+    return wrong
+
+
+def _take(free: list[int], part: Part) -> bool:
+    left = part.replicas
+    for host, room in enumerate(free):
+        taken = min(left, room // part.tensor)
+        free[host] -= taken * part.tensor
+        left -= taken
+    return left == 0

@@ -1,0 +1,494 @@
+"""The search: many spreads are ordered by an estimate, the best are cut into stages, the best of those are simulated.
+
+Families of spreads, which together hold what is known to be good:
+
+* pure: every stage lies on one pool, all stages have equally many replicas; pools give stages in proportion to speed;
+* mixed: every stage has replicas of several pools, whose rows are divided by their speed (one stage: data parallelism
+  over unequal devices);
+* exact: for few devices, every assignment of devices to stages (see `whale.planner.exact`).
+
+Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
+reduction. Repeated layers are looked at once. What the estimate favours is cut by `whale.planner.cut`, then simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cost_model.predict import chunk_layers
+from whale.errors import PlanError
+
+from .cut import Chain
+from .evaluate import Evaluation, evaluate, reduction_s
+from .model import Layers, Model
+from .pools import Machines
+from .shares import shares
+from .spread import Part, Spread, Stage
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user has fixed; None: free.
+
+    `budget_s`: seconds for the search; the best spread so far is returned.
+    """
+
+    stages: int | None = None
+    tensor: int | None = None
+    data: int | None = None
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    recompute: str | None = None
+    zero: int | None = None
+    chunks: int | None = None
+    budget_s: float = 10.0
+    exact_units: int = 8
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A spread before its layers are cut: estimated seconds, the ranks of its stages, its settings."""
+
+    estimate_s: float
+    kinds: tuple[tuple[tuple[Part, ...], int], ...]  # (parts, so many stages), in order
+    settings: Spread
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What alternatives are told apart by: stages, largest tensor degree, replicas."""
+        parts = self.kinds[0][0]
+        return self.stages, max(p.tensor for p in parts), sum(p.replicas for p in parts)
+
+
+@dataclass
+class Found:
+    """What the search found: the best spread, others with what they cost, and how it went."""
+
+    spread: Spread
+    evaluation: Evaluation
+    others: list[tuple[Spread, Evaluation]]
+    misfits: list[tuple[Spread, Evaluation]]
+    estimated: int
+    simulated: int
+    seconds: float
+    bound_s: float
+    exhausted: bool
+
+
+@dataclass
+class _Best:
+    entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
+    seen: set[Spread] = field(default_factory=set)
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def stage_counts(layers: int, most: int) -> list[int]:
+    """Numbers of stages worth trying: for every number of layers per stage the fewest stages, and the most."""
+    most = min(most, layers)
+    return sorted({-(-layers // n) for n in range(1, layers + 1) if -(-layers // n) <= most} | {most})
+
+
+class Search:
+    """One search for a model on a cluster with a fixed global batch."""
+
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
+        self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
+        self.started = time.monotonic()
+        self.ranks = machines.devices
+        self.simulated = 0
+        self.kept = _Best()
+        self.misfits: list[tuple[Spread, Evaluation]] = []
+        zero = limits.zero
+        self.zero = 1 if zero is None else zero
+        # With few devices, what a stage may lie on: (devices of each pool, parts), by micro-batches and recompute.
+        self.choices: dict[tuple[int, str, bool], list[tuple[tuple[int, ...], tuple[Part, ...]]]] = {}
+        self.each: dict[tuple[int, int, int, str, bool], tuple[Layers, float, float]] = {}
+
+    def late(self, part: float = 1.0) -> bool:
+        return time.monotonic() - self.started > part * self.limits.budget_s
+
+    # -- costs ------------------------------------------------------------------------------------------------------
+
+    def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[Layers, float, float]:
+        """(costs, seconds of all layers' passes, seconds of one layer in the middle)."""
+        key = (pool, tensor, rows, *how)
+        if key not in self.each:
+            one = self.model.layers(pool, tensor, rows, *how, self.ranks)
+            count = self.model.count
+            total = one.forward(0, count) + one.backward(0, count)
+            self.each[key] = one, total, total / count
+        return self.each[key]
+
+    def rows_of(self, pool: int, tensor: int) -> list[int]:
+        known = self.model.row_choices(pool, tensor)
+        return known if known is not None else list(range(1, min(self.batch, 128) + 1))
+
+    def recomputes(self) -> list[tuple[str, bool]]:
+        found = self.model.recomputes()
+        wanted = self.limits.recompute
+        return [one for one in found if wanted is None or one[0] == wanted]
+
+    def tensors(self, pool: int) -> list[int]:
+        found = self.model.tensor_degrees(pool)
+        return [d for d in found if self.limits.tensor in (None, d)]
+
+    def settings(self, micro_batches: int, how: tuple[str, bool]) -> Spread:
+        recompute, sequence_parallel = how
+        return Spread((), micro_batches, recompute, sequence_parallel, self.zero)  # type: ignore[arg-type]
+
+    def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> float:
+        """Seconds of the reduction and the update of one of so many equal stages."""
+        costs = [self.whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
+        own = [(one.parameters[-1] - one.twice) / stages for one in costs]
+        reduce_s = reduction_s(self.model, self.machines, parts, own, self.zero)
+        replicas = sum(p.replicas for p in parts) if self.zero >= 1 else 1
+        update_s = 0.0
+        for part, one, parameters in zip(parts, costs, own):
+            if one.update_s is not None:
+                update_s = max(update_s, one.update_s[-1] / stages)
+                continue
+            device = self.machines.pools[part.pool].device
+            rate = device.memory_bytes_per_s * self.machines.pools[part.pool].entry.share
+            update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
+        return reduce_s + update_s
+
+    # -- candidates -------------------------------------------------------------------------------------------------
+
+    def pure(self) -> Iterator[Candidate]:
+        """Stages on one pool each, all with the same number of replicas and rows."""
+        pools, limits = self.machines.pools, self.limits
+        sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
+        if len(sets) > 31:  # of many pools: each alone, and all
+            sets = [s for s in sets if len(s) in (1, len(pools))]
+        for chosen in sets:
+            degrees = [self.tensors(k) for k in chosen]
+            if not all(degrees):
+                continue
+            for tensors in self._combinations(degrees):
+                rows_known = [set(self.rows_of(k, t)) for k, t in zip(chosen, tensors)]
+                units = [pools[k].units(t) for k, t in zip(chosen, tensors)]
+                for rows in sorted(set.intersection(*rows_known)):
+                    if self.batch % rows or limits.micro_batch not in (None, rows):
+                        continue
+                    yield from self._pure_of(chosen, tensors, units, rows)
+
+    def _combinations(self, degrees: list[list[int]]) -> list[tuple[int, ...]]:
+        if len(degrees) <= 2:
+            return list(itertools.product(*degrees))
+        alike = [(d,) * len(degrees) for d in sorted(set.intersection(*map(set, degrees)))]
+        # Otherwise neighbours: degrees that differ by at most a factor of two or four.
+        near = [c for c in itertools.product(*degrees) if max(c) <= 4 * min(c)] if len(degrees) <= 3 else []
+        return list(dict.fromkeys(alike + near))
+
+    def _pure_of(
+        self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
+    ) -> Iterator[Candidate]:
+        limits, count = self.limits, self.model.count
+        for how in self.recomputes():
+            per_layer = [self.whole(k, t, rows, how)[2] for k, t in zip(chosen, tensors)]
+            order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
+            for data in divisors(self.batch // rows):
+                if data > max(units) or limits.data not in (None, data):
+                    continue
+                micro_batches = self.batch // rows // data
+                if limits.micro_batches not in (None, micro_batches):
+                    continue
+                most = [u // data for u in units]
+                if len(chosen) > 1 and min(most) == 0:
+                    continue
+                settings = self.settings(micro_batches, how)
+                after_s: dict[int, float] = {}
+                for stages in stage_counts(count, sum(most)):
+                    if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
+                        continue
+                    left, own = stages, [0] * len(chosen)
+                    for i in order:
+                        own[i] = min(left, most[i])
+                        left -= own[i]
+                    if 0 in own:
+                        continue
+                    speed = sum(n / c for n, c in zip(own, per_layer))
+                    slowest = max(count / speed, min(per_layer) if stages > 1 else 0.0)
+                    if len(chosen) == 1:
+                        slowest = max(slowest, per_layer[0] * -(-(count + 0.0) // stages))
+                    if stages not in after_s:
+                        part = Part(chosen[0], tensors[0], data, rows)
+                        after_s[stages] = self.after_s((part,), how, stages)
+                    kinds = tuple(((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen))
+                    for chunks in self._chunks(stages, micro_batches, len(chosen)):
+                        wait_s = (stages - 1) * slowest / chunks
+                        yield Candidate(micro_batches * slowest + wait_s + after_s[stages], kinds, settings, chunks)
+
+    def _by_memory(self, chosen: Sequence[int]) -> list[int]:
+        """First stages hold the most activations: the devices with the most memory come first."""
+        return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
+
+    def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
+        limits, count = self.limits, self.model.count
+        if limits.chunks is not None:
+            return [limits.chunks]
+        if stages == 1 or pools > 1 or micro_batches % stages:
+            return [1]
+        return [v for v in (1, 2, 4, 8) if count % (stages * v) == 0]
+
+    def mixed(self) -> Iterator[Candidate]:
+        """Stages that are all alike, each with replicas of all pools, rows by speed."""
+        pools, limits, count = self.machines.pools, self.limits, self.model.count
+        sets = [tuple(range(len(pools)))]
+        if 2 < len(pools) <= 5:
+            sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
+        for chosen in sets:
+            degrees = [self.tensors(k) for k in chosen]
+            if not all(degrees):
+                continue
+            for tensors in self._combinations(degrees):
+                units = [pools[k].units(t) for k, t in zip(chosen, tensors)]
+                if min(units) == 0:
+                    continue
+                for stages in stage_counts(count, min(units)):
+                    if limits.stages not in (None, stages):
+                        continue
+                    kinds = tuple((k, t, u // stages) for k, t, u in zip(chosen, tensors, units))
+                    yield from self._mixed_of(kinds, stages)
+
+    def _mixed_of(self, kinds: tuple[tuple[int, int, int], ...], stages: int) -> Iterator[Candidate]:
+        limits, replicas = self.limits, sum(k[2] for k in kinds)
+        if limits.data not in (None, replicas):
+            return
+        most = [self.rows_of(pool, tensor)[-1] for pool, tensor, _ in kinds]
+        least = max(self.rows_of(pool, tensor)[0] for pool, tensor, _ in kinds)
+        for micro_batches in divisors(self.batch):
+            rows = self.batch // micro_batches
+            if limits.micro_batches not in (None, micro_batches) or rows > sum(k[2] * m for k, m in zip(kinds, most)):
+                continue
+            if micro_batches < stages and micro_batches * 4 < stages:
+                continue
+            if rows < replicas and (micro_batches > 1 or stages > 1):
+                continue
+            for how in self.recomputes():
+                parts = shares(kinds, rows, lambda p, t, n, how=how: self.whole(p, t, n, how)[1], most)
+                if parts is None or any(p.rows < least for p in parts):
+                    continue
+                if limits.micro_batch is not None and any(p.rows != limits.micro_batch for p in parts):
+                    continue
+                slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
+                after_s = self.after_s(parts, how, stages)
+                estimate_s = (micro_batches + stages - 1) * slowest + after_s
+                yield Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how))
+
+    # -- from candidates to spreads ---------------------------------------------------------------------------------
+
+    def build(self, one: Candidate) -> Spread | None:
+        """The candidate's layers cut; None where it does not fit into memory."""
+        kinds = [parts for parts, count in one.kinds for _ in range(count)]
+        if one.chunks > 1:
+            return self.interleaved(kinds, one)
+        chain = Chain(self.model, self.machines, kinds, one.settings, self.ranks)
+        ends = chain.best()
+        return None if ends is None else chain.spread(ends)
+
+    def interleaved(self, kinds: list[tuple[Part, ...]], one: Candidate) -> Spread:
+        lengths = chunk_layers(self.model.count, len(kinds), one.chunks)
+        ends = list(itertools.accumulate(lengths))
+        cuts = [0, *ends]
+        stages = tuple(
+            Stage(tuple((cuts[c * len(kinds) + s], cuts[c * len(kinds) + s + 1]) for c in range(one.chunks)), kind)
+            for s, kind in enumerate(kinds)
+        )
+        s = one.settings
+        return Spread(stages, s.micro_batches, s.recompute, s.sequence_parallel, s.zero)
+
+    def even(self, one: Candidate) -> Spread:
+        """The candidate with equally many layers per stage, whether it fits or not."""
+        kinds = [parts for parts, count in one.kinds for _ in range(count)]
+        return self.interleaved(kinds, one)
+
+    def consider(self, spread: Spread) -> float:
+        """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
+        if spread in self.kept.seen:
+            return float("inf")
+        self.kept.seen.add(spread)
+        found = evaluate(self.model, self.machines, spread)
+        self.simulated += 1
+        if not found.fits:
+            self.misfits.append((spread, found))
+            return float("inf")
+        self.kept.entries.append((found.step_s, spread, found))
+        return found.step_s
+
+    @property
+    def best(self) -> tuple[float, Spread, Evaluation]:
+        return min(self.kept.entries, key=lambda e: e[0])
+
+    def improve(self, spread: Spread, seconds: float, wide: bool) -> None:
+        """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
+        if spread.chunks > 1:
+            return
+        few = self.ranks <= self.limits.exact_units
+        while True:
+            best = spread, seconds
+            others = neighbours(spread, few)
+            for other in itertools.chain(others, self._other_ranks(spread)) if wide else others:
+                if self.late():
+                    break
+                if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - 1e-9):
+                    best = other, took
+            if best[0] is spread:
+                return
+            spread, seconds = best
+
+    def _other_ranks(self, spread: Spread) -> Iterator[Spread]:
+        """The spread with other ranks for one stage, of those it has and those that no stage has."""
+        choices = self.choices.get((spread.micro_batches, spread.recompute, spread.sequence_parallel), [])
+        free = [pool.devices for pool in self.machines.pools]
+        for part in (p for stage in spread.stages for p in stage.parts):
+            free[part.pool] -= part.ranks
+        for at, stage in enumerate(spread.stages):
+            own = list(free)
+            for part in stage.parts:
+                own[part.pool] += part.ranks
+            for used, parts in choices:
+                if parts != stage.parts and all(u <= n for u, n in zip(used, own)):
+                    stages = list(spread.stages)
+                    stages[at] = Stage(stage.layers, parts)
+                    yield msgspec.structs.replace(spread, stages=tuple(stages))
+
+    def bound_s(self) -> float:
+        """No spread of these families is faster: all devices at their best rate, all of the time, nothing sent."""
+        speed = 0.0
+        for pool in self.machines.pools:
+            rates = [0.0]
+            for (k, tensor, rows, *_), (_, total, _) in self.each.items():
+                if k == pool.number:
+                    rates.append(rows / total / tensor)
+            speed += pool.devices * max(rates)
+        return self.batch / speed if speed else 0.0
+
+    def run(self) -> Found:
+        """Searches until the budget is used or nothing is left.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        candidates: list[Candidate] = []
+        for family in (self.pure, self.mixed):
+            for one in family():
+                candidates.append(one)
+                if len(candidates) % 256 == 0 and self.late(0.5):
+                    break
+        candidates.sort(key=lambda c: c.estimate_s)
+        exhausted = self._try(candidates)
+        if self.ranks <= self.limits.exact_units:
+            from .exact import exact
+
+            for spread in exact(self):
+                self.consider(spread)
+        if not self.kept.entries:
+            from .relax import nothing_fits
+
+            raise nothing_fits(self, candidates)
+        # With few devices a simulation costs next to nothing: many beginnings are improved.
+        few = self.ranks <= self.limits.exact_units
+        for number, (seconds, spread, _) in enumerate(sorted(self.kept.entries, key=lambda e: e[0])):
+            if self.late() or number == (40 if few else 4):
+                break
+            self.improve(spread, seconds, few and number < 8)
+        self._without_zero()
+        seconds, spread, evaluation = self.best
+        others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
+        return Found(
+            spread,
+            evaluation,
+            others,
+            self.misfits,
+            len(candidates),
+            self.simulated,
+            time.monotonic() - self.started,
+            min(seconds, self.bound_s()),
+            exhausted,
+        )
+
+    def _try(self, candidates: list[Candidate]) -> bool:
+        """Cuts and simulates in the order of the estimate; stops where the estimate is far behind the best."""
+        wanted, fitting, failed = 24, 0, 0
+        best = float("inf")
+        for one in candidates:
+            if self.late(0.8) and self.kept.entries:
+                return False
+            if one.estimate_s > 1.3 * best or fitting >= wanted:
+                return True
+            spread = self.build(one)
+            if spread is None:
+                failed += 1
+                if failed <= 3 or (failed <= 12 and failed % 4 == 0):
+                    self.consider(self.even(one))
+                continue
+            took = self.consider(spread)
+            if took < float("inf"):
+                fitting += 1
+                best = min(best, took)
+        return True
+
+    def _without_zero(self) -> None:
+        """The best spread with the optimizer's state on every rank, where the user leaves that free."""
+        if self.limits.zero is None:
+            _, spread, _ = self.best
+            s = spread
+            self.consider(Spread(s.stages, s.micro_batches, s.recompute, s.sequence_parallel, 0, s.schedule))
+
+
+def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
+    """The spread with the cut after stage `at` moved by so many layers; None where a stage would be empty."""
+    stages = list(spread.stages)
+    (low, middle), (_, high) = stages[at].layers[0], stages[at + 1].layers[0]
+    middle += move
+    if not low < middle < high:
+        return None
+    stages[at] = Stage(((low, middle),), stages[at].parts)
+    stages[at + 1] = Stage(((middle, high),), stages[at + 1].parts)
+    s = spread
+    return Spread(tuple(stages), s.micro_batches, s.recompute, s.sequence_parallel, s.zero, s.schedule)
+
+
+def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:
+    """Spreads that differ little: a cut moved by a layer; with few devices also two stages' ranks exchanged."""
+    count = len(spread.stages)
+    for at in range(count - 1):
+        for move in (1, -1, 2, -2) if few else (1, -1):
+            if (moved := move_cut(spread, at, move)) is not None:
+                yield moved
+    if not few:
+        return
+    for one, other in itertools.combinations(range(count), 2):
+        a, b = spread.stages[one], spread.stages[other]
+        if a.parts == b.parts:
+            continue
+        stages = list(spread.stages)
+        stages[one], stages[other] = Stage(a.layers, b.parts), Stage(b.layers, a.parts)
+        exchanged = msgspec.structs.replace(spread, stages=tuple(stages))
+        yield exchanged
+        for at in {one - 1, one, other - 1, other} & set(range(count - 1)):
+            for move in (1, -1):
+                if (moved := move_cut(exchanged, at, move)) is not None:
+                    yield moved
+
+
+def search(model: Model, machines: Machines, batch: int, limits: Limits | None = None) -> Found:
+    """The best spread of a model's training step over a cluster (see `Search`)."""
+    if batch < 1:
+        raise PlanError("the global batch must be positive", given=batch)
+    return Search(model, machines, batch, limits or Limits()).run()

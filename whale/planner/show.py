@@ -1,0 +1,226 @@
+"""A plan as a person reads it: one screen, one stage, or the difference of two."""
+
+from __future__ import annotations
+
+from cost_model.memory import Footprint
+
+from .evaluate import Evaluation
+from .planfile import PlanFile
+from .pools import Machines
+from .spread import Stage
+
+BAR = 10
+ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
+
+
+def seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f} s"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def size(value: float) -> str:
+    return f"{value / 1e9:.1f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
+
+
+def show(plan: PlanFile) -> str:
+    """One screen: model, cluster, step time by parts, a row per stage, the schedule, alternatives, one line to end."""
+    model, machines, found = plan.evaluate()
+    spread = plan.spread
+    lines = [
+        f"model      {model.name}, {model.count} layers, batch {plan.batch}",
+        f"cluster    {plan.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
+        f"plan       {spread.summary()}",
+        f"predicted  {seconds(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
+        + (f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device" if plan.transformer else ""),
+        f"bound by   {bound_by(found)}",
+        f"optimum    not below {seconds(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
+        "",
+        *stage_table(plan, machines, found),
+        "",
+        *schedule_lines(plan),
+    ]
+    if plan.alternatives:
+        lines += ["", "alternatives that lost"]
+        lines += [f"  {one.reason:28} {one.spread.summary()}" for one in plan.alternatives]
+    return "\n".join([*lines, "", last_line(plan, machines, found)])
+
+
+def _speed(plan: PlanFile, found: Evaluation) -> float:
+    assert plan.transformer is not None
+    return plan.transformer.step_flops(plan.batch) / found.step_s / plan.spread.ranks
+
+
+def parts_of(found: Evaluation) -> dict[str, float]:
+    """The step's seconds by what the busiest stage does; they add up to the step."""
+    return {
+        "compute": found.compute_s,
+        "communication": found.send_s + found.reduce_s,
+        "bubble": found.bubble_s,
+        "update": found.update_s,
+    }
+
+
+def bound_by(found: Evaluation) -> str:
+    name, most = max(parts_of(found).items(), key=lambda e: e[1])
+    return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
+
+
+def stage_table(plan: PlanFile, machines: Machines, found: Evaluation) -> list[str]:
+    """A row for every part of every stage; runs of equal stages are one row."""
+    head = (
+        f"{'stage':>7} {'layers':>9}  {'devices':34} {'DPxTP':>9} {'rows':>5} {'params':>9}  "
+        f"{'memory':29} {'forward':>9} {'backward':>9} {'send':>9} {'reduce':>9}"
+    )
+    lines = [head]
+    stages, first = plan.spread.stages, 0
+    hidden = 0
+    for at in range(1, len(stages) + 1):
+        if at < len(stages) and _alike(stages[at], stages[first], found, at, first):
+            continue
+        name = str(first) if at == first + 1 else f"{first}-{at - 1}"
+        if len(lines) > ROWS:
+            hidden += at - first
+        else:
+            lines += _rows(name, plan, machines, found, first, at)
+        first = at
+    return [*lines, f"  ... and {hidden} more stages"] if hidden else lines
+
+
+def _alike(one: Stage, other: Stage, found: Evaluation, a: int, b: int) -> bool:
+    same = one.parts == other.parts and one.count == other.count
+    return same and found.stages[a].forward_s == found.stages[b].forward_s
+
+
+def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[str]:
+    stage, cost, count = plan.spread.stages[first], found.stages[first], end - first
+    layers = str(stage.count) if count == 1 else f"{count} x {stage.count}"
+    rows = []
+    for at, (part, used) in enumerate(zip(stage.parts, cost.memory)):
+        pool = machines.pools[part.pool]
+        lead = (
+            f"{name:>7} {layers:>9}" if at == 0 else " " * 17,
+            f"  {part.ranks * count:>5} {pool.name[:28]:28} {f'{part.replicas}x{part.tensor}':>9} {part.rows:>5}",
+            f" {used.parameters_bytes / 2e9:>7.2f} G  {memory_bar(used, pool.memory_bytes):29}",
+        )
+        tail = ""
+        if at == 0:
+            times = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
+            tail = "".join(f" {1e3 * t:>6.1f} ms" for t in times)
+        rows.append("".join(lead) + tail)
+    return rows
+
+
+def memory_bar(used: Footprint, limit_bytes: float) -> str:
+    part = used.total_bytes / limit_bytes
+    full = min(BAR, round(BAR * part))
+    return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 1e9:5.1f} of {limit_bytes / 1e9:5.1f} GB"
+
+
+def schedule_lines(plan: PlanFile) -> list[str]:
+    """The order of passes on the first stages, as text: F and B with their micro-batch."""
+    from cost_model.schedules import schedule
+
+    spread = plan.spread
+    if len(spread.stages) == 1:
+        return [f"schedule   {spread.micro_batches} micro-batches one after the other, gradients summed at the end"]
+    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    lines = [f"schedule   {spread.schedule}" + (f", {spread.chunks} chunks per stage" if spread.chunks > 1 else "")]
+    stages = len(orders)
+    for stage in sorted({0, 1, stages - 2, stages - 1} if stages > 4 else set(range(stages))):
+        passes = [f"{'B' if b else 'F'}{m}" + ("abcdefgh"[c] if spread.chunks > 1 else "") for c, m, b in orders[stage]]
+        text = " ".join(passes[:18]) + (" ..." if len(passes) > 18 else "")
+        lines.append(f"  {stage:>5}    {text}")
+    return lines
+
+
+def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
+    """What will happen, in one line."""
+    whole = parts_of(found)
+    share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in whole.items() if value > 0)
+    spread = plan.spread
+    tensor = max(p.tensor for s in spread.stages for p in s.parts)
+    data = max(s.replicas for s in spread.stages)
+    return (
+        f"Plan: {len(spread.stages)} stages, layers split {tensor} ways, rows {data} ways, {spread.ranks} of "
+        f"{machines.devices} devices. Predicted {seconds(found.step_s)}: {share}."
+    )
+
+
+def explain(plan: PlanFile, layer: int) -> str:
+    """One layer: where it lies, why there, and what its neighbours would cost."""
+    from whale.errors import PlanError
+
+    from .evaluate import evaluate
+    from .search import move_cut
+
+    model, machines, found = plan.evaluate()
+    if not 0 <= layer < model.count:
+        raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")
+    index = next(i for i, s in enumerate(plan.spread.stages) if any(low <= layer < high for low, high in s.layers))
+    stage, cost = plan.spread.stages[index], found.stages[index]
+    lines = [
+        f"layer {layer} lies in stage {index} (layers {', '.join(f'{low}-{high - 1}' for low, high in stage.layers)})"
+    ]
+    for part, used in zip(stage.parts, cost.memory):
+        pool = machines.pools[part.pool]
+        lines.append(
+            f"  on {part.replicas} x {part.tensor} {pool.name}, {part.rows} rows of each micro-batch, "
+            f"{used.total_bytes / 1e9:.1f} of {pool.memory_bytes / 1e9:.1f} GB"
+        )
+    lines.append(
+        f"  a micro-batch: forward {seconds(sum(cost.forward_s))}, backward {seconds(sum(cost.backward_s))}, "
+        f"send {seconds(cost.send_s)}; after the last: reduce {seconds(cost.reduce_s)}"
+    )
+    low, high = stage.layers[0]
+    for at, move, words in ((index - 1, layer - low + 1, "the stage before"), (index, layer - high, "the next stage")):
+        other = (
+            move_cut(plan.spread, at, move)
+            if 0 <= at < len(plan.spread.stages) - 1 and plan.spread.chunks == 1
+            else None
+        )
+        if other is not None:
+            lines.append(f"  in {words}: {_against(found, evaluate(model, machines, other))}")
+    lines += [f"  {one.spread.summary()}: {one.reason}" for one in plan.alternatives[:5]]
+    return "\n".join(lines)
+
+
+def _against(found: Evaluation, other: Evaluation) -> str:
+    if not other.fits:
+        return f"infeasible: a rank lacks {size(other.lacking_bytes)}"
+    return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
+
+
+def diff(one: PlanFile, other: PlanFile) -> str:
+    """What differs between two plans, and what that does to the step."""
+    (_, machines, a), (_, other_machines, b) = one.evaluate(), other.evaluate()
+    lines = []
+    facts = [
+        ("cluster", one.cluster.name, other.cluster.name),
+        ("batch", one.batch, other.batch),
+        ("stages", len(one.spread.stages), len(other.spread.stages)),
+        ("devices", one.spread.ranks, other.spread.ranks),
+        ("micro-batches", one.spread.micro_batches, other.spread.micro_batches),
+        ("chunks", one.spread.chunks, other.spread.chunks),
+        ("recompute", one.spread.recompute, other.spread.recompute),
+        ("ZeRO", one.spread.zero, other.spread.zero),
+    ]
+    lines += [f"  {name:14} {x} -> {y}" for name, x, y in facts if x != y]
+    changed = [(i, x, y) for i, (x, y) in enumerate(zip(one.spread.stages, other.spread.stages)) if x != y]
+    for i, x, y in changed[:16]:
+        lines.append(f"  stage {i:<8} {_stage(x, machines)} -> {_stage(y, other_machines)}")
+    if len(changed) > 16:
+        lines.append(f"  ... and {len(changed) - 16} more stages")
+    for name, value in parts_of(a).items():
+        after = parts_of(b)[name]
+        if abs(after - value) > 5e-5:
+            lines.append(f"  {name:14} {seconds(value)} -> {seconds(after)} ({1e3 * (after - value):+.1f} ms)")
+    if not lines:
+        return "The plans are equal."
+    change = b.step_s / a.step_s - 1
+    return "\n".join([*lines, f"Step: {seconds(a.step_s)} -> {seconds(b.step_s)} ({change:+.1%})."])
+
+
+def _stage(stage: Stage, machines: Machines) -> str:
+    parts = " + ".join(f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({p.rows} rows)" for p in stage.parts)
+    return f"{stage.count} layers on {parts}"

@@ -1,0 +1,88 @@
+"""What the planner decides: stages of layers, the devices of each, and how rows, tensors and memory are divided."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Equal ranks of a stage: `replicas` groups of `tensor` devices of a pool, each with `rows` of a micro-batch."""
+
+    pool: int
+    tensor: int
+    replicas: int
+    rows: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.replicas
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """Consecutive layers (several ranges when the schedule interleaves chunks) on some ranks."""
+
+    layers: tuple[tuple[int, int], ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(high - low for low, high in self.layers)
+
+    @property
+    def ranks(self) -> int:
+        return sum(part.ranks for part in self.parts)
+
+    @property
+    def replicas(self) -> int:
+        return sum(part.replicas for part in self.parts)
+
+    @property
+    def rows(self) -> int:
+        return sum(part.replicas * part.rows for part in self.parts)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """One way to train: stages in order, micro-batches of a step, recompute, ZeRO level."""
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    schedule: str = "1f1b"
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages[0].layers)
+
+    @property
+    def ranks(self) -> int:
+        return sum(stage.ranks for stage in self.stages)
+
+    @property
+    def batch(self) -> int:
+        return self.micro_batches * self.stages[0].rows
+
+    def summary(self) -> str:
+        """One line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
+        stages = self.stages
+        tensors = sorted({part.tensor for stage in stages for part in stage.parts})
+        datas = sorted({stage.replicas for stage in stages})
+        rows = sorted({part.rows for stage in stages for part in stage.parts})
+        text = f"{len(stages)} pipeline x {_span(datas)} data x {_span(tensors)} tensor on {self.ranks} devices"
+        text += f", {self.micro_batches} micro-batches of {_span(rows)} rows"
+        if self.chunks > 1:
+            text += f", {self.chunks} chunks"
+        if self.recompute != "none":
+            text += f", {self.recompute} recompute"
+        if self.sequence_parallel:
+            text += ", sequence parallel"
+        return text + (f", ZeRO {self.zero}" if self.zero else "")
+
+
+def _span(values: list[int]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
