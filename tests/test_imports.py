@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.lowering", "whale_ops", "cost_model"},
     "whale.launcher": {"whale.errors", "whale.cluster", "whale.config"},
     "whale.doctor": {"whale", "whale.errors", "whale.launcher", "whale_ops"},
-    "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.doctor", "whale.ir", "whale.runtime", "cost_model"},
+    "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.doctor", "whale.ir", "whale.runtime"}
+    | {"whale.planner", "cost_model"},
     "whale.__main__": {"whale.cli"},
     "whale_ops": {"whale.errors"},
     "cost_model": {"whale.errors", "whale.ir", "whale.rules"},

@@ -1,0 +1,167 @@
+"""What is known about the planner: `python -m benchmarks.planner optimality|scale|published|whale22`."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import resource
+import time
+from pathlib import Path
+
+import msgspec
+
+import cost_model.validation.cases as published_cases
+from benchmarks.planner.instances import enumerate_best, instance
+from cost_model import cluster
+from cost_model.cluster import Cluster
+from cost_model.describe import Transformer
+from cost_model.predict import chunk_layers
+from cost_model.stacks import stack
+from whale.errors import PlanError
+from whale.planner.evaluate import evaluate
+from whale.planner.model import TransformerModel
+from whale.planner.pools import Machines
+from whale.planner.search import Limits, search
+from whale.planner.spread import Part, Spread, Stage
+from whale.planner.whale22 import flops_of, formula_1
+
+GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
+
+
+def main() -> None:
+    """Runs one of the commands."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser("optimality", help="random small instances against enumeration")
+    verb.add_argument("--first", type=int, default=0)
+    verb.add_argument("--count", type=int, default=200)
+    verb.add_argument("-v", action="store_true", dest="verbose")
+    verb.set_defaults(call=optimality)
+    verbs.add_parser("scale", help="seconds and memory of large problems").set_defaults(call=scale)
+    verb = verbs.add_parser("published", help="the planner's choice beside published configurations")
+    verb.add_argument("--rows", type=Path, default=published_cases.DATA / "megatron_sc21_table1_visible.csv")
+    verb.set_defaults(call=published)
+    verbs.add_parser("whale22", help="shares on 8 V100 and 8 P100").set_defaults(call=whale22)
+    options = parser.parse_args()
+    options.call(options)
+
+
+def optimality(options: argparse.Namespace) -> None:
+    """Gap between the planner's step and the fastest of all plans, on random instances."""
+    gaps = []
+    for seed in range(options.first, options.first + options.count):
+        one = instance(seed)
+        model = one.model()
+        start_s = time.monotonic()
+        try:
+            found_s = search(model, model.machines, one.batch, Limits(zero=0, budget_s=30)).evaluation.step_s
+        except PlanError:
+            found_s = float("inf")
+        took_s = time.monotonic() - start_s
+        best_s, better, looked = enumerate_best(one, 0, found_s)
+        if found_s == best_s == float("inf"):
+            continue  # nothing fits, by both
+        gaps.append(found_s / best_s - 1 if better is not None else 0.0)
+        if options.verbose or gaps[-1] > 1e-6:
+            print(
+                f"seed {seed}: {model.machines.devices} devices of {len(model.machines.pools)} kinds, "
+                f"{model.count} layers, batch {one.batch}: gap {gaps[-1]:.3%}, {took_s:.2f} s, {looked} simulated",
+                flush=True,
+            )
+    optimal = sum(gap < 1e-6 for gap in gaps)
+    print(f"{len(gaps)} instances: {optimal / len(gaps):.1%} optimal, worst gap {max(gaps):.2%}")
+
+
+def hosts(*groups: tuple[str, int, int]) -> Cluster:
+    """A cluster of (device, hosts, adapters per host), eight devices each."""
+    rows = "\n".join(
+        f"  - {{name: {device}, count: {count}, devices: [{{type: {device}, count: 8}}],"
+        f" networks: {{fabric: {{nics: {nics}}}}}}}"
+        for device, count, nics in groups
+    )
+    return cluster.parse(f"name: mixed\nnetworks: {{fabric: {{type: infiniband-hdr-200}}}}\nhosts:\n{rows}\n")
+
+
+def scale(_: argparse.Namespace) -> None:
+    """Seconds on one core and the process's largest memory."""
+    mixed = hosts(("v100-sxm2-32gb", 500, 1), ("a100-sxm-80gb", 500, 4), ("h100-sxm-80gb", 250, 8))
+    small = hosts(("v100-sxm2-32gb", 32, 1), ("a100-sxm-80gb", 32, 4))
+    deep = Transformer(layers=1024, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
+    cases = [
+        ("175B on 512 mixed devices", GPT_175B, small, 1536, 10.0),
+        ("175B on 512 mixed devices, 0.4 s allowed", GPT_175B, small, 1536, 0.4),
+        ("175B on 10,000 mixed devices", GPT_175B, mixed, 3072, 9.0),
+        ("1,024 layers on 64 devices", deep, hosts(("a100-sxm-80gb", 8, 4)), 256, 9.0),
+    ]
+    for name, transformer, machines_file, batch, budget_s in cases:
+        start_s = time.process_time()
+        machines = Machines(machines_file)
+        model = TransformerModel(transformer, stack("megatron-2022"), machines)
+        found = search(model, machines, batch, Limits(budget_s=budget_s))
+        took_s = time.process_time() - start_s
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        print(
+            f"{name}: {took_s:.2f} s, {peak_mb:.0f} MB, {found.estimated} estimated, {found.simulated} simulated; "
+            f"step {found.evaluation.step_s:.3f} s, bound {found.bound_s:.3f} s; {found.spread.summary()}",
+            flush=True,
+        )
+
+
+def published(options: argparse.Namespace) -> None:
+    """For each row: the published configuration, the planner's with the same recompute, the former's rank."""
+    selene = published_cases.machine("selene")
+    with options.rows.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        count = int(row["gpus"])
+        host = msgspec.structs.replace(selene.hosts[0], count=-(-count // 8))
+        machines = Machines(msgspec.structs.replace(selene, hosts=[host]))
+        transformer = Transformer(
+            layers=int(row["layers"]),
+            hidden=int(row["hidden"]),
+            heads=int(row["heads"]),
+            sequence=int(row["seq"]),
+            vocabulary=int(row["vocab"]),
+        )
+        model = TransformerModel(transformer, stack("megatron-2021"), machines)
+        own = evaluate(model, machines, _published_spread(row, transformer))
+        for zero in (0, None):
+            limits = Limits(recompute=row["recompute"], zero=zero)
+            found = search(model, machines, int(row["gbs"]), limits)
+            shapes: dict[tuple[int, int, int], float] = {}
+            for spread, evaluation in [(found.spread, found.evaluation), *found.others]:
+                part = spread.stages[0].parts[0]
+                shape = len(spread.stages), part.tensor, part.replicas
+                shapes[shape] = min(shapes.get(shape, evaluation.step_s), evaluation.step_s)
+            rank = 1 + sum(step_s < own.step_s * (1 - 1e-6) for step_s in shapes.values())
+            print(
+                f"{row['params_B']}B on {count}: published {own.step_s:.3f} s, planner "
+                f"({'no ZeRO' if zero == 0 else 'free'}) {found.evaluation.step_s:.3f} s: {found.spread.summary()}; "
+                f"published is number {rank} of {len(shapes) + 1} divisions that were simulated",
+                flush=True,
+            )
+
+
+def _published_spread(row: dict[str, str], transformer: Transformer) -> Spread:
+    stages, chunks = int(row["pp"]), int(row["vpp"])
+    ends = [0]
+    for length in chunk_layers(transformer.layers, stages, chunks):
+        ends.append(ends[-1] + length)
+    part = Part(0, int(row["tp"]), int(row["dp"]), int(row["mbs"]))
+    micro_batches = int(row["gbs"]) // (part.replicas * part.rows)
+    layers = [tuple((ends[c * stages + s], ends[c * stages + s + 1]) for c in range(chunks)) for s in range(stages)]
+    return Spread(tuple(Stage(own, (part,)) for own in layers), micro_batches, row["recompute"])  # type: ignore[arg-type]
+
+
+def whale22(_: argparse.Namespace) -> None:
+    """Shares of a batch on 8 V100 and 8 P100 by Formula 1."""
+    machines = Machines(hosts(("v100-sxm2-32gb", 1, 1), ("p100-pcie-16gb", 1, 1)))
+    model = TransformerModel(Transformer(24, 1024, 16, 128, 30720), stack("megatron-2021"), machines)
+    flops = [f for f, pool in zip(flops_of(model, machines), machines.pools) for _ in range(pool.devices)]
+    for batch in (128, 512, 1024):
+        shares = formula_1(batch, flops)
+        print(f"batch {batch}: V100 {shares[:8]}, P100 {shares[8:]}, ratio {sum(shares[8:]) / sum(shares[:8]):.3f}")
+
+
+if __name__ == "__main__":
+    main()
