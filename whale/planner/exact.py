@@ -57,7 +57,8 @@ def exact(search: Search) -> Iterator[Spread]:
                 break
             settings = search.settings(micro_batches, how)
             options = _options(search, states, settings)
-            search.choices[(micro_batches, *how)] = [(o.used, o.parts) for o in options]
+            key = (micro_batches, *how)
+            search.choices[key] = [(o.used, o.parts) for o in options]
             if options:
                 found += _solve(search, sizes, states, settings, options)
     found.sort(key=lambda e: e[0])

@@ -280,7 +280,11 @@ class Search:
             if rows < replicas and (micro_batches > 1 or stages > 1):
                 continue
             for how in self.recomputes():
-                parts = shares(kinds, rows, lambda p, t, n, how=how: self.whole(p, t, n, how)[1], most)
+
+                def whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
+                    return self.whole(pool, tensor, n, how)[1]
+
+                parts = shares(kinds, rows, whole_s, most)
                 if parts is None or any(p.rows < least for p in parts):
                     continue
                 if limits.micro_batch is not None and any(p.rows != limits.micro_batch for p in parts):
