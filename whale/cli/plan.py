@@ -37,7 +37,7 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("script", nargs="?", help="the script to plan")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    verb.set_defaults(call=call)
+    verb.set_defaults(call=call, wrong=verb.error)
 
 
 def call(given: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def call(given: argparse.Namespace) -> int:
     if given.describe or given.profile:
         return _described(given)
     if given.script is None:
-        raise PlanError("there is nothing to plan", expected="a script, --describe or --profile")
+        given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
     from whale.runtime.dry_run import main
 
     return main(given.script, tuple(given.arguments), given.ranks, given.out) or 0
