@@ -86,6 +86,12 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
     ),
     Key(
+        "auto_parallel",
+        "bool",
+        False,
+        "the first training step is spread in the way that is predicted to be the fastest; scopes are kept as they are",
+    ),
+    Key(
         "sync_batch_norm",
         "bool",
         False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -33,16 +35,16 @@ class Layers:
         tensors: parameter tensors per layer, of which each costs the host a launch at the end of a step.
     """
 
-    forward_s: list[float]
-    backward_s: list[float]
-    forward_host_s: list[float]
-    backward_host_s: list[float]
+    forward_s: array[float]
+    backward_s: array[float]
+    forward_host_s: array[float]
+    backward_host_s: array[float]
     begin_s: float
     begin_host_s: float
-    held_bytes: list[float]
-    parameters: list[float]
+    held_bytes: array[float]
+    parameters: array[float]
     twice: float
-    update_s: list[float] | None
+    update_s: array[float] | None
     working_bytes: float
     last_bytes: float
     tensors: int = 12
@@ -129,8 +131,8 @@ class TransformerModel:
             backward_host_s=_sums(backward, back, L, True),
             begin_s=0.0 if stack.hides_point_to_point else begin_s,
             begin_host_s=begin_s,
-            held_bytes=[i * layer_activation_bytes(t, p, stack) for i in range(L + 1)],
-            parameters=[0.0, *accumulate(parameters)],
+            held_bytes=array("d", (i * layer_activation_bytes(t, p, stack) for i in range(L + 1))),
+            parameters=sums(parameters),
             twice=t.embedding_parameters / tensor,
             update_s=None,
             working_bytes=working_bytes(t, p, stack),
@@ -164,11 +166,16 @@ class TransformerModel:
         return point_to_point_s(whole, *path)
 
 
-def _sums(layer: Cost, edges: list[Cost], count: int, host: bool) -> list[float]:
+def sums(values: Iterable[float]) -> array[float]:
+    """0, and the sums of the first, the first two, ... values."""
+    return array("d", accumulate(values, initial=0.0))
+
+
+def _sums(layer: Cost, edges: list[Cost], count: int, host: bool) -> array[float]:
     def of(one: Cost) -> float:
         return one.host_s if host else one.device_s + one.exposed_s
 
     each = [of(layer)] * count
     each[0] += of(edges[0])
     each[-1] += of(edges[1])
-    return [0.0, *accumulate(each)]
+    return sums(each)

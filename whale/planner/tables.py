@@ -25,7 +25,6 @@ from __future__ import annotations
 import csv
 from bisect import bisect_left
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +37,7 @@ from cost_model.hardware import catalogue
 from cost_model.stacks import Stack
 from whale.errors import ClusterError, PlanError
 
-from .model import Layers
+from .model import Layers, sums
 from .pools import Machines
 
 Count = Annotated[int, Meta(ge=1)]
@@ -139,19 +138,19 @@ class TableModel:
             )
         each = {name: _between(sizes, rows) for name, sizes in known.items()}
         own = [each[layer.name] for layer in self.kinds]
-        zeros = [0.0] * (self.count + 1)
+        zeros = sums([0.0] * self.count)
         updates = None
         if all(one.update_s is not None for one in own):
-            updates = [0.0, *accumulate((one.update_s or 0.0) / share for one in own)]
+            updates = sums((one.update_s or 0.0) / share for one in own)
         return Layers(
-            forward_s=[0.0, *accumulate(one.forward_s / share for one in own)],
-            backward_s=[0.0, *accumulate(one.backward_s / share for one in own)],
+            forward_s=sums(one.forward_s / share for one in own),
+            backward_s=sums(one.backward_s / share for one in own),
             forward_host_s=zeros,
             backward_host_s=zeros,
             begin_s=0.0,
             begin_host_s=0.0,
-            held_bytes=[0.0, *accumulate(one.memory_bytes for one in own)],
-            parameters=[0.0, *accumulate(layer.parameters / tensor for layer in self.kinds)],
+            held_bytes=sums(one.memory_bytes for one in own),
+            parameters=sums(layer.parameters / tensor for layer in self.kinds),
             twice=0.0,
             update_s=updates,
             working_bytes=self.table.working_bytes,

@@ -19,6 +19,7 @@ from whale.lowering.compiled import compile_marked
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand, normalise
+from whale.runtime.auto import spread_program
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
 
@@ -94,13 +95,19 @@ def compile_program(
     program = normalise(program, settings)
     lap("normalise")
     if context.dry is not None:
-        context.dry.seen(plan_program(program, replace(settings, size=context.dry.size, local=local)))
+        settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
+        if context.config["auto_parallel"]:
+            dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, dry=True)
+        context.dry.seen(plan_program(dry, settings_of_dry))
     else:
         settings = replace(settings, local=local)
     mark = fingerprint(program)
     if context.between_processes:
         _compare(program, mark, local, number, context)
     lap("fingerprint")
+    if context.config["auto_parallel"] and context.dry is None:
+        program, settings = spread_program(program, settings, context, number)
+        lap("choose")
     plan = _agreed_plan(program, number, context, settings)
     lap("plan")
     expanded = expand(program, plan.expanded, settings)

@@ -18,6 +18,7 @@ from whale.cluster import ProcessPlace, process_place
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
+from whale.planner.programs import Choice
 from whale.runtime import horovod
 from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
@@ -35,6 +36,7 @@ class Context:
       programs: number of programs compiled so far, equal on all ranks.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       elements: number of messages so far about what ranks read, equal on all ranks.
+      auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
@@ -56,6 +58,7 @@ class Context:
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
+    auto: Choice | None = None
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property

@@ -1,0 +1,226 @@
+"""`auto_parallel`: rank 0 predicts every way to spread the first training step, and all ranks take the fastest.
+
+What is predicted is what would run: each way is planned and lowered for rank 0, and the nodes of that program are
+counted with the speed that was measured while all ranks computed and exchanged at the same time. Later programs of the
+run are spread in the same way, because the variables lie so.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from whale.errors import PlanError, WhaleError
+from whale.ir.collector import no_garbage_collection
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.pipeline import PlanContext, expand
+from whale.planner.programs import Choice, Rates, choices, rank_bytes, rank_seconds, scoped, trains
+from whale.runtime.context import Context
+from whale.runtime.mesh import lower_mesh, plan_program
+
+BUDGET_S = 30.0
+# A way that is less than that faster is not taken: the prediction is no better.
+LEAST_GAIN = 0.03
+ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
+
+
+def spread_program(
+    program: Program, settings: PlanContext, context: Context, number: int, dry: bool = False
+) -> tuple[Program, PlanContext]:
+    """The program and the settings with which it is to be planned; collective between processes.
+
+    Args:
+      settings: for all ranks, or for the ranks of a dry run.
+      number: of the program in this run.
+    """
+    if settings.size == 1:
+        return program, settings
+    chosen = context.auto
+    if chosen is None:
+        if not trains(program):
+            return program, settings
+        chosen = _agreed(program, settings, context, number, dry)
+        if not dry:
+            context.auto = chosen
+    return apply(program, settings, chosen)
+
+
+def apply(program: Program, settings: PlanContext, chosen: Choice) -> tuple[Program, PlanContext]:
+    """What a choice makes of a program and of the settings for planning it."""
+    if chosen.alone and not settings.local:
+        return program, replace(settings, batch=())
+    if chosen.weights:
+        return scoped(program, chosen), replace(settings, split_ranks=chosen.group)
+    return program, settings
+
+
+def _agreed(program: Program, settings: PlanContext, context: Context, number: int, dry: bool) -> Choice:
+    """Rank 0's choice on every rank."""
+    rates = _measured(context, dry)
+    if dry or not context.between_processes:
+        return _best(program, settings, context, rates)
+    comm, key = context.comms[0], f"whale/auto/{number}"
+    if context.rank == 0:
+        try:
+            chosen = _best(program, settings, context, rates)
+        except Exception as error:
+            comm.broadcast_bytes(key, b"E" + str(error).encode())
+            raise
+        comm.broadcast_bytes(key, b"C" + msgspec.json.encode(chosen))
+        return chosen
+    data = comm.broadcast_bytes(key, None, 0, 600.0)
+    if data[:1] == b"E":
+        raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
+    return msgspec.json.decode(data[1:], type=Choice)
+
+
+def _best(program: Program, settings: PlanContext, context: Context, rates: Rates) -> Choice:
+    """The fastest choice by prediction, of those that fit into memory; says on standard error what it found."""
+    limit = _memory_bytes(context, settings.size)
+    end_s = time.monotonic() + BUDGET_S
+    found: list[tuple[float, int, Choice]] = []
+    lost: list[str] = []
+    for choice in choices(program, settings.size):
+        if found and time.monotonic() > end_s:
+            lost.append(f"{choice.name}: not looked at, the time is over")
+            continue
+        if choice.alone and settings.local:
+            lost.append(f"{choice.name}: every rank is given its own rows only")
+            continue
+        try:
+            seconds, size = _predicted(program, settings, choice, rates)
+        except WhaleError as error:
+            lost.append(f"{choice.name}: cannot run: {error.message}")
+            continue
+        found.append((seconds, size, choice))
+    if not found:
+        raise PlanError("no way to spread the program was found", reason="; ".join(lost))
+    fitting = [one for one in found if one[1] <= limit]
+    if not fitting:
+        seconds, size, choice = min(found, key=lambda e: e[1])
+        raise PlanError(
+            "the program fits into the ranks' memory in no way",
+            given=f"{size / 1e9:.2f} GB per rank, {choice.name}",
+            expected=f"at most {limit / 1e9:.2f} GB",
+            action="use more ranks, or a smaller batch",
+        )
+    first = fitting[0]
+    best = min(fitting, key=lambda e: e[0])
+    if best[0] > first[0] * (1 - LEAST_GAIN):
+        best = first
+    _say(best, found, lost, limit, rates)
+    return best[2]
+
+
+def _say(
+    best: tuple[float, int, Choice], found: list[tuple[float, int, Choice]], lost: list[str], limit: float, rates: Rates
+) -> None:
+    lines = [f"whale: auto_parallel: {best[2].name}, predicted {1e3 * best[0]:.2f} ms a step ({rates.origin})"]
+    for seconds, size, choice in sorted(found, key=lambda e: e[0]):
+        if choice is not best[2]:
+            fits = "" if size <= limit else f", does not fit: {size / 1e9:.2f} of {limit / 1e9:.2f} GB"
+            lines.append(f"whale:   {choice.name}: {1e3 * seconds:.2f} ms{fits}")
+    lines += [f"whale:   {one}" for one in lost]
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _predicted(program: Program, settings: PlanContext, choice: Choice, rates: Rates) -> tuple[float, int]:
+    """(seconds, bytes) of the program that the first rank runs."""
+    divided, settings = apply(program, replace(settings, dump=""), choice)
+    plan = plan_program(divided, settings)
+    with no_garbage_collection():
+        if plan.inner is not None:
+            (local,) = lower_mesh(divided, plan, settings, (0,), "predicted", "")
+        else:
+            local = localise(expand(divided, plan.expanded, settings), plan, 0, "predicted", None)
+    return rank_seconds(local, rates, settings.size), rank_bytes(local)
+
+
+def _memory_bytes(context: Context, size: int) -> float:
+    """What a rank on this host may use: its part of the memory; unlimited on a GPU, whose driver is not asked."""
+    import os
+
+    import tensorflow as tf
+
+    if tf.config.list_logical_devices("GPU"):
+        return float("inf")
+    local = max(1, context.place.local_size if context.between_processes else size)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
+
+
+def _measured(context: Context, dry: bool) -> Rates:
+    """About half a second of products, copies and exchanges on all ranks at the same time."""
+    import tensorflow as tf
+
+    products = [tf.random.normal([n, n]) for n in (512, 1024)]
+    rates = []
+    for x in products:
+        n = x.shape[0]
+        rates.append(2.0 * n**3 / _seconds(tf.function(lambda x=x: tf.linalg.matmul(x, x)), 0.08))
+    y = tf.random.normal([16 << 20])
+    bytes_per_s = 3.0 * 4 * (16 << 20) / _seconds(tf.function(lambda: y + y * 0.5), 0.08) * 5 / 3
+    exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
+    if context.between_processes and not dry:
+        exchange_s, exchanged = _exchanges(context)
+        how = f"exchange {1e6 * exchange_s:.0f} us and {exchanged / 1e9:.2f} GB/s"
+    elif not dry:
+        # Ranks of one process exchange through its memory.
+        exchanged, how = bytes_per_s / 4, "ranks of one process"
+    own = f"measured: {max(rates) / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
+    mine = Rates(max(rates), bytes_per_s, 5e-6, exchange_s, exchanged, own)
+    if dry or not context.between_processes:
+        return mine
+    # The slowest rank sets the pace.
+    pairs = [
+        msgspec.json.decode(said, type=tuple[float, float])
+        for said in context.comms[0].allgather_bytes(
+            "whale/auto/rates", msgspec.json.encode((mine.flops_per_s, mine.bytes_per_s))
+        )
+    ]
+    return replace(mine, flops_per_s=min(f for f, _ in pairs), bytes_per_s=min(b for _, b in pairs))
+
+
+def _exchanges(context: Context) -> tuple[float, float]:
+    """(seconds of the smallest all-reduce, bytes that a rank sends in a second of large ones)."""
+    import tensorflow as tf
+
+    import whale_ops
+
+    ops, comm = whale_ops.ops(), context.comms[0]
+    found = []
+    for size, calls in ((1, 20), (1 << 20, 6)):
+        x = tf.ones([size])
+
+        def exchange(x: Any = x, size: int = size) -> Any:
+            handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
+            return ops.whale_all_reduce(handle, [x], key=f"whale/auto/{size}")[0]
+
+        step = tf.function(exchange)
+        times = []
+        for _ in range(calls):
+            start_s = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start_s)
+        found.append(statistics.median(times[2:]))
+    small_s, large_s = found
+    sent = 2 * (comm.size - 1) / comm.size * 4 * (1 << 20)
+    return small_s, sent / max(1e-6, large_s - small_s)
+
+
+def _seconds(call: Callable[[], Any], least_s: float) -> float:
+    """Median seconds of a call; the first ones, which trace and warm up, are left out."""
+    call(), call()
+    times: list[float] = []
+    end_s = time.perf_counter() + least_s
+    while len(times) < 5 or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
