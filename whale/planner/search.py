@@ -13,18 +13,21 @@ reduction. Repeated layers are looked at once. What the estimate favours is cut 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from cost_model.memory import BASE_BYTES
 from cost_model.predict import chunk_layers
+from cost_model.simulate import Tasks, Timeline
 from whale.errors import PlanError
 
 from .cut import Chain
-from .evaluate import Evaluation, evaluate, reduction_s
+from .evaluate import Evaluation, evaluate, reduction_s, stage_cost
 from .model import Layers, Model
 from .pools import Machines
 from .shares import shares
@@ -35,7 +38,7 @@ from .spread import Part, Spread, Stage
 class Limits:
     """What the user has fixed; None: free.
 
-    `budget_s`: seconds for the search; the best spread so far is returned.
+    `budget_s`: seconds of computing for the search; the best spread so far is returned.
     """
 
     stages: int | None = None
@@ -85,6 +88,9 @@ class Found:
     exhausted: bool
 
 
+KEPT = 40  # candidates of a shape
+
+
 @dataclass
 class _Best:
     entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
@@ -107,19 +113,23 @@ class Search:
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
-        self.started = time.monotonic()
+        self.started = time.process_time()
         self.ranks = machines.devices
         self.simulated = 0
         self.kept = _Best()
         self.misfits: list[tuple[Spread, Evaluation]] = []
-        zero = limits.zero
-        self.zero = 1 if zero is None else zero
+        self.zero = 1 if limits.zero is None else limits.zero
+        # In a hurry only powers of two of rows, and numbers of stages that divide the layers, are estimated.
+        self.coarse = limits.budget_s < 2.0
+        self.stage_counts: dict[int, list[int]] = {}
+        self.shapes: dict[tuple[str, int, int], list[float]] = {}
+        self.estimated = 0
         # With few devices, what a stage may lie on: (devices of each pool, parts), by micro-batches and recompute.
         self.choices: dict[tuple[int, str, bool], list[tuple[tuple[int, ...], tuple[Part, ...]]]] = {}
         self.each: dict[tuple[int, int, int, str, bool], tuple[Layers, float, float]] = {}
 
     def late(self, part: float = 1.0) -> bool:
-        return time.monotonic() - self.started > part * self.limits.budget_s
+        return time.process_time() - self.started > part * self.limits.budget_s
 
     # -- costs ------------------------------------------------------------------------------------------------------
 
@@ -166,6 +176,28 @@ class Search:
             update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
         return reduce_s + update_s
 
+    def counts(self, most: int) -> list[int]:
+        """Numbers of stages to try, at most so many."""
+        key = min(most, self.model.count)
+        if key not in self.stage_counts:
+            found = stage_counts(self.model.count, key)
+            if self.coarse:
+                found = [n for n in found if self.model.count % n == 0 or n == key]
+            self.stage_counts[key] = found
+        return self.stage_counts[key]
+
+    def keeps(self, estimate_s: float, shape: tuple[str, int, int]) -> bool:
+        """Whether a candidate is among the best of its shape so far (recompute, size of the pipeline, tensors)."""
+        self.estimated += 1
+        best = self.shapes.setdefault(shape, [])
+        if len(best) < KEPT:
+            heapq.heappush(best, -estimate_s)
+            return True
+        if -best[0] <= estimate_s:
+            return False
+        heapq.heapreplace(best, -estimate_s)
+        return True
+
     # -- candidates -------------------------------------------------------------------------------------------------
 
     def pure(self) -> Iterator[Candidate]:
@@ -174,7 +206,7 @@ class Search:
         sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         if len(sets) > 31:  # of many pools: each alone, and all
             sets = [s for s in sets if len(s) in (1, len(pools))]
-        for chosen in sets:
+        for chosen in reversed(sets):  # all pools first
             degrees = [self.tensors(k) for k in chosen]
             if not all(degrees):
                 continue
@@ -183,6 +215,8 @@ class Search:
                 units = [pools[k].units(t) for k, t in zip(chosen, tensors)]
                 for rows in sorted(set.intersection(*rows_known)):
                     if self.batch % rows or limits.micro_batch not in (None, rows):
+                        continue
+                    if self.coarse and rows & (rows - 1):
                         continue
                     yield from self._pure_of(chosen, tensors, units, rows)
 
@@ -212,7 +246,7 @@ class Search:
                     continue
                 settings = self.settings(micro_batches, how)
                 after_s: dict[int, float] = {}
-                for stages in stage_counts(count, sum(most)):
+                for stages in self.counts(sum(most)):
                     if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
                         continue
                     left, own = stages, [0] * len(chosen)
@@ -228,10 +262,14 @@ class Search:
                     if stages not in after_s:
                         part = Part(chosen[0], tensors[0], data, rows)
                         after_s[stages] = self.after_s((part,), how, stages)
-                    kinds = tuple(((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen))
                     for chunks in self._chunks(stages, micro_batches, len(chosen)):
                         wait_s = (stages - 1) * slowest / chunks
-                        yield Candidate(micro_batches * slowest + wait_s + after_s[stages], kinds, settings, chunks)
+                        estimate_s = micro_batches * slowest + wait_s + after_s[stages]
+                        if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors))):
+                            kinds = tuple(
+                                ((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen)
+                            )
+                            yield Candidate(estimate_s, kinds, settings, chunks)
 
     def _by_memory(self, chosen: Sequence[int]) -> list[int]:
         """First stages hold the most activations: the devices with the most memory come first."""
@@ -247,7 +285,7 @@ class Search:
 
     def mixed(self) -> Iterator[Candidate]:
         """Stages that are all alike, each with replicas of all pools, rows by speed."""
-        pools, limits, count = self.machines.pools, self.limits, self.model.count
+        pools, limits = self.machines.pools, self.limits
         sets = [tuple(range(len(pools)))]
         if 2 < len(pools) <= 5:
             sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
@@ -259,7 +297,7 @@ class Search:
                 units = [pools[k].units(t) for k, t in zip(chosen, tensors)]
                 if min(units) == 0:
                     continue
-                for stages in stage_counts(count, min(units)):
+                for stages in self.counts(min(units)):
                     if limits.stages not in (None, stages):
                         continue
                     kinds = tuple((k, t, u // stages) for k, t, u in zip(chosen, tensors, units))
@@ -292,7 +330,28 @@ class Search:
                 slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
                 after_s = self.after_s(parts, how, stages)
                 estimate_s = (micro_batches + stages - 1) * slowest + after_s
+                if not self.keeps(estimate_s, (how[0], stages.bit_length(), max(k[1] for k in kinds))):
+                    continue
                 yield Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how))
+
+    def roomy(self, one: Candidate) -> bool:
+        """Whether the stages' memory could hold all layers, if layers could be divided at will."""
+        s, stages = one.settings, one.stages
+        room, at = 0.0, 0
+        how = (s.recompute, s.sequence_parallel)
+        for parts, count in one.kinds:
+            replicas = sum(p.replicas for p in parts) if s.zero >= 1 else 1
+            worst: list[tuple[float, float, float]] = []
+            for p in parts:
+                layers = self.whole(p.pool, p.tensor, p.rows, how)[0]
+                state = (layers.parameters[-1] - layers.twice) / self.model.count * (4.0 + 12.0 / replicas)
+                free = self.machines.pools[p.pool].memory_bytes - BASE_BYTES
+                worst.append((free, state, layers.held_bytes[-1] / self.model.count))
+            for index in range(at, at + count):
+                live = min(s.micro_batches, stages - index)
+                room += min(free / max(1.0, state + live * held) for free, state, held in worst)
+            at += count
+        return room >= self.model.count
 
     # -- from candidates to spreads ---------------------------------------------------------------------------------
 
@@ -329,8 +388,12 @@ class Search:
         found = evaluate(self.model, self.machines, spread)
         self.simulated += 1
         if not found.fits:
-            self.misfits.append((spread, found))
+            if len(self.misfits) < 50:
+                slim = replace(found, tasks=Tasks(), timeline=Timeline([], [], found.timeline.total_s, {}))
+                self.misfits.append((spread, slim))
             return float("inf")
+        # Without its thousands of passes; the best spread's are computed again at the end.
+        found = replace(found, tasks=Tasks(), timeline=Timeline([], [], found.timeline.total_s, {}))
         self.kept.entries.append((found.step_s, spread, found))
         return found.step_s
 
@@ -392,7 +455,7 @@ class Search:
         for family in (self.pure, self.mixed):
             for one in family():
                 candidates.append(one)
-                if len(candidates) % 256 == 0 and self.late(0.5):
+                if len(candidates) % 64 == 0 and self.late(0.6):
                     break
         candidates.sort(key=lambda c: c.estimate_s)
         exhausted = self._try(candidates)
@@ -412,40 +475,78 @@ class Search:
                 break
             self.improve(spread, seconds, few and number < 8)
         self._without_zero()
-        seconds, spread, evaluation = self.best
+        seconds, spread, _ = self.best
+        evaluation = evaluate(self.model, self.machines, spread)
         others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
         return Found(
             spread,
             evaluation,
             others,
             self.misfits,
-            len(candidates),
+            self.estimated,
             self.simulated,
-            time.monotonic() - self.started,
+            time.process_time() - self.started,
             min(seconds, self.bound_s()),
             exhausted,
         )
 
     def _try(self, candidates: list[Candidate]) -> bool:
-        """Cuts and simulates in the order of the estimate; stops where the estimate is far behind the best."""
-        wanted, fitting, failed = 24, 0, 0
+        """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those."""
+        wanted, failed, finished = 8 if self.coarse else 40, 0, True
+        built: list[tuple[float, Spread]] = []
         best = float("inf")
         for one in candidates:
-            if self.late(0.8) and self.kept.entries:
-                return False
-            if one.estimate_s > 1.3 * best or fitting >= wanted:
-                return True
-            spread = self.build(one)
+            if self.late(0.75) and built:
+                finished = False
+                break
+            if one.estimate_s > 1.3 * best or len(built) >= wanted:
+                break
+            spread = self.build(one) if self.roomy(one) else None
             if spread is None:
                 failed += 1
-                if failed <= 3 or (failed <= 12 and failed % 4 == 0):
-                    self.consider(self.even(one))
+                if failed <= 8 and not self.coarse:
+                    self.misfit(self.even(one))
                 continue
-            took = self.consider(spread)
-            if took < float("inf"):
-                fitting += 1
-                best = min(best, took)
-        return True
+            seconds = self.quick_s(spread)
+            if seconds < float("inf"):
+                built.append((seconds, spread))
+                best = min(best, seconds)
+        for number, (seconds, spread) in enumerate(sorted(built, key=lambda e: e[0])):
+            if self.kept.entries and (self.late(0.85) or number >= (2 if self.coarse else 24) or seconds > 1.3 * best):
+                break
+            self.consider(spread)
+        return finished
+
+    def quick_s(self, spread: Spread) -> float:
+        """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
+        count, stages = spread.micro_batches, len(spread.stages)
+        slowest = total = after = 0.0
+        known: dict[tuple[int, int, tuple[Part, ...], int], float] = {}
+        for index, stage in enumerate(spread.stages):
+            live = min(count, stages - index) if spread.chunks == 1 else self._live(spread, index)
+            edge = min(index, 1) + 2 * (index == stages - 1)
+            key = (stage.count, edge, stage.parts, live)
+            if key not in known:
+                cost = stage_cost(self.model, self.machines, spread, index, live, spread.ranks)
+                if cost.lacking_bytes > 0:
+                    return float("inf")
+                known[key] = sum(cost.forward_s) + sum(cost.backward_s)
+                after = max(after, cost.reduce_s + cost.update_s)
+            slowest = max(slowest, known[key])
+            total += known[key]
+        return count * slowest + (total - slowest) / spread.chunks + after
+
+    def _live(self, spread: Spread, index: int) -> int:
+        """Chunks of micro-batches that a stage holds at the peak of the interleaved schedule (Narayanan et al.)."""
+        stages, whole = len(spread.stages), spread.micro_batches * spread.chunks
+        if spread.micro_batches == stages:
+            return whole
+        return min(whole, 2 * (stages - 1 - index) + (spread.chunks - 1) * stages + 1)
+
+    def misfit(self, spread: Spread) -> None:
+        """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
+        if spread.micro_batches * len(spread.stages) < 5000:
+            self.consider(spread)
 
     def _without_zero(self) -> None:
         """The best spread with the optimizer's state on every rank, where the user leaves that free."""
