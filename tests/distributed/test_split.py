@@ -27,6 +27,24 @@ def step(x):
 x = np.eye(4, dtype=np.float32)
 assert set(step.plan(x).variables) and step.plan(x).split_flops_fraction == 1.0
 first = float(step(x))
+
+with wh.split():
+    born = [tf.keras.layers.Dense(64, use_bias=False, kernel_initializer=i) for i in ("glorot_uniform", "orthogonal")]
+    for layer in born:
+        layer.build((None, 64))
+kernels = [layer.kernel_initializer((64, 64)) for layer in born]
+
+@wh.function
+def product(x):
+    with wh.split():
+        return born[1](born[0](x))
+
+product(np.eye(64, dtype=np.float32))
+for layer, kernel in zip(born, kernels):
+    parts = getattr(layer.kernel, "value", layer.kernel)._whale_parts
+    assert parts._parts[0].shape.num_elements() == 64 * 32
+    np.testing.assert_array_equal(layer.kernel, kernel)
+
 expected = value - 0.5 * 2 * value / 28
 np.testing.assert_allclose(dense.get_weights()[0], expected, rtol=1e-6)
 """

@@ -154,6 +154,10 @@ def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
     held = data.shape_and_type[0]
+    parent = getattr(handle, "_parent_trackable", None)  # a weak reference to the variable that made it
+    owner = parent() if parent is not None else None
+    if isinstance(owner, resource_variable_ops.BaseResourceVariable):
+        return owner
     return resource_variable_ops.BaseResourceVariable(
         trainable=False,
         shape=tf.TensorShape(held.shape),

@@ -19,7 +19,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
 from whale.planner.programs import Choice
-from whale.runtime import horovod
+from whale.runtime import deferred, horovod
 from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
@@ -39,6 +39,7 @@ class Context:
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
+      split_scope_seen: whether a scope that divides tensors was entered: variables may come to lie split.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
 
@@ -55,6 +56,7 @@ class Context:
     elements: int = 0
     scopes: list[str] = field(default_factory=list)
     scope_count: int = 0
+    split_scope_seen: bool = False
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
@@ -129,6 +131,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
     try:
         with span(trace, "wh.init", "init"):
             _current = _start(config, place, f"whale{_runs}", trace)
+            deferred.install(_current)
     except BaseException as error:
         if trace is not None:
             trace.stop(f"wh.init failed: {type(error).__name__}")

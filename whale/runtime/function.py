@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import itertools
 import time
@@ -26,12 +25,12 @@ from whale.ir.plan import Plan
 from whale.lowering.functions import lower_to_function
 from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
+from whale.runtime.deferred import capturing
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.parts import local_arguments
 from whale.runtime.trace import span
 
 _tags = itertools.count()
-_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Function:
 
     def _inside_graph(self, args: Any, kwargs: Any) -> Any:
         """Called while a graph is built: part of that program, if it is one that Whale captures."""
-        if not _capturing.get():
+        if not capturing.get():
             raise ProgramError(
                 "a step of wh.function is called while TensorFlow builds a graph that Whale does not see",
                 op=getattr(self, "__name__", "function"),
@@ -186,12 +185,12 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     if context.dry is None:
         for tensor in arguments.tensors:
             _own_rows(tensor, context)
-    token = _capturing.set(True)
+    token = capturing.set(True)
     try:
         with span(context.trace, "capture", "compile"):
             captured = capture_function(fn, args, kwargs)
     finally:
-        _capturing.reset(token)
+        capturing.reset(token)
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
     compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))

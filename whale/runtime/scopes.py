@@ -46,6 +46,7 @@ def entered(kind: str, devices: tuple[int, ...] | None, settings: str = "") -> I
         variable._whale_scope = path
         return variable
 
+    context.split_scope_seen |= kind == "split"
     context.scopes.append(path)
     with ExitStack() as stack:
         stack.callback(context.scopes.pop)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import gen_resource_variable_ops
+from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 import whale_ops
 from whale.errors import CommError
@@ -22,9 +22,10 @@ from whale.runtime.pieces import restores_by_pieces
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
     from whale.runtime.context import Context
+    from whale.runtime.initial import Initial
 
 # Methods that need the whole value in the variable itself.
-_NEED_WHOLE = (
+NEED_WHOLE = (
     "assign_add", "assign_sub", "sparse_read", "gather_nd", "scatter_add", "scatter_sub", "scatter_mul", "scatter_div",
     "scatter_max", "scatter_min", "scatter_update", "scatter_nd_add", "scatter_nd_sub", "scatter_nd_max",
     "scatter_nd_min", "scatter_nd_update", "batch_scatter_update",
@@ -38,11 +39,22 @@ class Parts:
       handles: of the parts, in the order of the process's ranks.
     """
 
-    def __init__(self, captured: CapturedVariable, placement: Split, context: Context):
+    def __init__(self, captured: CapturedVariable, placement: Split, context: Context, initial: Initial | None = None):
+        """
+        Args:
+          initial: the value of a variable that holds none: its parts are all that is made.
+        """
         self.name, self.placement = captured.name, placement
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: list[tf.Variable] = []
-        self.settle()
+        if initial is None:
+            self.settle()
+        else:
+            for i in range(len(context.ranks)):
+                part = initial.part(placement, context.ranks[i] % len(placement.sizes))
+                self._set(i, part)
+                del part  # a variable that shares its memory with a tensor is copied when it is updated
+            gen_resource_variable_ops.assign_variable_op(self._handle, tf.zeros((0,), initial.dtype))
         self._variable._whale_parts = self
         kind: type = type(self._variable)
         self._variable.__class__ = _split_class(kind)
@@ -57,12 +69,16 @@ class Parts:
         if whole is None:
             return
         for i, rank in enumerate(self._context.ranks):
-            part = _cut(whole, self.placement, rank % len(self.placement.sizes))
-            if i < len(self._parts):
-                self._parts[i].assign(part)
-            else:
-                self._parts.append(tf.Variable(part, trainable=False, name=f"part{rank}"))
+            self._set(i, _cut(whole, self.placement, rank % len(self.placement.sizes)))
         gen_resource_variable_ops.assign_variable_op(self._handle, tf.zeros((0,), whole.dtype))
+
+    def _set(self, i: int, part: tf.Tensor) -> None:
+        if i < len(self._parts):
+            self._parts[i].assign(part)
+        else:
+            # Not tf.Variable, which asks who defers creations.
+            name = f"part{self._context.ranks[i]}"
+            self._parts.append(resource_variable_ops.ResourceVariable(part, trainable=False, name=name))
 
     def whole(self) -> tf.Tensor:
         """The global value. Collective between processes, unless a whole value was assigned.
@@ -170,6 +186,6 @@ def _split_class(kind: type) -> type:
 
         return method
 
-    methods = {name: whole_first(name) for name in _NEED_WHOLE if hasattr(kind, name)}
+    methods = {name: whole_first(name) for name in NEED_WHOLE if hasattr(kind, name)}
     methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialized)
     return type(kind.__name__, (kind,), methods)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,18 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.errors import CommError
 from whale.ir.layout import B, Placement, Split
+from whale.runtime.deferred import deferred_of, forget, make_whole
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.initial import Initial
 from whale.runtime.split_variable import Parts
 
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
     from whale.runtime.context import Context
+
+
+_TURN_TIMEOUT_S = 3600.0
+_TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
 
 class _Entry:
@@ -70,17 +77,20 @@ class VariableOwner:
           CommError: the ranks cannot exchange the values.
         """
         new = [c for c in captured if id(c.handle) not in self._entries]
+        initials = _agreed_initials(new, context)
+        for c, initial in zip(new, initials):
+            if initial is None or not isinstance(placed.get(c.node), Split):
+                make_whole(c.variable)
         if context.between_processes and new:
             try:
-                _broadcast_values(new, context)
+                self._send(new, initials, context, placed)
             except tf.errors.OpError as error:
                 raise_comm_error(error, context)
                 raise
-        for c in new:
+        for c, initial in zip(new, initials):
             placement = placed.get(c.node)
             if isinstance(placement, Split):
-                self._split.append(Parts(c, placement, context))
-                self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
+                self._divide(c, placement, initial, context)
                 continue
             copies = [
                 tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
@@ -91,6 +101,35 @@ class VariableOwner:
     def owns(self, variable: tf.Variable) -> bool:
         """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
         return id(variable.handle) in self._entries
+
+    def _send(
+        self,
+        new: Sequence[CapturedVariable],
+        initials: Sequence[Initial | None],
+        context: Context,
+        placed: Mapping[str, Placement],
+    ) -> None:
+        """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
+        _broadcast_values([c for c in new if not isinstance(placed.get(c.node), Split)], context)
+        for c, initial in zip(new, initials):
+            placement = placed.get(c.node)
+            if isinstance(placement, Split) and initial is None:
+                _broadcast_values([c], context)
+                self._divide(c, placement, None, context)
+
+    def _divide(self, c: CapturedVariable, placement: Split, initial: Initial | None, context: Context) -> None:
+        """Parts of the variable on the ranks of this process, unless it has them."""
+        if id(c.handle) in self._entries:
+            return
+        forget(c.variable)
+        # What can only be computed whole is computed by one process after the other.
+        in_turns = initial is not None and not initial.is_divisible and context.between_processes
+        for turn in range(context.size if in_turns else 1):
+            if not in_turns or turn == context.rank:
+                self._split.append(Parts(c, placement, context, initial))
+            if in_turns:
+                context.comms[0].allgather_bytes("whale/first_values/turn", b"", _TURN_TIMEOUT_S, _TURN.format(c.name))
+        self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
 
     def settle(self) -> None:
         """Cuts whole values that were assigned to split variables since the last step."""
@@ -178,6 +217,34 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
         expected="equal copies",
         action="report the program; its plan is wrong",
     )
+
+
+def _agreed_initials(new: Sequence[CapturedVariable], context: Context) -> list[Initial | None]:
+    """The first rank's initial values of variables that hold none there; None for those that it has made.
+
+    Raises:
+      CommError: a variable is restored from a checkpoint on the first rank only.
+    """
+    mine = [deferred_of(c.variable) for c in new]
+    if not context.between_processes or not new:
+        return mine
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    data = None
+    if context.rank == 0:
+        data = pickle.dumps(["reader" if i is not None and i.reader is not None else i for i in mine])
+    firsts = pickle.loads(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
+    for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
+        if first == "reader":
+            firsts[i] = own
+            if own is None or own.reader is None:
+                raise CommError(
+                    "a variable takes its first value from a checkpoint on some ranks only",
+                    variable=c.name,
+                    given=f"rank 0 restored it, rank {context.rank} did not",
+                    expected="the same on every rank",
+                    action="restore on every rank",
+                )
+    return list(firsts)
 
 
 def _broadcast_values(captured: Sequence[CapturedVariable], context: Context) -> None:
