@@ -163,8 +163,8 @@ def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | 
     if result in little:
         return tf.convert_to_tensor(little[result])
     needed = _needed(later, result)
-    operands = {n: little[n].numpy() for op in needed for n in op.operands if n in little}
-    return Initial(tuple(made.shape.as_list()), made.dtype.name, operands, tuple(needed), result)
+    kept = {n: little[n].numpy() for op in needed for n in op.operands if n in little}
+    return Initial(tuple(made.shape.as_list()), made.dtype.name, kept, tuple(needed), result)
 
 
 def _refuse_variable(next_creator: Any, **kwargs: Any) -> Any:
