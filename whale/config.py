@@ -151,9 +151,11 @@ KEYS: tuple[Key, ...] = (
         "zero.level",
         "str",
         "0",
-        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks; 0: every rank has all of it",
-        choices=("0", "1", "2", "v0", "v1"),
+        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks; 3: weights as well, gathered at use; "
+        "0: every rank has all of it",
+        choices=("0", "1", "2", "3", "v0", "v1"),
     ),
+    Key("zero.ahead", "int", 1, "weights that are gathered while another is used, with zero.level=3", minimum=0),
     Key("zero.min_bytes", "int", 1 << 16, "variables below that size stay whole under zero.level", minimum=0),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(

@@ -49,7 +49,8 @@ class Run:
         flavour: which Keras the worker processes have.
         gradients: the step returns its gradients as well.
         scope: what the model is inside: `replica` (which must be the same as nothing, ""), `split`, `split:2` for
-            groups of two ranks that split, or `zero`: nothing, and the optimizer's state lies split.
+            groups of two ranks that split. `+zero1` behind it: the optimizer's state lies split; `+zero3`: weights
+            as well.
     """
 
     case: Case = field(compare=False)
@@ -91,7 +92,7 @@ def all_runs(
         for case in cases
         if flavour in case.flavours
         for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scopes)
-        if not (values[-1] == "zero" and case.name.startswith("tf1_"))  # a session keeps variables whole
+        if not ("+zero" in values[-1] and case.name.startswith("tf1_"))  # a session keeps variables whole
     ]
 
 

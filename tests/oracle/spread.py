@@ -18,7 +18,6 @@ SCOPES = {
     "": contextlib.nullcontext,
     "replica": wh.replica,
     "split": wh.split,
-    "zero": contextlib.nullcontext,
     "auto": contextlib.nullcontext,
 }
 
@@ -30,13 +29,14 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         `split_flops_fraction` and `logical_bytes` of the plan that ran.
     """
     case = case_named(job["case"])
-    scope, _, group = job["scope"].partition(":")
+    scope, _, zero = job["scope"].partition("+")
+    scope, _, group = scope.partition(":")
     config = {
         "communication.transport": "in-process",
         "cluster.ranks": job["ranks"],
         "replica.shares": job["shares"],
         "split.ranks": int(group or 0),
-        "zero.level": 1 if scope == "zero" else 0,
+        "zero.level": zero.removeprefix("zero") or "0",
         "zero.min_bytes": 0,
         "auto_parallel": scope == "auto",
         "sync_batch_norm": True,

@@ -21,7 +21,7 @@ CORE_SPREADS = (Spread(2, (5, 3)), Spread(3))
 
 def sample() -> Sequence[object]:
     native, *others = flavours()
-    runs = pairwise(all_runs(CASES, native, gradients=(True, False), scopes=("", "replica", "zero")), SEED)
+    runs = pairwise(all_runs(CASES, native, gradients=(True, False), scopes=("", "replica", "+zero1")), SEED)
     cases = [case_named(name) for name in DIFFERENT]
     core = [
         run

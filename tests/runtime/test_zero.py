@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import whale as wh
 from whale.errors import ConfigError, PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import B, Split
+from whale.passes.scopes import USE
 from whale.runtime.context import current
 
 Start = Callable[..., None]
@@ -62,7 +63,7 @@ def trained(function: Any) -> tuple[Model, list[float]]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("count", "level"), [(2, 1), (3, "v1")])
+@pytest.mark.parametrize(("count", "level"), [(2, 1), (3, "v1"), (2, 3), (3, 3)])
 def test_a_step_equals_that_of_one_device(ranks: Start, count: int, level: Any) -> None:
     one, losses_of_one = trained(tf.function)
     ranks(count, **{"zero.level": level, "zero.min_bytes": 0})
@@ -84,6 +85,38 @@ def test_the_state_lies_split_and_nothing_more_is_moved(ranks: Start) -> None:
     ranks(2)
     whole, _ = trained(wh.function)
     assert plan.logical_bytes <= whole.step.plan(*batch(0)).logical_bytes + 2 * 8
+
+
+def test_weights_are_gathered_for_each_use_and_not_before(ranks: Start) -> None:
+    ranks(2, **{"zero.level": 3, "zero.min_bytes": 0})
+    model, _ = trained(wh.function)
+    plan = model.step.plan(*batch(0))
+    gathered = Counter(
+        r.ref.node.partition("/whale_use")[0] for r in plan.reshards if r.target == B and isinstance(r.source, Split)
+    )
+    # The first kernel is used in the forward product only, the second one in the backward product too.
+    assert sorted(gathered.values()) == [1, 1, 1, 2], gathered
+    for v in (*model.weights, *model.optimizer.variables[2:]):
+        assert getattr(v, "value", v)._whale_parts.placement.dim == 0
+    program = model.step._step(batch(0), {}).compiled.program
+    paced = [n for n in program.nodes if USE in n.attrs and n.controls]
+    assert len(paced) == 1  # of three products, the third waits for the first
+    forward = next(n for n in program.nodes if n.op == "MatMul")
+    assert paced[0].controls == (forward.name,)
+
+
+def test_a_weight_that_cannot_lie_split_is_named(ranks: Start) -> None:
+    ranks(2, **{"zero.level": 3, "zero.min_bytes": 0})
+    w = tf.Variable(tf.ones((4, 4)))
+
+    @wh.function
+    def looped(x: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(3):
+            x = x @ w
+        return tf.reduce_sum(x)
+
+    with pytest.raises(PlanError, match=r"(?s)a weight cannot lie split.*which uses Variable \[4, 4\].*loop"):
+        looped(tf.ones((8, 4)))
 
 
 def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:
@@ -135,5 +168,5 @@ def test_a_session_cannot_hold_it(ranks: Start) -> None:
 
 
 def test_levels(ranks: Start) -> None:
-    with pytest.raises(ConfigError, match="'0' or '1' or '2' or 'v0' or 'v1'"):
-        wh.Config({"zero.level": 3})
+    with pytest.raises(ConfigError, match="'0' or '1' or '2' or '3' or 'v0' or 'v1'"):
+        wh.Config({"zero.level": 4})

@@ -32,6 +32,7 @@ from whale.passes.specialise import specialise
 from whale.passes.split import divide
 from whale.passes.statistics import half_own, own_statistics
 from whale.passes.unpack import unpack
+from whale.passes.uses import separate_uses
 from whale.passes.zero import state_at_rest, update_strategies
 from whale.rules import rule_of
 
@@ -47,7 +48,8 @@ class PlanContext:
     ones may lie split between steps. ``split_scopes``: tensors are divided under ``wh.split``; else rows, as elsewhere.
     ``split_ranks``: ranks that divide tensors together (see whale.runtime.mesh); 0: all.
     ``batch`` are the batch inputs where they are known already.
-    ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``.
+    ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``; from 3 on
+    weights as well, of which ``zero_ahead`` are gathered while another is used.
     """
 
     size: int
@@ -66,6 +68,7 @@ class PlanContext:
     backend: str = "whale"
     zero_level: int = 0
     zero_min_bytes: int = 0
+    zero_ahead: int = 1
     dump: str = ""
 
 
@@ -84,6 +87,9 @@ def normalise(program: Program, context: PlanContext) -> Program:
         for step in NORMALISE:
             program = step(program)
             _dump(context, step.__name__, program)
+        if context.zero_level >= 3:
+            program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)
+            _dump(context, "separate_uses", program)
     return program
 
 
@@ -245,7 +251,9 @@ def _state(program: Program, context: PlanContext, inside: Collection[str]) -> d
     Raises:
       PlanError: the run cannot hold variables that lie split.
     """
-    state = state_at_rest(program, context.size, context.zero_min_bytes, inside, context.variables)
+    state = state_at_rest(
+        program, context.size, context.zero_min_bytes, inside, context.variables, context.zero_level >= 3
+    )
     if state and not context.split_variables:
         raise PlanError(
             "the optimizer's state cannot lie split in a session",

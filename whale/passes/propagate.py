@@ -20,6 +20,7 @@ from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.cost import change_cost, compute_cost, matmul_flops, move_cost
 from whale.passes.meet import at_next_turn, behind_branches
 from whale.passes.own import AS_ONE_DEVICE, OwnRows, Semantics
+from whale.passes.scopes import USE
 from whale.passes.unsendable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
 from whale.rules.base import OpView, replicated
@@ -168,8 +169,16 @@ class _Propagation:
             self._track_batch(node, strategy, current)
             if given is None:
                 preferred.update(self.own.kept(node, strategy))
-                if self.gathered and node.op == "ReadVariableOp" and node.inputs[0].node in self.gathered:
-                    preferred[Ref(node.name)] = B
+            if self.gathered and self._is_gathered(node, given is not None):
+                preferred[Ref(node.name)] = B
+
+    def _is_gathered(self, node: Node, given: bool) -> bool:
+        """Whether it yields a weight that lies split only to be kept so, to who uses it: each use, or the one read."""
+        if node.op == "Identity":
+            return USE in node.attrs and type(self.result.strategies[node.name].outputs[0]) is Split
+        if given or node.op != "ReadVariableOp" or node.inputs[0].node not in self.gathered:
+            return False
+        return not any(USE in reader.attrs for reader, _ in self.program.consumers.get(Ref(node.name), ()))
 
     def _all_broadcast(self, node: Node) -> Strategy:
         key = (len(node.inputs), len(node.outputs))

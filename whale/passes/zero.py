@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
+from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
@@ -29,7 +30,12 @@ from whale.rules.graph import BRANCHES, LOOPS, takes, view
 
 
 def state_at_rest(
-    program: Program, parts: int, min_bytes: int, taken: Collection[str], known: Mapping[str, Placement]
+    program: Program,
+    parts: int,
+    min_bytes: int,
+    taken: Collection[str],
+    known: Mapping[str, Placement],
+    weights: bool = False,
 ) -> dict[str, Split]:
     """Placements of the variables that lie split between steps, by handle node.
 
@@ -38,20 +44,51 @@ def state_at_rest(
       min_bytes: variables below that size stay whole: moving their parts takes longer than updating them.
       taken: variables whose layout something else decides.
       known: placements that earlier programs of the run have fixed; what is updated together with one lies like it.
+      weights: whether the variables that a model reads lie split as well.
+
+    Raises:
+      PlanError: a weight that is to lie split cannot.
     """
     variables = {v.node: v for v in program.variables if v.node not in taken}
-    if not any(_is_model(program, node) for node in program.nodes):
+    if not any(is_model(program, node) for node in program.nodes):
         return {}  # a run that sets variables to their first values, say: it does not show which ones are state
     found: dict[str, Split] = {}
     for group in _updated_together(program, variables):
         if all(name in known for name in group):
             continue
-        if not any(name not in known and _is_state(program, name) for name in group):
+        is_weight = weights and all(_is_number(variables[name]) for name in group)
+        if not is_weight and not any(name not in known and _is_state(program, name) for name in group):
             continue
         placement = _common(program, [variables[name] for name in group], parts, min_bytes, known)
         if placement is not None:
             found.update((name, placement) for name in group if name not in known)
+        elif is_weight:
+            _refuse_whole(program, [variables[name] for name in group if name not in known], parts, min_bytes)
     return found
+
+
+def _is_number(variable: Variable) -> bool:
+    return "float" in variable.type.dtype
+
+
+def _refuse_whole(program: Program, group: Sequence[Variable], parts: int, min_bytes: int) -> None:
+    """Raises PlanError for a weight that has a dimension to be divided along, and is used as no divided one can be."""
+    for variable in group:
+        t = variable.type
+        cuts = [split(d, even_sizes(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
+        if not t.is_static or t.bytes < min_bytes:
+            continue
+        users = [n for n, _ in program.consumers.get(Ref(variable.node), ())]
+        for node in users if cuts else ():
+            operands = [i for i, r in enumerate(node.inputs) if r == Ref(variable.node)]
+            if not any(takes(program, node, i, _lying(program, node, cut), parts) for i in operands for cut in cuts):
+                raise PlanError(
+                    "a weight cannot lie split between steps",
+                    op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
+                    given="zero.level=3",
+                    expected="reads, lookups and updates of the whole variable, outside of loops and branches",
+                    action="read the variable before the loop, raise zero.min_bytes, or set zero.level=2",
+                )
 
 
 def _updated_together(program: Program, variables: Mapping[str, Variable]) -> Iterable[list[str]]:
@@ -74,7 +111,7 @@ def _is_state(program: Program, handle: str) -> bool:
     while waiting:
         name = waiting.pop()
         node = program.by_name[name]
-        if name in fetched or _is_model(program, node):
+        if name in fetched or is_model(program, node):
             return False
         readers = chain.from_iterable(program.consumers.get(ref, ()) for ref in node.refs())
         for reader, _ in readers:
@@ -84,7 +121,7 @@ def _is_state(program: Program, handle: str) -> bool:
     return True
 
 
-def _is_model(program: Program, node: Node) -> bool:
+def is_model(program: Program, node: Node) -> bool:
     """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
     if node.op in LOOPS or node.op in BRANCHES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
         return True
@@ -114,13 +151,14 @@ def _common(
 def _can_lie(program: Program, handle: str, placement: Split, parts: int) -> bool:
     """Whether everything that takes the variable's handle can take it so."""
     for node, operand in program.consumers.get(Ref(handle), ()):
-        # Together with the other variables that the op updates.
-        current: list[Placement] = [
-            placement if i == operand or r.node in program.variable_of else B for i, r in enumerate(node.inputs)
-        ]
-        if not takes(program, node, operand, current, parts):
+        if not takes(program, node, operand, _lying(program, node, placement), parts):
             return False
     return True
+
+
+def _lying(program: Program, node: Node, placement: Placement) -> list[Placement]:
+    """Operands of a node whose variables (all that it updates together) lie as ``placement``."""
+    return [placement if r.node in program.variable_of else B for r in node.inputs]
 
 
 def update_strategies(
@@ -153,7 +191,7 @@ class _Updates:
                 option = self._option(node, current, operand)
                 if option is None:
                     continue
-                if node.outputs and not is_state:  # a weight: who reads it in the model gathers it
+                if node.outputs and not is_state:  # a weight: who uses it in the model gathers it
                     self.parted[Ref(node.name)] = option.outputs[0]
                 else:
                     self._take(node, option)

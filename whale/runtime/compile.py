@@ -57,6 +57,7 @@ def plan_context(context: Context) -> PlanContext:
         backend=config["communication.backend"],
         zero_level=config.zero_level,
         zero_min_bytes=config["zero.min_bytes"],
+        zero_ahead=config["zero.ahead"],
         dump=config["dump"] if context.rank == 0 else "",
     )
 
