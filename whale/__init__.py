@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from whale.runtime.data import shard as shard
     from whale.runtime.dry_run import plan as plan
     from whale.runtime.function import function as function
+    from whale.runtime.memory import memory_report as memory_report
     from whale.runtime.session import Session as Session
 
 _PUBLIC = {
@@ -50,6 +51,7 @@ _PUBLIC = {
     "CheckpointManager": "whale.runtime.checkpoint",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
+    "memory_report": "whale.runtime.memory",
     "plan": "whale.runtime.dry_run",
     "shard": "whale.runtime.data",
     "ShardedTensor": "whale.runtime.data",

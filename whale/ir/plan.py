@@ -77,6 +77,8 @@ class Plan:
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
         coordinate where they have the whole tensor, once in all where each has a part.
       inner_bytes: what moves along the second axis, in all its groups together.
+      memory: category -> predicted bytes of each rank at the fullest moment of a step (see whale.passes.footprint);
+        empty where nobody asked.
     """
 
     program: str
@@ -97,6 +99,7 @@ class Plan:
     inner: Plan | None = None
     repeats: Mapping[str, int] = field(default_factory=dict)
     inner_bytes: int = 0
+    memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def logical_bytes(self) -> int:
@@ -159,6 +162,7 @@ class Plan:
                 inner=self.inner.to_json().decode() if self.inner is not None else "",
                 repeats=dict(self.repeats),
                 inner_bytes=self.inner_bytes,
+                memory=dict(self.memory),
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -191,6 +195,7 @@ class _File(msgspec.Struct):
     inner: str = ""
     repeats: dict[str, int] = {}
     inner_bytes: int = 0
+    memory: dict[str, tuple[int, ...]] = {}
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
 
 
@@ -238,6 +243,7 @@ def _plan(f: _File) -> Plan:
         inner=plan_from_json(f.inner.encode()) if f.inner else None,
         repeats=f.repeats,
         inner_bytes=f.inner_bytes,
+        memory=f.memory,
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

@@ -352,6 +352,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         + (f"; {horovod} of the tensors through Horovod" if horovod else "")
     )
     out += _traffic(plan, moving, rows)
+    out += _memory(plan)
     if plan.exceptions:
         out.append("Not as on one device")
         out += [f"  {line}" for line in plan.exceptions]
@@ -364,6 +365,16 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out.append(f"Inside each group of {plan.inner.size} ranks")
         out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
     return "\n".join(out) + "\n"
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The rank that takes most."""
+    if not plan.memory:
+        return []
+    totals = [sum(row) for row in zip(*plan.memory.values())]
+    rank = totals.index(max(totals))
+    parts = ", ".join(f"{name} {human_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
+    return [f"Memory at most {human_bytes(totals[rank])}, on rank {rank} (predicted): {parts}"]
 
 
 def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:

@@ -57,7 +57,7 @@ def state_at_rest(
         if all(name in known for name in group):
             continue
         is_weight = weights and all(_is_number(variables[name]) for name in group)
-        if not is_weight and not any(name not in known and _is_state(program, name) for name in group):
+        if not is_weight and not any(name not in known and is_state(program, name) for name in group):
             continue
         placement = _common(program, [variables[name] for name in group], parts, min_bytes, known)
         if placement is not None:
@@ -104,7 +104,7 @@ def _updated_together(program: Program, variables: Mapping[str, Variable]) -> It
     return {id(group): group for group in group_of.values()}.values()
 
 
-def _is_state(program: Program, handle: str) -> bool:
+def is_state(program: Program, handle: str) -> bool:
     """Whether nothing but updates of variables comes of the variable's value: no product, lookup or fetched tensor."""
     fetched = {ref.node for ref in program.outputs}
     waiting, seen = [handle], {handle}
@@ -185,13 +185,13 @@ class _Updates:
 
     def run(self) -> dict[str, Strategy]:
         for handle in self.state:
-            is_state = _is_state(self.program, handle)
+            at_rest = is_state(self.program, handle)
             for node, operand in self.program.consumers.get(Ref(handle), ()):
                 current = [self.state.get(r.node, B) for r in node.inputs]
                 option = self._option(node, current, operand)
                 if option is None:
                     continue
-                if node.outputs and not is_state:  # a weight: who uses it in the model gathers it
+                if node.outputs and not at_rest:  # a weight: who uses it in the model gathers it
                     self.parted[Ref(node.name)] = option.outputs[0]
                 else:
                     self._take(node, option)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -18,10 +18,13 @@ from whale.ir.program import Node, Program, Ref
 from whale.lowering.compiled import compile_marked
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
+from whale.passes.footprint import CATEGORIES, footprint, variable_kinds
 from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.runtime.auto import spread_program
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
+
+_MOST_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Compiled:
     ranks: tuple[Program, ...]
     number: int
     seconds: Mapping[str, float]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Handle node -> parameters, slots or buffers."""
+        return variable_kinds(self.program)
 
 
 def plan_context(context: Context) -> PlanContext:
@@ -99,7 +107,7 @@ def compile_program(
         settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
         if context.config["auto_parallel"]:
             dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, dry=True)
-        context.dry.seen(plan_program(dry, settings_of_dry))
+        context.dry.seen(with_memory(dry, plan_program(dry, settings_of_dry), settings_of_dry))
     else:
         settings = replace(settings, local=local)
     mark = fingerprint(program)
@@ -115,13 +123,34 @@ def compile_program(
     lap("expand")
     what = f"`{program.name}` (program {number} of the run)"
     with no_garbage_collection():
-        if plan.inner is not None:
-            lowered = lower_mesh(program, plan, settings, context.ranks, context.comm_name, what)
-        else:
-            lowered = [localise(expanded, plan, rank, context.comm_name, what) for rank in context.ranks]
+        lowered = _lowered(program, expanded, plan, settings, context.ranks, context.comm_name, what)
         ranks = tuple(compile_marked(_with_number(r, number)) for r in lowered)
+        context.footprints[program.name] = footprint(ranks[0])
     lap("localise")
     return Compiled(plan, expanded, ranks, number, times)
+
+
+def _lowered(
+    program: Program,
+    expanded: Program,
+    plan: Plan,
+    settings: PlanContext,
+    ranks: Sequence[int],
+    comm: str,
+    what: str,
+) -> list[Program]:
+    if plan.inner is not None:
+        return lower_mesh(program, plan, settings, ranks, comm, what)
+    return [localise(expanded, plan, rank, comm, what) for rank in ranks]
+
+
+def with_memory(program: Program, plan: Plan, settings: PlanContext) -> Plan:
+    """``plan`` with the bytes that its ranks will hold; of many ranks, the first ones."""
+    ranks = range(min(settings.size, _MOST_RANKS_SHOWN))
+    expanded = expand(program, plan.expanded, settings)
+    with no_garbage_collection():
+        each = [footprint(r) for r in _lowered(program, expanded, plan, settings, ranks, "", plan.program)]
+    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES})
 
 
 def compile_alone(program: Program, context: Context) -> Program:

@@ -14,7 +14,7 @@ from whale.ir.plan import Plan
 from whale.ir.text import format_plan
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime import context as runtime_context
-from whale.runtime.compile import plan_context
+from whale.runtime.compile import plan_context, with_memory
 from whale.runtime.mesh import plan_program
 
 
@@ -35,7 +35,8 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
         from dataclasses import replace
 
         settings = replace(plan_context(runtime_context._current), size=ranks)
-    return plan_program(normalise(captured.program, settings), settings)
+    program = normalise(captured.program, settings)
+    return with_memory(program, plan_program(program, settings), settings)
 
 
 def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -> int:

@@ -196,6 +196,7 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))
     with span(context.trace, "send variables", "compile"):
         context.variables.adopt(captured.variables, context, compiled.plan.variables)
+        context.variables.classify(captured.variables, compiled.kinds)
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"), no_garbage_collection():
         call = _callable(captured, compiled, context)

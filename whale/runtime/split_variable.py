@@ -63,6 +63,13 @@ class Parts:
     def handles(self) -> list[Any]:
         return [part.handle for part in self._parts]
 
+    @property
+    def bytes(self) -> int:
+        """What these ranks hold: their parts, and the whole value where somebody assigned one."""
+        held = self._held()
+        whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
+        return whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts)
+
     def settle(self) -> None:
         """Cuts the whole value into parts, if the variable itself has one."""
         whole = self._held()

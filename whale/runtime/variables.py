@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,13 @@ class _Entry:
     ``parts`` are what the ranks hold instead, where the variable lies split.
     """
 
-    __slots__ = ("copies", "handle", "left", "name", "parts", "variable")
+    __slots__ = ("copies", "handle", "kind", "left", "name", "parts", "variable")
 
     def __init__(self, captured: CapturedVariable, copies: Sequence[Any], parts: Parts | None = None):
         self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
         self.copies, self.parts = tuple(copies), parts
         self.left = self.read() if copies else None
+        self.kind = ""
 
     @property
     def layout(self) -> Placement:
@@ -131,6 +133,21 @@ class VariableOwner:
                 context.comms[0].allgather_bytes("whale/first_values/turn", b"", _TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
 
+    def classify(self, captured: Sequence[CapturedVariable], kinds: Mapping[str, str]) -> None:
+        """Remembers what variables are to a program that uses them: parameters are so whatever other programs do."""
+        for c in captured:
+            entry = self._entries[id(c.handle)]
+            if c.node in kinds and entry.kind != "parameters":
+                entry.kind = kinds[c.node]
+
+    def held_bytes(self) -> dict[str, int]:
+        """Kind -> bytes that the ranks of this process hold of the variables that programs have used."""
+        found: Counter[str] = Counter()
+        for entry in self._entries.values():
+            held = entry.parts.bytes if entry.parts else (1 + len(entry.copies)) * _bytes(entry.variable)
+            found[entry.kind or "buffers"] += held
+        return dict(found)
+
     def settle(self) -> None:
         """Cuts whole values that were assigned to split variables since the last step."""
         for parts in self._split:
@@ -195,6 +212,10 @@ class VariableOwner:
                         expected="equal copies",
                         action="assign to variables on every rank, or inside a step",
                     )
+
+
+def _bytes(variable: tf.Variable) -> int:
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
 def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:

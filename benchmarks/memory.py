@@ -1,0 +1,134 @@
+"""What a model takes in memory when it lies split: run with `whale run -np 4 benchmarks/memory.py`.
+
+--how split   one dense layer (default 1 GB) under wh.split, trained with plain gradient descent; live bytes of variables are
+              watched at every moment, creation included, and are to stay below a quarter and one per cent
+--how zero3   a stack of dense layers with Adam under zero.level=3 (--gigabytes of parameters and slots together)
+
+Every rank prints its figures; rank 0 prints whether the bounds hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import threading
+import time
+
+import tensorflow as tf
+
+import whale as wh
+from whale_ops.memory import memory
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--how", choices=("split", "zero3"), default="split")
+parser.add_argument("--gigabytes", type=float, default=1.0)
+parser.add_argument("--steps", type=int, default=2)
+options = parser.parse_args()
+
+
+def resident() -> tuple[int, int]:
+    """(now, at most) resident bytes of this process."""
+    rows = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(rows["VmRSS"].split()[0]) << 10, int(rows["VmHWM"].split()[0]) << 10
+
+
+tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+wh.init({"zero.level": 3} if options.how == "zero3" else {})
+tf.random.uniform((8, 8)) @ tf.ones((8, 8))  # TensorFlow's own memory is there
+base, _ = resident()
+total = int(options.gigabytes * 2**30)
+live_at_most = 0
+watching = True
+
+
+def watch() -> None:
+    """Live bytes of the allocator, a thousand times a second until the layer exists and is initialised."""
+    global live_at_most
+    while watching:
+        live_at_most = max(live_at_most, memory().live_bytes)
+        time.sleep(0.001)
+
+
+before = memory().live_bytes
+threading.Thread(target=watch, daemon=True).start()
+if options.how == "split":
+    inputs = 4096
+    layers = [tf.keras.layers.Dense(total // 4 // inputs, use_bias=False)]
+    with wh.split():
+        layers[0].build((None, inputs))
+    weights = layers[0].trainable_variables
+    optimizer = None
+    # The weight, and its gradient.
+    whole = 2 * total
+else:
+    inputs = 4096
+    count = max(2, total // (3 * 4 * inputs * inputs))
+    layers = [tf.keras.layers.Dense(inputs, use_bias=False, activation="tanh") for _ in range(count)]
+    for layer in layers:
+        layer.build((None, inputs))
+    weights = [w for layer in layers for w in layer.trainable_variables]
+    optimizer = tf.keras.optimizers.Adam(1e-4)
+    optimizer.build(weights)
+    whole = 3 * count * 4 * inputs * inputs
+
+
+def loss_of(x: tf.Tensor) -> tf.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return tf.reduce_mean(tf.square(x))
+
+
+@wh.function
+def step(x: tf.Tensor) -> tf.Tensor:
+    if options.how == "split":
+        with wh.split(), tf.GradientTape() as tape:
+            loss = loss_of(x)
+    else:
+        with tf.GradientTape() as tape:
+            loss = loss_of(x)
+    slopes = tape.gradient(loss, weights)
+    if optimizer is None:
+        for weight, slope in zip(weights, slopes):
+            weight.assign_sub(1e-3 * slope)
+    else:
+        optimizer.apply_gradients(zip(slopes, weights))
+    return loss
+
+
+x = tf.random.stateless_normal((8, inputs), (1, 2))
+step.plan(x)
+watching = False
+gc.collect()
+created = live_at_most - before
+held = memory().live_bytes - before
+losses = []
+start_s = time.perf_counter()
+for _ in range(options.steps):
+    losses.append(float(step(x)))
+step_s = (time.perf_counter() - start_s) / options.steps
+report = wh.memory_report()
+_, most = resident()
+size = wh.size()
+variables = whole // 2 if options.how == "split" else whole
+mega = 1e6
+print(
+    f"rank {wh.rank()}: variables {report.variable_bytes / mega:.0f} MB of {variables / mega:.0f}"
+    f" ({report.variable_bytes * size / variables:.4f} of a share), live while they were made at most"
+    f" {created / mega:.0f} MB ({created * size / variables:.3f} of a share), then {held / mega:.0f} MB;"
+    f" resident at most {most / mega:.0f} MB, {base / mega:.0f} before; a step {step_s:.2f} s, losses {losses}",
+    flush=True,
+)
+if wh.rank() == 0:
+    print(report)
+    if options.how == "split":
+        limit = whole // size + 300 * 10**6
+        print(f"peak resident {most / mega:.0f} MB, bound {limit / mega:.0f} MB: {'holds' if most <= limit else 'EXCEEDED'};"
+              f" without TensorFlow's own {(most - base) / mega:.0f} MB")  # fmt: skip
+    else:
+        share = 1.25 * whole / size
+        print(
+            f"peak resident {most / mega:.0f} MB of {share / mega:.0f} (1.25 x {whole / mega:.0f} MB over {size} ranks)"
+        )
+os.sync()

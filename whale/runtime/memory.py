@@ -1,0 +1,79 @@
+"""``wh.memory_report``: what this process's ranks hold, by category, predicted from their programs and measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from whale.errors import CommError
+from whale.ir.text import human_bytes
+from whale.passes.footprint import CATEGORIES
+from whale.runtime.context import current
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this process.
+
+    Attributes:
+      ranks: of this process; the figures are of all of them together.
+      variables: category (parameters, slots, buffers) -> bytes of the variables that these ranks hold now, exactly.
+      predicted: name of a program -> category -> bytes at the fullest moment of a step, of the first of these ranks:
+        variables, gradients, weights that are gathered, activations.
+      allocated_bytes, allocated_peak_bytes: what TensorFlow's allocator has given out, now and at most; None where it
+        keeps no figures. Pieces below 256 KiB are not counted on processors.
+      resident_bytes, resident_peak_bytes: of the process, by the kernel, libraries included.
+    """
+
+    ranks: tuple[int, ...]
+    variables: Mapping[str, int]
+    predicted: Mapping[str, Mapping[str, int]]
+    allocated_bytes: int | None
+    allocated_peak_bytes: int | None
+    resident_bytes: int
+    resident_peak_bytes: int
+
+    @property
+    def variable_bytes(self) -> int:
+        return sum(self.variables.values())
+
+    def __str__(self) -> str:
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]} to {self.ranks[-1]}"
+        lines = [f"memory of {who}", "  variables held now"]
+        lines += [f"    {name:<24} {human_bytes(n)}" for name, n in self.variables.items()]
+        for program, categories in self.predicted.items():
+            lines.append(f"  predicted for a step of {program}, rank {self.ranks[0]}")
+            lines += [f"    {name:<24} {human_bytes(n)}" for name, n in categories.items()]
+            lines.append(f"    {'together':<24} {human_bytes(sum(categories.values()))}")
+        lines.append("  measured")
+        if self.allocated_bytes is not None and self.allocated_peak_bytes is not None:
+            lines.append(f"    {'allocated':<24} {human_bytes(self.allocated_bytes)}")
+            lines.append(f"    {'allocated at most':<24} {human_bytes(self.allocated_peak_bytes)}")
+        lines.append(f"    {'resident':<24} {human_bytes(self.resident_bytes)}")
+        lines.append(f"    {'resident at most':<24} {human_bytes(self.resident_peak_bytes)}")
+        return "\n".join(lines)
+
+
+def memory_report() -> MemoryReport:
+    """What this process holds: variables by category, what its programs are predicted to take, and what is measured.
+
+    Not collective. Variables that no step has used yet are not counted; they take no memory while they are deferred.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+    """
+    from whale_ops.memory import memory
+
+    context = current("wh.memory_report()")
+    held: Counter[str] = Counter(dict.fromkeys(CATEGORIES[:3], 0))
+    held.update(context.variables.held_bytes())
+    try:
+        measured = memory()
+        allocated: tuple[int | None, int | None] = measured.live_bytes, measured.peak_bytes
+    except CommError:
+        allocated = None, None
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident, most = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
+    return MemoryReport(context.ranks, dict(held), dict(context.footprints), *allocated, resident, most)
