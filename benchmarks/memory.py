@@ -1,7 +1,7 @@
 """What a model takes in memory when it lies split: run with `whale run -np 4 benchmarks/memory.py`.
 
---how split   one dense layer (default 1 GB) under wh.split, trained with plain gradient descent; live bytes of variables are
-              watched at every moment, creation included, and are to stay below a quarter and one per cent
+--how split   one dense layer (default 1 GB) under wh.split, trained with plain gradient descent; live bytes are watched
+              at every moment of the variables' creation
 --how zero3   a stack of dense layers with Adam under zero.level=3 (--gigabytes of parameters and slots together)
 
 Every rank prints its figures; rank 0 prints whether the bounds hold.
@@ -124,8 +124,9 @@ if wh.rank() == 0:
     print(report)
     if options.how == "split":
         limit = whole // size + 300 * 10**6
-        print(f"peak resident {most / mega:.0f} MB, bound {limit / mega:.0f} MB: {'holds' if most <= limit else 'EXCEEDED'};"
-              f" without TensorFlow's own {(most - base) / mega:.0f} MB")  # fmt: skip
+        verdict = "holds" if most <= limit else "EXCEEDED"
+        print(f"peak resident {most / mega:.0f} MB, bound {limit / mega:.0f} MB: {verdict}")
+        print(f"without TensorFlow's own {(most - base) / mega:.0f} MB")
     else:
         share = 1.25 * whole / size
         print(
