@@ -52,7 +52,8 @@ def install(context: Context) -> None:
 def _may_lie_split(context: Context) -> bool:
     if context.size == 1 or context.dry is not None:
         return False
-    return bool(context.config.zero_level or context.scopes or context.split_scope_seen)
+    config = context.config
+    return bool(config.zero_level or config["auto_parallel"] or context.scopes or context.split_scope_seen)
 
 
 def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
