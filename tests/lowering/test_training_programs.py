@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.interpreter import run
@@ -32,7 +32,7 @@ KINDS = ("cheapest", "any", "split", "groups")
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, 2**31))
 def test_training_steps_on_random_meshes(seed: int) -> None:
-    check_step(seed)
+    assume(not check_step(seed).startswith("refused"))
 
 
 def check_step(seed: int) -> str:

@@ -198,7 +198,7 @@ class _Grower:
             self.b.scope = self.draw.choice(["", "split_0", "split_0", "replica_0/split_1"])
         made = self.draw.choice(
             [self.dense, self.dense, self.dense, self.residual, self.gated, self.attention, self.norm, self.joined,
-             self.moved, self.halves, self.pooled, self.table, self.again]
+             self.moved, self.turned, self.halves, self.pooled, self.table, self.again]
         )(self.pick())  # fmt: skip
         self.pool.append(made)
 
@@ -248,6 +248,12 @@ class _Grower:
         t, (n, width) = self.tape, self.tape.shape(x)
         w = self.weight(width, n)
         return t.add(x, t.scale(t.transpose(w, 1, 0), 0.1))
+
+    def turned(self, x: Ref) -> Ref:
+        t, (n, width) = self.tape, self.tape.shape(x)
+        a, b = self.draw.choice([2, 3, 4]), self.draw.choice([2, 3])
+        y = t.transpose(t.reshape(t.matmul(x, self.weight(width, a * b)), n, a, b), 1, 2, 0)
+        return t.reshape(t.transpose(t.mul(t.tanh(y), self.weight(b, 1)), 2, 0, 1), n, a * b)
 
     def halves(self, x: Ref) -> Ref:
         t, (n, width) = self.tape, self.tape.shape(x)
