@@ -46,6 +46,7 @@ endif
 
 oracle: build
 	@$(RUN) -m tests.oracle --table docs/oracle.md
+	@$(RUN) -m tests.oracle --table docs/oracle_split.md --under-split
 
 bench: $(VENV)/.bench build
 	@$(RUN) -m benchmarks.step_time --out docs $(BENCH_ARGS)

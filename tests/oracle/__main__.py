@@ -2,6 +2,7 @@
 
 python -m tests.oracle --case mlp --dtype float64 --optimizer sgd --ranks 3 --shares 5,3,0
 python -m tests.oracle --table docs/oracle.md        # the full matrix of this TensorFlow
+python -m tests.oracle --table docs/oracle_split.md --under-split        # the cases under `wh.split`
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import os
 import queue
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import tensorflow as tf
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from tests.oracle.compare import Outcome, compare
-from tests.oracle.matrix import SPREADS, Run, Spread, all_runs
+from tests.oracle.matrix import SPREADS, UNDER_SPLIT, Run, Spread, all_runs, runs_under_split
 from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import CASES, case_named
 
@@ -28,6 +30,7 @@ def main() -> int:
     """Returns the exit code: 1 when a run is not as it must be."""
     parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__.partition("\n")[0])
     parser.add_argument("--table", type=Path, help="run the full matrix and write its table to this file")
+    parser.add_argument("--under-split", action="store_true", help="with --table: the cases under wh.split")
     parser.add_argument("--case", action="append", help="case of the zoo (repeatable); with --table: these only")
     parser.add_argument("--flavour", choices=flavours(), default=flavours()[0], help="Keras of the workers")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
@@ -40,6 +43,8 @@ def main() -> int:
     options = parser.parse_args()
     cases = [case_named(name) for name in options.case] if options.case else list(CASES)
     if options.table:
+        if options.under_split:
+            return full(options.table, runs_under_split(cases, flavours()[0]), options.jobs)
         runs = [run for flavour in flavours() for run in all_runs(cases, flavour)]
         return full(options.table, runs, options.jobs)
     if not options.case:
@@ -99,43 +104,72 @@ def full(path: Path, runs: list[Run], jobs: int) -> int:
         for done in [threads.submit(work, progress, task) for _ in range(jobs)]:
             done.result()
     outcomes = {run: results[run][0] for run in runs}
-    failures = {run: results[run][1] for run in runs if results[run][1]}
-    path.write_text(table(outcomes, failures))
-    print(f"{len(runs) - len(failures)} of {len(runs)} runs as one device; table in {path}")
+    refused = {run for run in runs if any(reason in text for reason in REFUSALS for text in results[run][1])}
+    failures = {run: results[run][1] for run in runs if results[run][1] and run not in refused}
+    path.write_text(table(outcomes, failures, refused))
+    print(
+        f"{len(runs) - len(failures) - len(refused)} of {len(runs) - len(refused)} runs as one device; table in {path}"
+    )
     return int(bool(failures))
 
 
-def table(outcomes: dict[Run, Outcome | None], failures: dict[Run, list[str]]) -> str:
+# Programs that wh.split refuses: the plan is none to compare.
+REFUSALS = (
+    "programs with loops or branches cannot be spread over groups of ranks",
+    "nothing under a split scope can be divided",
+)
+
+
+def table(outcomes: dict[Run, Outcome | None], failures: dict[Run, list[str]], refused: Collection[Run] = ()) -> str:
     """The Markdown page."""
-    spreads = [spread for spread in SPREADS if any(run.spread == spread for run in outcomes)]
+    under_split = any(run.scope for run in outcomes)
+    columns = UNDER_SPLIT if under_split else [("", spread) for spread in SPREADS]
+    columns = [c for c in columns if any((run.scope, run.spread) == c for run in outcomes)]
+    written = "python -m tests.oracle --under-split` (`make oracle`)" if under_split else "make oracle`"
+    about_columns = (
+        " Everything of a case stands under `wh.split`: `split` over all ranks, `split:2` over groups of two ranks,"
+        " which divide the batch among them. Cells with a dash are programs that are refused: loops and branches over"
+        " groups of ranks, and where no variable has a dimension to cut."
+        if under_split
+        else ""
+    )
     lines = [
-        "# The oracle's matrix",
+        "# The oracle's matrix" + (" under wh.split" if under_split else ""),
         "",
-        f"Written by `make oracle` with TensorFlow {tf.__version__}; do not edit. Every"
+        f"Written by `{written} with TensorFlow {tf.__version__}; do not edit. Every"
         " cell is the error of one run against one device: the largest of max|difference| / max(max|w|, learning rate"
         " x steps) over losses, metrics, gradients and weights. A column is a number of ranks and the rows of the batch"
         " of 8 that each has (as equal as possible when not given). The split FLOPs are the smallest share, among the"
         " plans with several ranks, of matrix-product and convolution FLOPs that are divided; the bytes are those that"
-        " the plan for two ranks moves per step.",
+        " the plan for two ranks moves per step." + about_columns,
         "",
-        f"{len(outcomes) - len(failures)} of {len(outcomes)} runs are as one device.",
+        f"{len(outcomes) - len(failures) - len(refused)} of {len(outcomes) - len(refused)} runs are as one device.",
         "",
-        f"| case | Keras | dtype | optimizer | limit | {' | '.join(map(str, spreads))} | split FLOPs | bytes/step |",
-        "|---|---|---|---|---|" + "---|" * (len(spreads) + 2),
+        "| case | Keras | dtype | optimizer | limit | "
+        f"{' | '.join(f'{scope} {spread}'.strip() for scope, spread in columns)} | split FLOPs | bytes/step |",
+        "|---|---|---|---|---|" + "---|" * (len(columns) + 2),
     ]
-    rows: dict[tuple[str, ...], dict[Spread, Outcome | None]] = {}
-    for run, outcome in outcomes.items():
-        rows.setdefault((run.name, run.flavour[-1], run.dtype, run.optimizer), {})[run.spread] = outcome
-    wrong = {(run.name, run.flavour[-1], run.dtype, run.optimizer, run.spread) for run in failures}
+    rows: dict[tuple[str, ...], dict[tuple[str, Spread], Run]] = {}
+    for run in outcomes:
+        rows.setdefault((run.name, run.flavour[-1], run.dtype, run.optimizer), {})[run.scope, run.spread] = run
     for key, row in rows.items():
         cells = []
-        for spread in spreads:
-            outcome = row.get(spread)
-            text = f"{outcome.error:.0e}" if outcome else "failed" if spread in row else ""
-            cells.append(f"**{text}**" if (*key, spread) in wrong else text)
-        known = [outcome for outcome in row.values() if outcome]
-        split = [o.split_flops_fraction for s, o in row.items() if o and s.ranks > 1]
-        two = row.get(Spread(2))
+        for column in columns:
+            of_cell = row.get(column)
+            outcome = outcomes[of_cell] if of_cell else None
+            text = (
+                f"{outcome.error:.0e}"
+                if outcome
+                else ""
+                if of_cell is None
+                else "-"
+                if of_cell in refused
+                else "failed"
+            )
+            cells.append(f"**{text}**" if of_cell in failures else text)
+        known = [outcome for run in row.values() if (outcome := outcomes[run])]
+        split = [o.split_flops_fraction for run in row.values() if (o := outcomes[run]) and run.spread.ranks > 1]
+        two = outcomes.get(row[columns[0][0], Spread(2)]) if (columns[0][0], Spread(2)) in row else None
         facts = [f"{min(split):.0%}" if split else "-", f"{two.logical_bytes:,}" if two else "-"]
         limit = f"{known[0].limit:.0e}" if known else "-"
         lines.append(f"| {' | '.join([*key, limit, *cells, *facts])} |")

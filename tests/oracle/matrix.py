@@ -96,6 +96,28 @@ def all_runs(
     ]
 
 
+# Columns of the table under `wh.split`: over all ranks, and over groups of two ranks.
+UNDER_SPLIT = (
+    ("split", Spread(2)),
+    ("split", Spread(2, (5, 3))),
+    ("split", Spread(3)),
+    ("split", Spread(4)),
+    ("split:2", Spread(4)),
+)
+
+
+def runs_under_split(cases: Iterable[Case], flavour: str) -> list[Run]:
+    """Float64: a case's first optimizer in every column, its second one with uneven rows and over groups."""
+    return [
+        Run(case, case.name, flavour, "float64", optimizer, spread, scope=scope)
+        for case in cases
+        if flavour in case.flavours and "float64" in case.dtypes
+        for number, optimizer in enumerate(case.optimizers[:2])
+        for scope, spread in UNDER_SPLIT
+        if number == 0 or spread.shares or scope != "split"
+    ]
+
+
 # With which factors a case is paired; a heavy case's traces cost seconds each.
 _PAIRED = {False: ("dtype", "optimizer", "ranks", "kind"), True: ("dtype", "optimizer")}
 
