@@ -114,9 +114,17 @@ def test_plans_print(plan, capsys, tmp_path):
     assert diff(plan, plan) == "The plans are equal."
     path = tmp_path / "p.json"
     planfile.save(plan, path)
-    for verb in (["show"], ["check"], ["explain", "0"], ["trace", "-o", str(tmp_path / "t.json")]):
+    for verb in (
+        ["show"],
+        ["check"],
+        ["explain", "0"],
+        ["trace", "-o", str(tmp_path / "t.json")],
+        ["html", "-o", str(tmp_path / "p.html")],
+    ):
         assert main([verb[0], str(path), *verb[1:]]) == 0
     assert msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
+    page = (tmp_path / "p.html").read_text()
+    assert "http" not in page and "/*DATA*/" not in page and plan.spread.summary() in page
 
 
 def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():

@@ -1,4 +1,4 @@
-"""whale show, explain, diff, check and trace: a saved plan on the screen, questioned, compared, as a timeline."""
+"""whale show, explain, diff, check, trace and html: a saved plan on the screen, questioned, compared, drawn."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the trace, JSON")
     verb.set_defaults(call=_trace)
+    verb = verbs.add_parser("html", help="draw a plan as a page", description="Writes one self-contained offline page.")
+    verb.add_argument("plan", help="the plan's JSON file")
+    verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the page")
+    verb.set_defaults(call=_html)
 
 
 def call(given: argparse.Namespace) -> int:
@@ -111,4 +115,11 @@ def _trace(given: argparse.Namespace) -> int:
     from whale.planner.draw import trace
 
     given.out.write_text(trace(_load(given.plan)))
+    return 0
+
+
+def _html(given: argparse.Namespace) -> int:
+    from whale.planner.draw import html
+
+    given.out.write_text(html(_load(given.plan)))
     return 0

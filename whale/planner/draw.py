@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
+from cost_model.schedules import schedule
+from cost_model.simulate import memory_curve
+
+from . import show
+from .evaluate import Evaluation
 from .planfile import PlanFile
+from .pools import Machines
+from .spread import Stage
 
 
 def trace(plan: PlanFile) -> str:
@@ -30,3 +39,196 @@ def trace(plan: PlanFile) -> str:
             if length:
                 events.append({"name": what, "ph": "X", "pid": 0, "tid": index, "ts": 1e6 * start, "dur": 1e6 * length})
     return json.dumps({"traceEvents": events})
+
+
+DRAWN = 60_000  # passes of a timeline at most; a longer one is drawn from its start
+CURVES = 24  # stages whose memory is drawn
+POINTS = 160  # of a curve
+
+
+def html(plan: PlanFile) -> str:
+    """One page without any reference to the outside: timeline, waterfall, memory, layers, stages, alternatives."""
+    data = json.dumps(_data(plan), separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return page.replace("/*DATA*/null", data)
+
+
+def _data(plan: PlanFile) -> dict[str, Any]:
+    model, machines, found = plan.evaluate()
+    spread = plan.spread
+    tracks, shown_s, label = _tracks(plan, found)
+    return {
+        "model": f"{model.name}, batch {plan.batch}",
+        "summary": spread.summary(),
+        "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
+        "cards": _cards(plan, found),
+        "kinds": ["forward", "backward", "reduce", "update"],
+        "tracks": tracks,
+        "shown_s": shown_s,
+        "step_s": found.step_s,
+        "timeline_label": label,
+        "fall": _fall(plan, found),
+        "others": [(one.reason, one.spread.summary()) for one in plan.alternatives],
+        "heat": _heat(plan, found),
+        "layers": _layers(plan, machines),
+        "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
+        "memory": _memory(plan, machines, found),
+        "last": show.last_line(plan, machines, found),
+    }
+
+
+def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
+    whole = sum(pool.devices for pool in Machines(plan.cluster).pools)
+    name, most = max(show.parts_of(found).items(), key=lambda e: e[1])
+    cards = [
+        ("one step", show.seconds(found.step_s), f"not below {show.seconds(plan.bound_s)} on these devices"),
+        ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
+        ("devices", f"{plan.spread.ranks:,}", f"of {whole:,}"),
+        ("bound by", name, f"{most / found.step_s:.0%} of the step, stage {found.busiest}"),
+    ]
+    if plan.transformer is not None:
+        flops = plan.transformer.step_flops(plan.batch) / found.step_s / plan.spread.ranks
+        cards.insert(2, ("work", f"{flops / 1e12:.1f} TFLOP/s", "per device, recompute not counted"))
+    return cards
+
+
+def _tracks(plan: PlanFile, found: Evaluation) -> tuple[list[list[tuple[int, float, float, int]]], float, str]:
+    """Per stage its passes as (kind, start, end, micro-batch), the seconds that are drawn, and what to say of them."""
+    spread, times = plan.spread, found.timeline
+    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    shown_s, label = found.step_s, f"{spread.micro_batches} micro-batches, {len(spread.stages)} stages; the wheel zooms"
+    count = len(times.start_s)
+    if count > DRAWN:
+        shown_s = sorted(times.start_s)[DRAWN]
+        label += f"; the first {shown_s / found.step_s:.0%} of the step"
+    tracks: list[list[tuple[int, float, float, int]]] = []
+    number = 0
+    for stage, order in enumerate(orders):
+        track = []
+        for _, micro_batch, backward in order:
+            if times.start_s[number] <= shown_s:
+                start, end = times.start_s[number], min(shown_s, times.end_s[number])
+                track.append((int(backward), _short(start), _short(end), micro_batch))
+            number += 1
+        cost, end = found.stages[stage], times.end_s[number - 1]
+        if count <= DRAWN:
+            if cost.reduce_s:
+                track.append((2, _short(end), _short(end + cost.reduce_s), -1))
+            if cost.update_s:
+                begin = found.step_s - found.update_s
+                track.append((3, _short(begin), _short(begin + cost.update_s), -1))
+        tracks.append(track)
+    return tracks, shown_s, label
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]]:
+    """What makes the step longer than the ideal one; the parts add up to the step."""
+    parts = show.parts_of(found)
+    ideal = min(plan.bound_s, parts["compute"])
+    return [
+        ("ideal", ideal, "--b", "all devices of the cluster at their best rate all of the time"),
+        ("uneven, slower", parts["compute"] - ideal, "--f", "devices left out, smaller kernels, recompute, imbalance"),
+        ("communication", parts["communication"], "--c", "sends between stages, sums of gradients"),
+        ("bubble", parts["bubble"], "--u", "the busiest stage waits for others"),
+        ("update", parts["update"], "--soft", "optimizer"),
+    ]
+
+
+def _of_layer(plan: PlanFile) -> list[int]:
+    """Layer -> its stage."""
+    where = {}
+    for index, stage in enumerate(plan.spread.stages):
+        for low, high in stage.layers:
+            where.update(dict.fromkeys(range(low, high), index))
+    return [where[layer] for layer in sorted(where)]
+
+
+def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], list[str]]]:
+    stages, of = plan.spread.stages, _of_layer(plan)
+    per_layer = [(sum(c.forward_s) + sum(c.backward_s)) / s.count for s, c in zip(stages, found.stages)]
+    held = [max(m.total_bytes for m in c.memory) / s.count for s, c in zip(stages, found.stages)]
+    rows = (
+        ("pipeline: stage", [float(i) for i in range(len(stages))], "stage {:.0f}"),
+        ("tensor: ways", [float(max(p.tensor for p in s.parts)) for s in stages], "{:.0f} ways"),
+        ("data: ways", [float(s.replicas) for s in stages], "{:.0f} ways"),
+        ("devices", [float(s.ranks) for s in stages], "{:.0f} devices"),
+        ("time of a micro-batch", per_layer, "{:.3g} s"),
+        ("memory per device", [h / 1e9 for h in held], "{:.2f} GB"),
+    )
+    return [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
+
+
+def _where(stage: Stage, machines: Machines) -> str:
+    return ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
+
+
+def _layers(plan: PlanFile, machines: Machines) -> list[str]:
+    stages = plan.spread.stages
+    return [f"stage {s}: {_where(stages[s], machines)}" for s in _of_layer(plan)]
+
+
+def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> dict[str, Any]:
+    stage, cost = plan.spread.stages[index], found.stages[index]
+    parts = []
+    for part, used in zip(stage.parts, cost.memory):
+        named = (
+            ("parameters", used.parameters_bytes, "--f"),
+            ("gradients", used.gradients_bytes, "--b"),
+            ("optimizer", used.optimizer_bytes, "--u"),
+            ("activations", used.activations_bytes, "--c"),
+        )
+        other = used.total_bytes - sum(size for _, size, _ in named)
+        pool = machines.pools[part.pool]
+        parts.append(
+            {
+                "devices": f"{part.ranks} {pool.name}",
+                "ways": f"{part.replicas} x {part.tensor}",
+                "rows": part.rows,
+                "memory": [*named, ("buffers, framework, fragmentation", other, "--soft")],
+                "used": used.total_bytes,
+                "limit": pool.memory_bytes,
+            }
+        )
+    return {
+        "name": str(index),
+        "layers": ", ".join(f"{low}-{high - 1}" for low, high in stage.layers),
+        "where": _where(stage, machines),
+        "parts": parts,
+        "forward": sum(cost.forward_s),
+        "backward": sum(cost.backward_s),
+        "send": cost.send_s,
+        "reduce": cost.reduce_s,
+    }
+
+
+def _memory(plan: PlanFile, machines: Machines, found: Evaluation) -> list[dict[str, Any]]:
+    """Bytes over time of one device of each stage (of some, where there are many)."""
+    stages = plan.spread.stages
+    step = max(1, -(-len(stages) // CURVES))
+    rows = []
+    for index in range(0, len(stages), step):
+        cost = found.stages[index]
+        at = max(
+            range(len(cost.memory)),
+            key=lambda i: cost.memory[i].total_bytes / machines.pools[stages[index].parts[i].pool].memory_bytes,
+        )
+        used, pool = cost.memory[at], machines.pools[stages[index].parts[at].pool]
+        curve = memory_curve(found.tasks, found.timeline, [index])
+        peak = max(level for _, level in curve) or 1.0
+        scale, base = used.activations_bytes / peak, used.total_bytes - used.activations_bytes
+        width = max(1, len(curve) // POINTS)
+        points = [max(curve[i : i + width], key=lambda p: p[1]) for i in range(0, len(curve), width)]
+        rows.append(
+            {
+                "stage": index,
+                "where": pool.name,
+                "limit": pool.memory_bytes,
+                "peak": used.total_bytes,
+                "points": [(_short(t), round(base + scale * level)) for t, level in points],
+            }
+        )
+    return rows

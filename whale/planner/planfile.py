@@ -38,7 +38,8 @@ class Alternative(msgspec.Struct, frozen=True):
     def reason(self) -> str:
         if self.lacking_bytes is not None:
             return f"does not fit by {self.lacking_bytes / 1e9:.1f} GB"
-        return f"slower by {1e3 * (self.slower_s or 0.0):.1f} ms"
+        slower_s = self.slower_s or 0.0
+        return f"slower by {slower_s:.2f} s" if slower_s >= 1 else f"slower by {1e3 * slower_s:.1f} ms"
 
 
 class Predicted(msgspec.Struct, frozen=True):

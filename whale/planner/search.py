@@ -382,6 +382,8 @@ class Search:
 
     def consider(self, spread: Spread) -> float:
         """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
+        if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
+            spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
         if spread in self.kept.seen:
             return float("inf")
         self.kept.seen.add(spread)
