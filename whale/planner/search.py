@@ -420,6 +420,20 @@ class Search:
                 return
             spread, seconds = best
 
+    def _beginnings(self) -> list[tuple[float, Spread]]:
+        """Spreads to improve: the best of each number of stages and micro-batches, then the others."""
+        first: dict[tuple[int, int], tuple[float, Spread]] = {}
+        others = []
+        for seconds, spread, _ in sorted(self.kept.entries, key=lambda e: e[0]):
+            key = (len(spread.stages), spread.micro_batches)
+            if key in first:
+                others.append((seconds, spread))
+            else:
+                first[key] = (seconds, spread)
+        if self.ranks > self.limits.exact_units:
+            return sorted([*first.values(), *others], key=lambda e: e[0])
+        return [*first.values(), *others]
+
     def _other_ranks(self, spread: Spread) -> Iterator[Spread]:
         """The spread with other ranks for one stage, of those it has and those that no stage has."""
         choices = self.choices.get((spread.micro_batches, spread.recompute, spread.sequence_parallel), [])
@@ -435,6 +449,8 @@ class Search:
                     stages = list(spread.stages)
                     stages[at] = Stage(stage.layers, parts)
                     yield msgspec.structs.replace(spread, stages=tuple(stages))
+                if all(u <= n for u, n in zip(used, free)) and self.limits.stages is None:
+                    yield from _with_another(spread, at, parts)
 
     def bound_s(self) -> float:
         """No spread of these families is faster: all devices at their best rate, all of the time, nothing sent."""
@@ -472,10 +488,10 @@ class Search:
             raise nothing_fits(self, candidates)
         # With few devices a simulation costs next to nothing: many beginnings are improved.
         few = self.ranks <= self.limits.exact_units
-        for number, (seconds, spread, _) in enumerate(sorted(self.kept.entries, key=lambda e: e[0])):
-            if self.late() or number == (40 if few else 4):
+        for number, (seconds, spread) in enumerate(self._beginnings()):
+            if self.late() or number == (100 if few else 4):
                 break
-            self.improve(spread, seconds, few and number < 8)
+            self.improve(spread, seconds, few and number < 40)
         self._without_zero()
         seconds, spread, _ = self.best
         evaluation = evaluate(self.model, self.machines, spread)
@@ -556,6 +572,16 @@ class Search:
             _, spread, _ = self.best
             s = spread
             self.consider(Spread(s.stages, s.micro_batches, s.recompute, s.sequence_parallel, 0, s.schedule))
+
+
+def _with_another(spread: Spread, at: int, parts: tuple[Part, ...]) -> Iterator[Spread]:
+    """The spread with a stage divided: some of its layers, at either end, go to another stage on other ranks."""
+    low, high = spread.stages[at].layers[0]
+    for cut in range(low + 1, high):
+        kept, new = Stage(((low, cut),), spread.stages[at].parts), Stage(((cut, high),), parts)
+        yield msgspec.structs.replace(spread, stages=(*spread.stages[:at], kept, new, *spread.stages[at + 1 :]))
+        new, kept = Stage(((low, cut),), parts), Stage(((cut, high),), spread.stages[at].parts)
+        yield msgspec.structs.replace(spread, stages=(*spread.stages[:at], new, kept, *spread.stages[at + 1 :]))
 
 
 def move_cut(spread: Spread, at: int, move: int) -> Spread | None:

@@ -1,0 +1,114 @@
+"""What auto_parallel chooses and what every way takes, for one script of several sizes.
+
+    python benchmarks/auto_parallel.py --alone           one process with all cores, TensorFlow alone
+    whale run -np 2 benchmarks/auto_parallel.py
+
+A classifier with hidden layers of some width, some depth and some classes is trained. On ranks, each way to spread it
+is forced in turn and measured, beside what was predicted and chosen; the last column is the chosen way's time over that
+of the fastest way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# (width, depth, classes, rows)
+SIZES = ((64, 2, 10, 32), (512, 2, 100, 1024), (2048, 2, 100, 32), (512, 1, 20_000, 32), (512, 1, 100_000, 32))
+INPUTS = 32
+
+
+def main() -> None:
+    """Measures all sizes and prints a line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--alone", action="store_true", help="one process, without Whale")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of measuring each way")
+    parser.add_argument("--size", type=int, action="append", help="number of a size to measure (repeatable)")
+    options = parser.parse_args()
+    chosen = [SIZES[i] for i in options.size] if options.size else SIZES
+    if options.alone:
+        for size in chosen:
+            print(f"{size}: {1e3 * _measure(size, tf.function, options.seconds, None):.2f} ms", flush=True)
+        return
+    _on_ranks(chosen, options.seconds)
+
+
+def _on_ranks(sizes: Any, seconds: float) -> None:
+    import whale as wh
+    from whale.planner.programs import Choice
+    from whale.runtime import context
+
+    wh.init(wh.Config({"auto_parallel": True}))
+    run = context.current()
+    for size in sizes:
+        run.auto = None
+        auto_s = _measure(size, wh.function, seconds, run)
+        found = run.auto
+        weights = found.weights if found else ()
+        ways = [Choice("data parallel"), Choice("every rank alone", alone=True), Choice("split of the classifier")]
+        times = {}
+        for way in ways:
+            run.auto = way
+            if way.name.startswith("split"):
+                run.auto = Choice(way.name, ("classifier/kernel",))
+            times[way.name] = _measure(size, wh.function, seconds, run)
+        if wh.rank() == 0:
+            text = ", ".join(f"{name} {1e3 * took_s:.2f} ms" for name, took_s in times.items())
+            best_s = min(auto_s, *times.values())
+            what = (found.name if found else "nothing") + (f" {weights}" if weights else "")
+            print(
+                f"{size}: chosen {what} {1e3 * auto_s:.2f} ms; {text}; chosen / best {auto_s / best_s:.3f}", flush=True
+            )
+    wh.shutdown()
+
+
+def _measure(size: Any, function: Callable[..., Any], least_s: float, run: Any) -> float:
+    """Median seconds of a step."""
+    width, depth, classes, rows = size
+    tf.keras.utils.set_random_seed(1)
+    layers = [tf.keras.layers.Dense(width, activation="relu") for _ in range(depth)]
+    layers.append(tf.keras.layers.Dense(classes, name="classifier"))
+    features = INPUTS
+    for layer in layers:
+        layer.build((None, features))
+        features = layer.units
+    weights = [w for layer in layers for w in layer.trainable_variables]
+    optimizer = tf.keras.optimizers.SGD(0.01)
+    optimizer.build(weights)
+
+    @function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            h = x
+            for layer in layers:
+                h = layer(h)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=h))
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+
+    generator = np.random.default_rng(1)
+    x = tf.constant(generator.normal(size=(rows, INPUTS)), tf.float32)
+    y = tf.constant(generator.integers(classes, size=rows), tf.int32)
+    for _ in range(3):
+        start_s = time.perf_counter()
+        float(step(x, y))
+        once_s = time.perf_counter() - start_s
+    count = max(5, min(300, int(least_s / once_s)))
+    if run is not None and run.between_processes:  # as many steps on every rank
+        count = int(run.comms[0].broadcast_bytes("benchmark/count", b"%d" % count if run.rank == 0 else None))
+    times = []
+    for _ in range(count):
+        start_s = time.perf_counter()
+        float(step(x, y))
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
