@@ -32,6 +32,19 @@ def local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
     return Cluster("local", [HostEntry(platform.node() or "local", found or [processors(cpu_quota, root)])])
 
 
+def host_resources(
+    cpu_quota: float | None = None, memory_limit_bytes: int | None = None, root: Path = Path("/")
+) -> tuple[float, float]:
+    """(cores, bytes of memory) that this process may use: what affinity, control groups and the machine leave."""
+    logical = len(re.findall(r"^processor\s*:", (root / "proc/cpuinfo").read_text(), re.MULTILINE)) or 1
+    cores = float(min(logical, len(os.sched_getaffinity(0))))
+    if cpu_quota is not None:
+        cores = min(cores, cpu_quota)
+    kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    memory_bytes = int(kibibytes[1]) * 1024.0 if kibibytes else float("inf")
+    return cores, min(memory_bytes, memory_limit_bytes or memory_bytes)
+
+
 def _ask_driver() -> str:
     try:
         return subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=30).stdout

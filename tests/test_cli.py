@@ -60,6 +60,7 @@ def test_usage_errors_end_with_code_2(arguments: list[str], capsys: pytest.Captu
 def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class DryRun:
         seen: tuple[Any, ...] = ()
+        Prediction = staticmethod(lambda *where: where)
 
         @classmethod
         def main(cls, *arguments: Any) -> int:
@@ -68,9 +69,9 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(sys.modules, "whale.runtime.dry_run", DryRun)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
-    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json")
+    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None), False)
     main(["plan", "train.py"])
-    assert DryRun.seen == ("train.py", (), 2, None)
+    assert DryRun.seen == ("train.py", (), 2, None, (None, None), False)
 
 
 def test_an_error_of_whale_is_explained_without_a_traceback(

@@ -140,7 +140,7 @@ def test_public_names_that_need_no_tensorflow_load_none() -> None:
     assert {"whale.config", "whale.errors", "whale.annotations"} <= loaded
 
 
-@pytest.mark.parametrize("verb", ["run", "plan", "show", "simulate", "doctor"])
+@pytest.mark.parametrize("verb", ["run", "plan", "show", "profile", "simulate", "doctor"])
 def test_the_command_starts_without_heavy_modules(verb: str) -> None:
     loaded = loaded_after(f"from whale.cli import main\ntry:\n    main(['{verb}', '--help'])\nexcept SystemExit: pass")
     assert not loaded & {"tensorflow", "numpy", "networkx"}

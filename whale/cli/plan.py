@@ -35,6 +35,10 @@ def add_to(verbs: Any) -> None:
         metavar="NAME=VALUE",
         help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero or chunks",
     )
+    verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
+    verb.add_argument(
+        "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
+    )
     verb.add_argument("script", nargs="?", help="the script to plan")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     verb.set_defaults(call=call, wrong=verb.error)
@@ -46,9 +50,10 @@ def call(given: argparse.Namespace) -> int:
         return _described(given)
     if given.script is None:
         given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
-    from whale.runtime.dry_run import main
+    from whale.runtime.dry_run import Prediction, main
 
-    return main(given.script, tuple(given.arguments), given.ranks, given.out) or 0
+    where = Prediction(given.measured, given.cluster)
+    return main(given.script, tuple(given.arguments), given.ranks, given.out, where, given.model) or 0
 
 
 def _described(given: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("job", help="YAML file with model, plan and software")
     verb.add_argument("--cluster", required=True, help="cluster file (YAML), or local for this machine")
+    verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
     verb.set_defaults(call=call)
@@ -23,10 +25,13 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
-    from cost_model import cluster, discover, job, profile
+    from cost_model import allocation, cluster, discover, job, profile
     from whale.doctor.cgroup import cpu_quota
 
-    machines = discover.local(cpu_quota()) if given.cluster == "local" else cluster.read(given.cluster)
+    if given.cluster == "local":
+        machines = allocation.spread(discover.local(cpu_quota()), allocation.hosts(os.environ), given.network)
+    else:
+        machines = cluster.read(given.cluster)
     task = job.read(given.job)
     found = task.predict(machines, profile.read(given.profile) if given.profile else None)
     print(job.report(task, machines, found))

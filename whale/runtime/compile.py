@@ -107,7 +107,8 @@ def compile_program(
         settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
         if context.config["auto_parallel"]:
             dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, dry=True)
-        context.dry.seen(with_memory(dry, plan_program(dry, settings_of_dry), settings_of_dry))
+        spread = with_memory(dry, plan_program(dry, settings_of_dry), settings_of_dry)
+        context.dry.seen(spread, dry, settings_of_dry)
     else:
         settings = replace(settings, local=local)
     mark = fingerprint(program)

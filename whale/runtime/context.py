@@ -18,6 +18,8 @@ from whale.cluster import ProcessPlace, process_place
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.passes.pipeline import PlanContext
 from whale.planner.programs import Choice
 from whale.runtime import deferred, horovod
 from whale.runtime.trace import Trace, open_trace, span
@@ -83,10 +85,13 @@ class Context:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A run that only plans: every program is planned for ``size`` ranks and handed to ``seen``, and runs on one."""
+    """A run that only plans: every program is planned for ``size`` ranks and runs on one.
+
+    ``seen`` gets the plan, the normalised program, and how it was planned.
+    """
 
     size: int
-    seen: Callable[[Plan], None]
+    seen: Callable[[Plan, Program, PlanContext], None]
 
 
 _current: Context | None = None
@@ -94,7 +99,7 @@ _runs = 0
 _dry: DryRun | None = None
 
 
-def dry_run(size: int, seen: Callable[[Plan], None]) -> None:
+def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None]) -> None:
     """The next ``init`` of this process makes a dry run."""
     global _dry
     _dry = DryRun(size, seen)

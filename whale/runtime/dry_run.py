@@ -5,17 +5,22 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cost_model.captured.table import default_path, read
+from cost_model.cluster import read as read_cluster
 from whale.capture.function import capture_function
-from whale.errors import ClusterError, ProgramError
+from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan
+from whale.ir.program import Program
 from whale.ir.text import format_plan
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import plan_context, with_memory
 from whale.runtime.mesh import plan_program
+from whale.runtime.predict import Planned, predict_plan, report
 
 
 def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
@@ -32,21 +37,83 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs)
     settings = PlanContext(size=ranks)
     if runtime_context._current is not None:
-        from dataclasses import replace
-
         settings = replace(plan_context(runtime_context._current), size=ranks)
     program = normalise(captured.program, settings)
     return with_memory(program, plan_program(program, settings), settings)
 
 
-def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -> int:
-    """Runs ``script`` up to its first step with a batch, prints that step's plan for ``ranks`` ranks, and stops there.
+@dataclass(frozen=True)
+class Prediction:
+    """On what a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
 
-    Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
+    Without either it is the file that `whale profile` writes unless told otherwise, if there is one.
+    """
+
+    profile: str | None = None
+    cluster: str | None = None
+
+    def text(self, planned: Planned) -> str:
+        """What the plan is predicted to take, or why that is not known.
+
+        Raises:
+          ClusterError: a file that was named cannot be read, or does not fit the plan.
+          PlanError: a file was named, and the program has no predicted time.
+        """
+        if self.cluster is not None:
+            on = read_cluster(self.cluster)
+            return report(predict_plan(planned, on), f"{on.name}, by the catalogue's figures")
+        path = Path(self.profile) if self.profile is not None else default_path()
+        if self.profile is None and not path.exists():
+            return "No predicted time: this machine has not been measured (`whale profile`)\n"
+        try:
+            table = read(path)
+            return report(predict_plan(planned, table), f"{table.host} as `whale profile` measured it")
+        except WhaleError as error:
+            if self.profile is not None:
+                raise
+            return f"No predicted time: {error}\n"
+
+
+def main(
+    script: str,
+    args: Sequence[str],
+    ranks: int,
+    out: str | None = None,
+    prediction: Prediction = Prediction(),
+    is_model: bool = False,
+) -> int:
+    """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
 
     Args:
       args: the script's arguments.
       out: file that receives the plan as JSON.
+      prediction: on what the time is predicted.
+      is_model: ``script`` is a model file (see whale.runtime.described).
+
+    Raises:
+      ClusterError: the script or a file does not exist.
+      ProgramError: the script ended without a step that takes a batch.
+    """
+    planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
+    if out is not None:
+        planned.plan.save(out)
+    sys.stdout.write(format_plan(planned.plan))
+    sys.stdout.write(prediction.text(planned))
+    return 0
+
+
+def _described(path: str, ranks: int) -> Planned:
+    from whale.runtime import described
+
+    settings = PlanContext(size=ranks)
+    program = normalise(described.program_of(described.read(path)), settings)
+    return Planned(program, plan_program(program, settings), settings)
+
+
+def first_step(script: str, args: Sequence[str], ranks: int) -> Planned:
+    """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
+
+    Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
 
     Raises:
       ClusterError: the script does not exist.
@@ -56,11 +123,11 @@ def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -
         raise ClusterError(
             "the script does not exist", given=script, expected="a Python file", action="correct the path"
         )
-    planned: list[Plan] = []
+    planned: list[Planned] = []
 
-    def stop(plan: Plan) -> None:
+    def stop(plan: Plan, program: Program, settings: PlanContext) -> None:
         if plan.batch_inputs:
-            planned.append(plan)
+            planned.append(Planned(program, plan, settings))
             raise _Planned
 
     sys.argv = [script, *args]
@@ -79,10 +146,7 @@ def main(script: str, args: Sequence[str], ranks: int, out: str | None = None) -
             expected="a call of a wh.function or wh.Session.run that takes or is fed a batch",
             action="check that the script calls its step when started alone",
         )
-    if out is not None:
-        planned[0].save(out)
-    sys.stdout.write(format_plan(planned[0]))
-    return 0
+    return planned[0]
 
 
 class _Planned(BaseException):

@@ -1,0 +1,150 @@
+"""Predicted against measured step time and memory of this machine's own runs: six programs under every plan.
+
+    whale profile -o PROFILE; python -m benchmarks.predictions --profile PROFILE [--programs mlp,gpt] [--out docs]
+
+For each program its operations are measured and all plans predicted; then every plan runs, round after round, one plan
+after the other, while the others' processes are stopped. Time: the median over rounds of the slowest rank's mean step.
+Memory: the largest peak of TensorFlow's allocator on any rank (tensors of 256 KiB and more, which is what it counts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.groups import Group, under_mpirun
+from benchmarks.predictions.plans import KINDS
+from whale.launcher.worker import thread_variables
+
+PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "classifier")
+STEP_TIMEOUT_S = 60.0
+CLOSE = 0.02  # plans whose measured times differ by less have no order
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: seconds and bytes, predicted and measured."""
+
+    program: str
+    plan: str
+    predicted_s: float
+    measured_s: float
+    predicted_bytes: float
+    measured_bytes: float
+
+    @property
+    def time_error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def _variables() -> dict[str, str]:
+    """One thread per rank."""
+    return {name: str(value) for name, value in thread_variables(1).items()}
+
+
+def foresee(program: str, profile: Path) -> dict[str, Any]:
+    """Predictions of a program under every plan, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        environment = {**os.environ, **_variables(), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        command = [sys.executable, "-m", "benchmarks.predictions.foresee", program, str(profile), str(out)]
+        subprocess.run(command, check=True, env=environment)
+        return json.loads(out.read_text())
+
+
+def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict[str, tuple[float, float]]:
+    """Kind -> (seconds, bytes)."""
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    peaks: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with contextlib.ExitStack() as stack:
+        groups = {}
+        for kind in kinds:
+            ranks = KINDS[kind].ranks
+            line = under_mpirun([sys.executable, "-m", "benchmarks.predictions.worker", kind, program], ranks)
+            groups[kind] = stack.enter_context(Group(kind, line, ranks, _variables()))
+        for number in range(-1, rounds):
+            for kind, group in groups.items():
+                answers = group.ask(STEP_TIMEOUT_S * steps, steps=steps)
+                if number >= 0:
+                    times[kind].append(max(statistics.mean(a["times_s"]) for a in answers))
+                    peaks[kind].append(max(a["peak_bytes"] for a in answers))
+    return {kind: (statistics.median(times[kind]), max(peaks[kind])) for kind in kinds}
+
+
+def report(rows: Sequence[Row]) -> str:
+    """A line per run, then one line of errors and of order."""
+    lines = [f"{'program':<12}{'plan':<22}{'predicted ms':>13}{'measured':>10}{'error %':>9}"
+             f"{'predicted MB':>14}{'measured':>10}{'error %':>9}"]  # fmt: skip
+    for r in rows:
+        lines.append(
+            f"{r.program:<12}{r.plan:<22}{1e3 * r.predicted_s:13.1f}{1e3 * r.measured_s:10.1f}"
+            f"{100 * r.time_error:+9.1f}{r.predicted_bytes / 1e6:14.1f}{r.measured_bytes / 1e6:10.1f}"
+            f"{100 * r.memory_error:+9.1f}"
+        )
+    right = total = 0
+    for _, group in itertools.groupby(rows, key=lambda r: r.program):
+        for one, other in itertools.combinations(list(group), 2):
+            if abs(one.measured_s / other.measured_s - 1) >= CLOSE:
+                total += 1
+                right += (one.predicted_s < other.predicted_s) == (one.measured_s < other.measured_s)
+    time, memory = ([100 * abs(e) for e in errors] for errors in
+                    ([r.time_error for r in rows], [r.memory_error for r in rows]))  # fmt: skip
+    lines.append(
+        f"{len(rows)} runs: time MAPE {statistics.mean(time):.2f} %, maximum {max(time):.2f} %; "
+        f"memory MAPE {statistics.mean(memory):.2f} %, maximum {max(memory):.2f} %, "
+        f"furthest under {100 * min(r.memory_error for r in rows):+.2f} %; "
+        f"order right in {right} of {total} pairs"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs what was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--profile", type=Path, required=True, help="what `whale profile` wrote; is completed")
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--plans", default=",".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--rows", type=Path, help="JSON file that keeps rows of several calls together")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    if options.rows and options.rows.exists():
+        rows = [Row(**row) for row in json.loads(options.rows.read_text())]
+    for program in options.programs.split(","):
+        found = foresee(program, options.profile)
+        wanted = [kind for kind in options.plans.split(",") if "refused" not in found[kind]]
+        for kind, why in found.items():
+            if "refused" in why:
+                print(f"{program}: {KINDS[kind].title} is refused: {why['refused']}", flush=True)
+        measured = measure(program, wanted, options.rounds, options.steps)
+        rows = [r for r in rows if r.program != program]
+        for kind in wanted:
+            predicted = found[kind]
+            peak = max(rank["peak_bytes"] for rank in predicted["ranks"])
+            rows.append(
+                Row(program, KINDS[kind].title, predicted["step_s"], measured[kind][0], peak, measured[kind][1])
+            )
+        print(report([r for r in rows if r.program == program]), flush=True)
+    if options.rows:
+        options.rows.write_text(json.dumps([{f: getattr(r, f) for f in Row.__dataclass_fields__} for r in rows]))
+    print(report(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Predicts a workload under every plan, in a process of its own: ``python -m ...foresee WORKLOAD PROFILE OUT``.
+
+The workload's operations are measured first (`whale profile SCRIPT` does the same), which completes the profile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import whale as wh
+from benchmarks.predictions.models import WORKLOADS, make_step
+from benchmarks.predictions.plans import KINDS
+from cost_model.captured import table as tables
+from whale.capture.function import capture_function
+from whale.errors import WhaleError
+from whale.passes.pipeline import normalise
+from whale.runtime.compile import plan_context
+from whale.runtime.context import current, dry_run
+from whale.runtime.mesh import plan_program
+from whale.runtime.predict import Planned, predict_plan
+from whale.runtime.profile import programs as profile_programs
+from whale_ops.memory import COUNTED_FROM_BYTES
+
+
+def main() -> None:
+    """Writes {kind: {"step_s", "ranks": [...]} or {"refused": why}}."""
+    name, profile, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    planned: dict[str, Planned] = {}
+    found: dict[str, object] = {}
+    for kind_name in KINDS:
+        try:
+            planned[kind_name] = plan(name, kind_name)
+        except WhaleError as error:
+            found[kind_name] = {"refused": str(error).splitlines()[0]}
+    table = profile_programs(tables.read(profile), list(planned.values()), profile, print)
+    for kind_name, one in planned.items():
+        predicted = predict_plan(one, table, COUNTED_FROM_BYTES)
+        found[kind_name] = {"step_s": predicted.step_s, "ranks": [asdict(rank) for rank in predicted.ranks]}
+    out.write_text(json.dumps(found))
+
+
+def plan(name: str, kind_name: str) -> Planned:
+    """The workload under one plan."""
+    workload, kind = WORKLOADS[name], KINDS[kind_name]
+    dry_run(kind.ranks, lambda *_: None)
+    wh.init(kind.configuration(workload.batch))
+    try:
+        step, batch = make_step(workload, lambda fn: fn, kind.scope())
+        captured = capture_function(step, batch, {})
+        settings = replace(plan_context(current()), size=kind.ranks)
+        program = normalise(captured.program, settings)
+        return Planned(program, plan_program(program, settings), settings)
+    finally:
+        wh.shutdown()
+
+
+if __name__ == "__main__":
+    main()

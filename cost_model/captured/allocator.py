@@ -1,0 +1,80 @@
+"""TensorFlow's best-fit allocator with coalescing, as far as sizes go (xla/tsl/framework/bfc_allocator.cc).
+
+It takes the smallest free piece that is large enough, and splits it only if it is at least twice as large as asked for
+(or 128 MiB larger): so a tensor may occupy nearly twice its bytes. Memory comes from the system in regions, each twice
+as large as the one before; neighbours within a region that are free become one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+FIRST_REGION_BYTES = 2 << 20
+LARGEST_WASTE_BYTES = 128 << 20
+
+
+class Allocator:
+    """Pieces by number; `live_bytes` counts whole pieces, as the allocator's own figures do."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = 0
+        self._region_bytes = FIRST_REGION_BYTES
+        self._sizes: list[int] = []
+        self._before: list[int] = []  # neighbours within the region, -1 at its ends
+        self._behind: list[int] = []
+        self._used: list[bool] = []
+        self._free: list[tuple[int, int]] = []  # (bytes, piece), sorted
+
+    def take(self, size: int) -> int:
+        """A piece of at least so many bytes."""
+        at = bisect_left(self._free, (size, -1))
+        if at == len(self._free):
+            grown = False
+            while self._region_bytes < size:
+                self._region_bytes *= 2
+                grown = True
+            insort(self._free, (self._region_bytes, self._piece(self._region_bytes, -1, -1)))
+            if not grown:
+                self._region_bytes *= 2
+            at = bisect_left(self._free, (size, -1))
+        whole, piece = self._free.pop(at)
+        if whole >= 2 * size or whole - size >= LARGEST_WASTE_BYTES:
+            rest = self._piece(whole - size, piece, self._behind[piece])
+            if self._behind[piece] >= 0:
+                self._before[self._behind[piece]] = rest
+            self._behind[piece] = rest
+            self._sizes[piece] = size
+            insort(self._free, (whole - size, rest))
+        self._used[piece] = True
+        self.live_bytes += self._sizes[piece]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return piece
+
+    def give(self, piece: int) -> None:
+        """Gives a piece back."""
+        self.live_bytes -= self._sizes[piece]
+        self._used[piece] = False
+        behind, before = self._behind[piece], self._before[piece]
+        if behind >= 0 and not self._used[behind]:
+            self._merge(piece, behind)
+        if before >= 0 and not self._used[before]:
+            self._merge(before, piece, free=False)
+            piece = before
+        insort(self._free, (self._sizes[piece], piece))
+
+    def _piece(self, size: int, before: int, behind: int) -> int:
+        self._sizes.append(size)
+        self._before.append(before)
+        self._behind.append(behind)
+        self._used.append(False)
+        return len(self._sizes) - 1
+
+    def _merge(self, one: int, other: int, free: bool = True) -> None:
+        """`other`, which lies behind `one`, becomes a part of it; what was in the list of free pieces leaves it."""
+        gone = other if free else one
+        del self._free[bisect_left(self._free, (self._sizes[gone], gone))]
+        self._sizes[one] += self._sizes[other]
+        self._behind[one] = self._behind[other]
+        if self._behind[other] >= 0:
+            self._before[self._behind[other]] = one
+        self._sizes[other] = 0

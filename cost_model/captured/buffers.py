@@ -1,0 +1,73 @@
+"""Which memory a node's results lie in: an operand's, new memory, or none.
+
+What kernels do is TensorFlow's: a view shares its operand's buffer; a pointwise kernel writes into an operand that
+nobody else will read (`forward_input_or_allocate_output`); a variable that is still being read is copied before it is
+changed; every other result is new. Results are given back when the last node that reads them has ended.
+"""
+
+from __future__ import annotations
+
+from whale.ir.program import Node, Program
+
+# Results that share their operand's buffer: operand -> result, one by one.
+VIEWS = frozenset(
+    "Identity IdentityN Reshape ExpandDims Squeeze StopGradient Snapshot PreventGradient ReadVariableOp WhaleHold "
+    "CheckNumerics".split()
+)
+# Rows are cut from dimension 0 without a copy.
+ROW_VIEWS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
+# The result may take the place of an operand of equal size and dtype; by op the operands that it may take.
+_ANY = (0, 1)
+_FORWARDING: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        """Mul AddV2 Add Sub RealDiv Div DivNoNan FloorDiv FloorMod Maximum Minimum Pow SquaredDifference ReluGrad
+        Relu6Grad TanhGrad SigmoidGrad RsqrtGrad SqrtGrad ReciprocalGrad EluGrad SeluGrad LeakyReluGrad SoftplusGrad
+        LogicalAnd LogicalOr""".split(),
+        _ANY,
+    ),
+    **dict.fromkeys(
+        """Neg Abs Square Floor Ceil Round Sign Relu Relu6 Elu Selu LeakyRelu Sqrt Rsqrt Reciprocal Exp Log Log1p Expm1
+        Tanh Sigmoid Erf Erfc Softplus Sin Cos LogicalNot BiasAdd Softmax LogSoftmax MatrixBandPart ZerosLike OnesLike
+        Cast FusedBatchNormV3""".split(),
+        (0,),
+    ),
+    "SoftmaxCrossEntropyWithLogits": _ANY,
+    "Select": (1, 2),
+    "SelectV2": (1, 2),
+}
+# Result numbers that take an operand's place where it is not the first.
+_FORWARDED_RESULT = {"SoftmaxCrossEntropyWithLogits": 1}
+# The variable (operand 0) is changed in place, or copied first while somebody still reads it.
+UPDATES = frozenset("AssignAddVariableOp AssignSubVariableOp".split())
+APPLIED: dict[str, tuple[int, ...]] = {  # fused updates: operands that are variables
+    "ResourceApplyGradientDescent": (0,),
+    "ResourceApplyMomentum": (0, 1),
+    "ResourceApplyKerasMomentum": (0, 1),
+    "ResourceApplyAdagrad": (0, 1),
+    "ResourceApplyAdagradV2": (0, 1),
+    "ResourceApplyAdam": (0, 1, 2),
+    "ResourceApplyRMSProp": (0, 1, 2),
+    "ResourceScatterAdd": (0,),
+}
+
+
+def forwarded(node: Node, result: int) -> tuple[int, ...]:
+    """Operands whose buffer a result may take over."""
+    if node.op == "WhaleAllReduce":
+        return (result + 1,)  # the communicator comes first
+    if node.op == "AddN":
+        return tuple(range(len(node.inputs)))
+    return _FORWARDING.get(node.op, ()) if _FORWARDED_RESULT.get(node.op, 0) == result else ()
+
+
+def is_row_view(program: Program, node: Node) -> bool:
+    """Whether a cut takes whole rows of dimension 0, which lie side by side."""
+    if node.op not in ROW_VIEWS:
+        return False
+    whole = program.type_of(node.inputs[1 if node.op == "Split" else 0]).shape
+    part = node.outputs[0].shape
+    if whole is None or part is None:
+        return False
+    if node.op == "Unpack":
+        return int(node.attrs.get("axis", 0)) == 0
+    return len(whole) == len(part) and whole[1:] == part[1:] and len(whole) > 0

@@ -1,0 +1,153 @@
+"""A rank's program as its executor sees it: numbers in place of names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whale.errors import PlanError
+from whale.ir.program import Node, Program, Ref
+
+from ..ops.work import Work, work
+from . import buffers
+from .traffic import Exchange, exchange
+
+COMMUNICATION = frozenset(
+    """WhaleAllReduce WhaleAllGather WhaleReduceScatter WhaleAllToAll WhaleBroadcast WhaleSend WhaleRecv
+    HorovodGroupedAllreduce""".split()
+)
+LOOPS = frozenset("While StatelessWhile If StatelessIf Case".split())
+_FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
+
+
+@dataclass(slots=True)
+class Graph:
+    """Nodes by their place in the program; results (outputs of nodes) are numbered through.
+
+    Attributes:
+        program: whose nodes these are.
+        work: what each node does.
+        exchanges: node -> what it exchanges, for communication.
+        after: how many nodes each waits for.
+        followers: the nodes that wait for it.
+        operands, results: numbers of what it reads, an entry per operand, and of what it yields.
+        sizes: bytes that the allocator gives for a result.
+        shared: result -> the result in whose memory it lies, or -1.
+        taken: result -> operands' results whose memory it may take over.
+        held: results that are there before the step and after it: inputs, constants, variables' memory.
+        fetched: results that the caller reads.
+        fused: node is computed by the product in front of it.
+        variable_bytes: handle node -> bytes of the variable.
+        resident_sizes: bytes of inputs, and of what communication keeps from step to step.
+        readers: of each result, how many operands and fetches it is.
+    """
+
+    program: Program
+    work: list[Work]
+    exchanges: dict[int, Exchange]
+    after: list[int]
+    followers: list[list[int]]
+    operands: list[list[int]]
+    results: list[list[int]]
+    sizes: list[int]
+    shared: list[int]
+    taken: list[tuple[int, ...]]
+    held: set[int]
+    fetched: list[int]
+    fused: list[bool]
+    variable_bytes: dict[str, int]
+    resident_sizes: list[int]
+    readers: list[int]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.program.nodes
+
+
+def graph_of(program: Program, rank: int, size: int, allocated: Callable[[int], int] = int) -> Graph:
+    """The graph of what ``rank`` of ``size`` runs.
+
+    Args:
+        allocated: bytes that the device's allocator takes for a tensor of so many bytes.
+
+    Raises:
+        PlanError: the program has loops or branches: how often they run is not known before they do.
+    """
+    place = {node.name: i for i, node in enumerate(program.nodes)}
+    first: list[int] = []
+    sizes: list[int] = []
+    for node in program.nodes:
+        if node.op in LOOPS:
+            raise PlanError(
+                "a program with loops or branches has no predicted time and memory",
+                op=node.name,
+                given=node.op,
+                expected="a program without them",
+            )
+        first.append(len(sizes))
+        sizes += [allocated(t.bytes) for t in node.outputs]
+    shared = [-1] * len(sizes)
+    taken: list[tuple[int, ...]] = [()] * len(sizes)
+    held: set[int] = set()
+    after: list[int] = []
+    followers: list[list[int]] = [[] for _ in program.nodes]
+    operands: list[list[int]] = []
+    results: list[list[int]] = []
+    does: list[Work] = []
+    exchanges: dict[int, Exchange] = {}
+    types = program.type_of
+    for i, node in enumerate(program.nodes):
+        own = list(range(first[i], first[i] + len(node.outputs)))
+        reads = [first[place[r.node]] + r.index for r in node.inputs]
+        before = dict.fromkeys([place[r.node] for r in node.inputs] + [place[c] for c in node.controls])
+        for j in before:
+            followers[j].append(i)
+        after.append(len(before))
+        operands.append(reads)
+        results.append(own)
+        inputs = [types(r) for r in node.inputs]
+        does.append(work(node, inputs))
+        if node.op in COMMUNICATION:
+            exchanges[i] = exchange(node, inputs, rank, size)
+        if node.op in ("Placeholder", "Const"):
+            held.update(own)
+        elif node.op in buffers.VIEWS or buffers.is_row_view(program, node):
+            for k, mine in enumerate(own):
+                shared[mine] = reads[k if node.op == "IdentityN" else 1 if node.op == "Split" else 0]
+        else:
+            for k, mine in enumerate(own):
+                t = node.outputs[k]
+                candidates = [o for o in buffers.forwarded(node, k) if o < len(reads)]
+                alike = [o for o in candidates if inputs[o].dtype == t.dtype and inputs[o].elements == t.elements]
+                taken[mine] = tuple(reads[o] for o in alike)
+    variables = {v.node: allocated(v.type.bytes) for v in program.variables}
+    resident = [sizes[first[place[name]]] for name in program.inputs if program.by_name[name].outputs]
+    resident += [allocated(e.staging_bytes) for e in exchanges.values()]
+    fetched = [first[place[r.node]] + r.index for r in program.outputs]
+    readers = [0] * len(sizes)
+    for r in itertools.chain(fetched, *operands):
+        readers[r] += 1
+    return Graph(
+        program, does, exchanges, after, followers, operands, results, sizes, shared, taken, held, fetched,
+        _fused(program), variables, resident, readers,
+    )  # fmt: skip
+
+
+def _fused(program: Program) -> list[bool]:
+    """Biases, and activations behind them, that TensorFlow's optimiser lets the product in front add itself."""
+    fused: dict[str, bool] = {}
+    fetched = {r.node for r in program.outputs}
+
+    def read_once(node: Node) -> bool:
+        return len(program.consumers.get(Ref(node.name), ())) == 1 and node.name not in fetched
+
+    for node in program.nodes:
+        fused[node.name] = False
+        if node.op == "BiasAdd":
+            product = program.by_name[node.inputs[0].node]
+            fused[node.name] = product.op in ("MatMul", "Conv2D") and read_once(product)
+        elif node.op in _FUSED_ACTIVATIONS:
+            bias = program.by_name[node.inputs[0].node]
+            fused[node.name] = bias.op == "BiasAdd" and fused[bias.name] and read_once(bias)
+    return list(fused.values())

@@ -1,0 +1,184 @@
+"""Step time and memory of a captured program under a plan: from the programs that its ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from whale.errors import ClusterError
+from whale.ir.program import Node, Program
+
+from ..cluster import Cluster, DeviceEntry, HostEntry
+from ..collectives import COLLECTIVES, group, point_to_point_s
+from ..compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
+from ..ops.work import Work
+from .execute import Ran, run
+from .graph import graph_of
+from .table import CONTRACTIONS, Measured, Table
+from .traffic import Exchange
+
+# TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
+GRAIN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks run on.
+
+    Attributes:
+        operations: of each rank, (seconds, scratch bytes) of a node with its work.
+        hosts: of each rank, the number of what it shares cores with.
+        cores: of each of these.
+        exchange_s: seconds of an exchange, by its kind, ranks and bytes.
+        threads: of a rank's executor.
+        exchanges_compute: whether an exchange takes its ranks' cores.
+        call_s: what calling a step takes beside its operations.
+        memory_bytes: of each rank's device, or its part of the host's.
+        counted_from_bytes: smaller tensors are left out (TensorFlow's counters of host memory do so).
+    """
+
+    operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
+    hosts: Sequence[int]
+    cores: Sequence[float]
+    exchange_s: Callable[[Exchange], float]
+    memory_bytes: Sequence[float]
+    threads: int = 2
+    exchanges_compute: bool = True
+    call_s: float = 0.0
+    counted_from_bytes: int = 0
+
+    def allocated(self, size: int) -> int:
+        """Bytes that the allocator gives for a tensor."""
+        return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPrediction:
+    """What one step takes.
+
+    Attributes:
+        step_s: on the slowest rank.
+        ranks: of each rank, its end, peak memory, and the seconds of its kernels and exchanges.
+        logical_bytes: of each rank, its part of what the step has to move; equal to the counters of whale_ops.
+    """
+
+    step_s: float
+    ranks: tuple[Ran, ...]
+    logical_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.ranks)
+
+
+def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPrediction:
+    """One step of ranks that run ``programs`` (see whale.lowering.local), rank i the i-th.
+
+    Raises:
+        PlanError: a program has loops or branches, or the ranks wait for each other.
+        ClusterError: the machine has fewer ranks, or its profile lacks what a program runs.
+    """
+    if len(programs) > len(machine.hosts):
+        raise ClusterError(
+            "the plan has more ranks than the cluster has devices",
+            given=f"{len(programs)} ranks, {len(machine.hosts)} devices",
+            action="give a larger cluster, or plan for fewer ranks",
+        )
+    graphs = [graph_of(p, rank, len(programs), machine.allocated) for rank, p in enumerate(programs)]
+    seconds, scratch = [], []
+    for rank, g in enumerate(graphs):
+        price = machine.operations[rank]
+        pairs = [
+            (0.0, 0) if i in g.exchanges or not does.kernels else price(g.program, node, does)
+            for i, (node, does) in enumerate(zip(g.nodes, g.work))
+        ]
+        seconds.append([0.0 if fused else one[0] for one, fused in zip(pairs, g.fused)])
+        scratch.append([machine.allocated(one[1]) for one in pairs])
+        for i, what in g.exchanges.items():
+            scratch[rank][i] = sum(map(machine.allocated, what.scratch_bytes))
+    ran = run(
+        graphs, seconds, scratch, machine.exchange_s, machine.hosts[: len(graphs)], machine.cores, machine.threads,
+        machine.exchanges_compute,
+    )  # fmt: skip
+    return CapturedPrediction(
+        step_s=max(rank.end_s for rank in ran) + machine.call_s,
+        ranks=tuple(ran),
+        logical_bytes=tuple(sum(e.logical_bytes for e in g.exchanges.values()) for g in graphs),
+    )
+
+
+def measured_machine(table: Table, ranks: int, program: str = "", counted_from_bytes: int = 0) -> Machine:
+    """So many ranks on the one host that a table describes; ``program`` is the fingerprint of the captured one."""
+    known = Measured(table, program)
+
+    def exchange_s(what: Exchange) -> float:
+        return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes)
+
+    return Machine(
+        operations=[known.operation] * ranks,
+        hosts=[0] * ranks,
+        cores=[table.cores],
+        exchange_s=exchange_s,
+        memory_bytes=[table.memory_gb * 1e9 / ranks] * ranks,
+        call_s=table.call_s,
+        counted_from_bytes=counted_from_bytes,
+    )
+
+
+def cluster_machine(cluster: Cluster) -> Machine:
+    """The devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
+    devices: list[tuple[int, HostEntry, DeviceEntry]] = []
+    number = 0
+    for host in cluster.hosts:
+        for _ in range(host.count):
+            devices += [(number, host, entry) for entry in host.devices for _ in range(entry.count)]
+            number += 1
+
+    def exchange_s(what: Exchange) -> float:
+        mine = [devices[r] for r in what.ranks]
+        hosts = {at for at, _, _ in mine}
+        per_host = max(sum(at == h for at, _, _ in mine) for h in hosts)
+        link = min((entry.intra_link() for _, _, entry in mine), key=lambda one: one.bytes_per_s)
+        if len(hosts) == 1:
+            among = group(len(mine), per_host, link)
+        else:
+            _, between, nics = cluster.path(mine[0][1], mine[-1][1])
+            among = group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription)
+        if what.kind == "point_to_point":
+            inside = len(hosts) == 1
+            rate = link.bytes_per_s if inside else among.host_bytes_per_s
+            steps = link.step_us if inside else (among.network_steps or link.step_us)
+            return point_to_point_s(what.tensor_bytes, rate, steps.simple)
+        return COLLECTIVES[what.kind](among, what.tensor_bytes)
+
+    return Machine(
+        operations=[_catalogued(entry) for _, _, entry in devices],
+        hosts=list(range(len(devices))),
+        cores=[1.0] * len(devices),
+        exchange_s=exchange_s,
+        memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
+        threads=1,
+        exchanges_compute=False,
+    )
+
+
+def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
+    """Seconds of a node by the roofline of a catalogued device."""
+    device = entry.device
+    known = {}
+
+    def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
+        dtype = next((t.dtype for t in node.outputs if t.dtype in SIZE_BYTES), "float32")
+        if node.op not in CONTRACTIONS:
+            dtype = "float32"  # streams bytes, whatever they are
+        if dtype not in known:
+            known[dtype] = rates_of(device, dtype, entry.share)
+        if node.op in CONTRACTIONS and does.flops:
+            out = node.outputs[0]
+            columns = (out.shape or (1,))[-1] or 1
+            rows = max(1, out.elements // columns)
+            inner = max(1, round(does.flops / (2 * max(1, out.elements))))
+            return matmul_s(known[dtype], rows, columns, inner), 0
+        return streaming_s(known[dtype], does.moved_bytes), 0
+
+    return operation

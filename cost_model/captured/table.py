@@ -1,0 +1,194 @@
+"""What was measured on a machine: operations, exchanges between its ranks, whole steps. A JSON file.
+
+`whale profile` writes it. Operations are found by their signature; one that was not measured is taken to be as fast as
+the nearest one of its type, in proportion to its work.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from whale.errors import ClusterError
+from whale.ir.program import Node, Program
+
+from ..ops.work import Work
+from .signature import signature
+
+FORMAT_VERSION = 1
+Positive = Annotated[float, Meta(gt=0)]
+Amount = Annotated[float, Meta(ge=0)]
+CONTRACTIONS = frozenset(
+    """MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D
+    Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter
+    DepthwiseConv2dNativeBackpropInput""".split()
+)
+
+
+class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One operation alone on a core: seconds, and memory beside its results."""
+
+    signature: str
+    op: str
+    flops: Amount
+    moved_bytes: Amount
+    seconds: Positive
+    scratch_bytes: int = 0
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size."""
+
+    kind: str
+    ranks: Annotated[int, Meta(ge=2)]
+    samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole step on one device: what it took, and the sum over its operations as they were measured alone."""
+
+    program: str
+    seconds: Positive
+    operations_s: Positive
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The measurements of one machine.
+
+    Attributes:
+        host: its name.
+        cores: that ranks may use, a quota counted in.
+        memory_gb: of the host.
+        call_s: what calling a step takes beside its operations.
+        node_s: what the executor takes for a node that computes nothing.
+        operations, curves, steps: see there.
+    """
+
+    host: str
+    cores: Positive
+    memory_gb: Positive
+    call_s: Amount
+    node_s: Amount
+    operations: list[Operation]
+    curves: list[Curve]
+    steps: list[Step] = []
+    version: int = FORMAT_VERSION
+
+    def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> Table:
+        """With further measurements, which take the place of older ones of the same name."""
+        found = {o.signature: o for o in (*self.operations, *operations)}
+        named = {s.program: s for s in (*self.steps, *steps)}
+        return msgspec.structs.replace(self, operations=list(found.values()), steps=list(named.values()))
+
+
+def default_path() -> Path:
+    """Where `whale profile` keeps what it measured, unless it is told another file."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whale" / "profile.json"
+
+
+def read(path: str | Path) -> Table:
+    """Reads and checks a file of measurements.
+
+    Raises:
+        ClusterError: it cannot be read, or is none.
+    """
+    action = "measure this machine with `whale profile`"
+    try:
+        table = msgspec.json.decode(Path(path).read_bytes(), type=Table)
+    except OSError as error:
+        raise ClusterError("the profile cannot be read", given=f"{path}: {error.strerror}", action=action) from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ClusterError(
+            "the profile is not one that `whale profile` wrote", given=f"{path}: {error}", action=action
+        ) from error
+    if table.version != FORMAT_VERSION:
+        given = f"{path}: version {table.version}"
+        raise ClusterError(
+            "the profile is of another version", given=given, expected=f"version {FORMAT_VERSION}", action=action
+        )
+    return table
+
+
+def write(table: Table, path: str | Path) -> None:
+    """Writes the file; its folder is made where there is none."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
+
+
+class Measured:
+    """Seconds of operations and exchanges by a table."""
+
+    def __init__(self, table: Table, program: str = "") -> None:
+        """`program`: fingerprint of the captured program, whose own step may have been measured."""
+        self.table = table
+        self._exact = {o.signature: o for o in table.operations}
+        self._by_op: dict[str, list[Operation]] = {}
+        for o in table.operations:
+            self._by_op.setdefault(o.op, []).append(o)
+        self._curves: dict[str, dict[int, Curve]] = {}
+        for curve in table.curves:
+            self._curves.setdefault(curve.kind, {})[curve.ranks] = curve
+        step = next((s for s in table.steps if s.program == program), None)
+        # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache.
+        self.context = step.seconds / step.operations_s if step else 1.0
+
+    def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
+        """(seconds, scratch bytes) of a node alone on a core, as it runs within a step."""
+        if not does.kernels:
+            return 0.0, 0
+        found = self._exact.get(signature(program, node))
+        if found is not None:
+            return found.seconds * self.context, found.scratch_bytes
+        known = self._by_op.get(node.op) or self._by_op.get("AddV2") or self.table.operations
+        if not known:
+            raise ClusterError(
+                "the profile has no measurement of any such operation",
+                given=node.op,
+                expected="the operations that `whale profile` measures",
+                action="measure again with `whale profile`, or the program's own with `whale profile SCRIPT`",
+            )
+
+        def far(o: Operation) -> float:
+            moved = math.log((o.moved_bytes + 1024) / (does.moved_bytes + 1024))
+            return abs(moved) + abs(math.log((o.flops + 1024) / (does.flops + 1024)))
+
+        near = min(known, key=far)
+        computes = node.op in CONTRACTIONS and near.flops > 0
+        ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
+        return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
+
+    def exchange_s(self, kind: str, ranks: int, tensor_bytes: float) -> float:
+        """Seconds of work that an exchange is for each of its ranks.
+
+        Raises:
+            ClusterError: exchanges of this kind were not measured.
+        """
+        curves = self._curves.get(kind)
+        if curves is None:
+            raise ClusterError(
+                "the profile has no such exchange",
+                given=kind,
+                expected=", ".join(sorted(self._curves)) or "exchanges between two ranks",
+                action="measure again with `whale profile`",
+            )
+        nearest = min(curves, key=lambda n: abs(n - ranks))
+        # Of a tensor, each rank hands on (p-1)/p.
+        scale = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
+        return (
+            _interpolated(curves[nearest].samples, tensor_bytes * scale) * max(1.0, (ranks - 1) / (nearest - 1)) ** 0.5
+        )
+
+
+def _interpolated(samples: list[tuple[float, float]], size: float) -> float:
+    """Between two samples along the straight line; beyond the last in proportion to its slope."""
+    if size <= samples[0][0] or len(samples) == 1:
+        return samples[0][1]
+    upper = next((i for i, (at, _) in enumerate(samples) if at >= size), len(samples) - 1)
+    (x0, y0), (x1, y1) = samples[upper - 1], samples[upper]
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)

@@ -1,0 +1,79 @@
+"""What one communication op of a rank's program moves and holds, from its node alone.
+
+Counts are those of whale_ops (core/algorithms.cc: logical_bytes), rank by rank, so a run's counters can be compared
+with them exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whale.ir.program import Node
+from whale.ir.values import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One communication op on one rank.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, or point_to_point.
+        key: equal on all ranks that take part.
+        ranks: these, in the order of the group.
+        tensor_bytes: of the whole tensor: reduced, gathered, scattered, or sent.
+        logical_bytes: this rank's part of the bytes that have to move.
+        scratch_bytes: memory for packing, while it is under way.
+        staging_bytes: memory that stays with the op from step to step.
+    """
+
+    kind: str
+    key: str
+    ranks: tuple[int, ...]
+    tensor_bytes: int
+    logical_bytes: int
+    scratch_bytes: tuple[int, ...] = ()
+    staging_bytes: int = 0
+
+
+def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
+    """What a communication op of ``rank`` moves, of ``size`` ranks; ``inputs`` are its operands' local types."""
+    ranks = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(size))
+    key = str(node.attrs.get("key", node.name))
+    tensors = [t for t in inputs if t.dtype != "resource"]
+    sent = sum(t.bytes for t in tensors)
+    if node.op in ("WhaleSend", "WhaleRecv"):
+        peer = int(node.attrs["peer"])
+        pair = (rank, peer) if node.op == "WhaleSend" else (peer, rank)
+        whole = sent if node.op == "WhaleSend" else node.outputs[0].bytes
+        return Exchange("point_to_point", key, pair, whole, sent)
+    others, place = len(ranks) - 1, ranks.index(rank)
+    if node.op in ("WhaleAllReduce", "HorovodGroupedAllreduce"):
+        total = 2 * others * sent
+        part = total // len(ranks) + (place < total % len(ranks))
+        return Exchange("all_reduce", key, ranks, sent, part, staging_bytes=sent if len(tensors) > 1 else 0)
+    if node.op == "WhaleAllGather":
+        whole = node.outputs[0].bytes
+        packed: tuple[int, ...] = (whole,) if _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()
+        return Exchange("all_gather", key, ranks, whole, others * sent, packed)
+    if node.op == "WhaleReduceScatter":
+        kept = node.outputs[0].bytes
+        packed = (sent,) if _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()
+        return Exchange("reduce_scatter", key, ranks, sent, others * kept, packed)
+    if node.op == "WhaleAllToAll":
+        sizes, axis = node.attrs["split_sizes"], int(node.attrs["split_axis"])
+        whole = sum(sizes)
+        kept = sent * sizes[place] // whole if whole else 0
+        packed = (sent,) if _outer(inputs[1], axis) > 1 else ()
+        if _outer(node.outputs[0], int(node.attrs["concat_axis"])) > 1:
+            packed += (node.outputs[0].bytes,)
+        return Exchange("all_to_all", key, ranks, sent, sent - kept, packed)
+    assert node.op == "WhaleBroadcast", node.op
+    whole = sum(t.bytes for t in node.outputs)
+    root = int(node.attrs["root"])
+    return Exchange("broadcast", key, ranks, whole, others * whole if place == root else 0)
+
+
+def _outer(t: TensorType, axis: int) -> int:
+    return math.prod(d or 1 for d in (t.shape or ())[:axis])

@@ -1,0 +1,49 @@
+"""Hosts that a scheduler gave: SLURM's short form, Kubernetes' TF_CONFIG, and a cluster of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost_model import allocation, cluster
+from cost_model.cluster import Cluster, DeviceEntry, HostEntry
+from whale.errors import ClusterError
+
+LOCAL = Cluster("local", [HostEntry("here", [DeviceEntry("a100", 4)])])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("login", ("login",)),
+        ("a,b7", ("a", "b7")),
+        ("gpu[01-03,07],login", ("gpu01", "gpu02", "gpu03", "gpu07", "login")),
+        ("r[8-10]-ib", ("r8-ib", "r9-ib", "r10-ib")),
+    ],
+)
+def test_node_lists(text: str, names: tuple[str, ...]) -> None:
+    assert allocation.hosts({"SLURM_JOB_NODELIST": text}) == names
+
+
+@pytest.mark.parametrize("text", ["", "a[", "a[3-1]", "a[x]", "a,a", ","])
+def test_node_lists_that_are_none(text: str) -> None:
+    with pytest.raises(ClusterError, match="cannot be read"):
+        allocation.hosts({"SLURM_JOB_NODELIST": text})
+
+
+def test_kubernetes_and_neither() -> None:
+    config = '{"cluster": {"chief": ["job-0:2222"], "worker": ["job-1:2222", "job-2:2222"], "ps": ["p:1"]}}'
+    assert allocation.hosts({"TF_CONFIG": config}) == ("job-0", "job-1", "job-2")
+    assert allocation.hosts({}) == ()
+    for broken in ("{", "[]", '{"task": 1}', '{"cluster": 3}'):
+        with pytest.raises(ClusterError, match="TF_CONFIG"):
+            allocation.hosts({"TF_CONFIG": broken})
+
+
+def test_all_hosts_are_like_the_one_at_hand() -> None:
+    assert allocation.spread(LOCAL, ("here",), None) is LOCAL
+    found = allocation.spread(LOCAL, ("n1", "n2", "n3"), "infiniband-hdr-200")
+    assert found.device_count == 12 and cluster.parse(cluster.to_yaml(found)) == found
+    with pytest.raises(ClusterError, match="--network"):
+        allocation.spread(LOCAL, ("n1", "n2"), None)
+    with pytest.raises(ClusterError, match="no such network"):
+        allocation.spread(LOCAL, ("n1", "n2"), "token-ring")

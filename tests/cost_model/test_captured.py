@@ -1,0 +1,192 @@
+"""Captured programs: live memory, executor threads, exchanges, measured tables; without TensorFlow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from cost_model import cluster
+from cost_model.captured.allocator import Allocator
+from cost_model.captured.graph import graph_of
+from cost_model.captured.liveness import peak_bytes
+from cost_model.captured.predict import cluster_machine, measured_machine, predict_ranks
+from cost_model.captured.signature import signature
+from cost_model.captured.table import Curve, Operation, Step, Table, read, write
+from cost_model.ops import work
+from tests.programs import Builder, mlp, planned
+from whale.errors import ClusterError, PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.program import Program
+from whale.lowering.local import localise
+
+KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point"
+TABLE = Table(
+    "lab", 2.0, 16.0, 1e-4, 1e-6,
+    [Operation("?", "AddV2", 1e6, 12e6, 1e-3), Operation("??", "MatMul", 1e9, 6e6, 0.02)],
+    [Curve(kind, 2, [(1e3, 2e-5), (1e6, 1e-3)]) for kind in KIND.split()],
+)  # fmt: skip
+LAB = cluster.parse(
+    "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\n"
+    "hosts: [{name: a, count: 2, devices: [{type: a100, count: 2}], networks: {f: {nics: 2}}}]"
+)
+
+
+def ranks_of(program: Program, *sizes: int) -> list[Program]:
+    plan = planned(program, *sizes)
+    return [localise(program, plan, rank, "", None) for rank in range(len(sizes))]
+
+
+def in_order(program: Program) -> tuple[int, int]:
+    """(peak, resident) when one node runs after the other."""
+    g = graph_of(program, 0, 1)
+    order = [event for i in range(len(g.nodes)) for event in (i, ~i)]
+    return peak_bytes(g, order, [0] * len(g.nodes))
+
+
+def chain(*ops: str, branch: bool = False) -> Program:
+    """Unary ops one after the other on 1 MiB; with `branch` every result is read again at the end."""
+    b = Builder("chain", "float32")
+    x = b.input("x", (512, 512))
+    made = [x]
+    for op in ops:
+        made.append(b.op(op, made[-1]))
+    last = b.node("AddN", made[1:], [b.types[x]], N=len(ops)) if branch else made[-1]
+    return b.build([b.reduce("Sum", last, 0, 1)])
+
+
+MIB = 1 << 20
+
+
+def test_pointwise_results_take_their_operands_place_unless_somebody_reads_it() -> None:
+    for count in (1, 4):
+        peak, resident = in_order(chain(*["Exp"] * count))
+        assert MIB <= peak - resident < 1.01 * MIB  # one buffer, however long the chain
+    peak, resident = in_order(chain(*["Exp"] * 4, branch=True))
+    assert 4 * MIB <= peak - resident < 4.01 * MIB
+    peak, resident = in_order(chain("Identity", "Identity"))
+    assert peak - resident < 0.01 * MIB
+
+
+def test_a_variable_that_is_still_read_is_copied_before_it_changes() -> None:
+    def program(late: bool) -> Program:
+        b = Builder("update", "float32")
+        handle = b.variable("w", (512, 512))
+        value = b.read(handle, name="read")
+        change = b.op("Exp", value, name="change")
+        update = b.update("AssignAddVariableOp", handle, change, controls=["read"], name="update")
+        total = replace(b.types[value], shape=())
+        controls = [update] if late else []
+        after = b.node("Sum", [value, b.ints(0, 1)], [total], controls=controls, keep_dims=False)
+        return b.build([after], [update])
+
+    (late, resident), (early, same) = in_order(program(True)), in_order(program(False))
+    assert resident == same == MIB
+    assert late - resident == 2 * MIB  # the change, and the copy
+    assert early - resident == 2 * MIB or early - resident == MIB
+
+
+def test_memory_grows_with_the_batch() -> None:
+    peaks = [in_order(mlp(rows, 256, 512, 128))[0] for rows in (64, 128, 256, 512)]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+def test_the_allocator_gives_whole_what_is_less_than_twice_as_large() -> None:
+    allocator = Allocator()
+    first = allocator.take(3 * MIB)  # of a region of 4 MiB
+    assert allocator.live_bytes == 4 * MIB
+    second = allocator.take(MIB)
+    allocator.give(first)
+    third = allocator.take(MIB)
+    assert allocator.live_bytes == 2 * MIB
+    for piece in (second, third):
+        allocator.give(piece)
+    assert allocator.live_bytes == 0 and allocator.peak_bytes == 5 * MIB
+
+
+def test_random_pieces_never_overlap_and_all_come_back() -> None:
+    generator = np.random.default_rng(3)
+    allocator, held = Allocator(), {}
+    for _ in range(3000):
+        if held and generator.random() < 0.5:
+            piece = list(held)[generator.integers(len(held))]
+            allocator.give(piece)
+            asked = held.pop(piece)
+        else:
+            asked = int(generator.integers(1, 40)) << 16
+            held[allocator.take(asked)] = asked
+        assert sum(held.values()) <= allocator.live_bytes < 2 * sum(held.values()) + (128 << 20)
+    for piece in held:
+        allocator.give(piece)
+    assert allocator.live_bytes == 0
+
+
+def test_one_rank_does_not_communicate_and_two_take_turns_on_one_core() -> None:
+    program = mlp(512, 256, 512, 128)
+    alone = predict_ranks(ranks_of(program, 512), measured_machine(TABLE, 1))
+    assert alone.logical_bytes == (0,) and alone.ranks[0].exchange_s == 0
+    both = ranks_of(program, 256, 256)
+    two_cores = predict_ranks(both, measured_machine(TABLE, 2))
+    crowded = predict_ranks(both, measured_machine(msgspec.structs.replace(TABLE, cores=1.0), 2))
+    assert 1.5 * two_cores.step_s < crowded.step_s
+    assert sum(two_cores.logical_bytes) == planned(program, 256, 256).logical_bytes > 0
+
+
+def test_the_slow_share_ends_last() -> None:
+    program = mlp(512, 256, 512, 128)
+    even = predict_ranks(ranks_of(program, 256, 256), measured_machine(TABLE, 2))
+    uneven = predict_ranks(ranks_of(program, 448, 64), measured_machine(TABLE, 2))
+    assert even.step_s < uneven.step_s
+    assert uneven.ranks[0].compute_s > 2 * uneven.ranks[1].compute_s
+    assert uneven.ranks[0].peak_bytes > uneven.ranks[1].peak_bytes
+
+
+def test_catalogued_devices_and_faster_links() -> None:
+    programs = ranks_of(mlp(512, 256, 512, 128), 128, 128, 128, 128)
+    machine = cluster_machine(LAB)
+    found = predict_ranks(programs, machine)
+    faster = replace(machine, exchange_s=lambda e: machine.exchange_s(e) / 2)
+    assert 0 < predict_ranks(programs, faster).step_s <= found.step_s
+    with pytest.raises(ClusterError, match="more ranks than the cluster has devices"):
+        predict_ranks(ranks_of(mlp(512), *[64] * 8), machine)
+
+
+def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -> None:
+    program = mlp(512, 256, 512, 128)
+    node = program.by_name["layer1"]
+    types = [program.type_of(r) for r in node.inputs]
+    known = measured_machine(TABLE.merged([Operation(signature(program, node), "MatMul", 1.0, 1.0, 0.5, 77)]), 1)
+    assert known.operations[0](program, node, work(node, types)) == (0.5, 77)
+    near = measured_machine(TABLE, 1).operations[0](program, node, work(node, types))
+    assert near[0] == pytest.approx(0.02 * work(node, types).flops / 1e9)
+    step = Step(fingerprint(program), 0.25, 0.5)  # measured whole: twice as fast as its operations alone
+    whole = measured_machine(TABLE.merged([], [step]), 1, fingerprint(program))
+    assert whole.operations[0](program, node, work(node, types))[0] == pytest.approx(near[0] / 2)
+
+
+def test_the_file_of_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    write(TABLE, path)
+    assert read(path) == TABLE
+    with pytest.raises(ClusterError, match=r"cannot be read(.|\n)*whale profile"):
+        read(tmp_path / "none.json")
+    broken = json.loads(path.read_text())
+    broken["cores"] = -1
+    path.write_text(json.dumps(broken))
+    with pytest.raises(ClusterError, match=r"not one that(.|\n)*\$.cores"):
+        read(path)
+    path.write_text(json.dumps({**broken, "cores": 2.0, "version": 9}))
+    with pytest.raises(ClusterError, match="another version"):
+        read(path)
+
+
+def test_loops_are_refused() -> None:
+    b = Builder("looped", "float32")
+    x = b.input("x", (4,))
+    state = b.node("StatelessWhile", [x], [b.types[x]])
+    with pytest.raises(PlanError, match="no predicted time"):
+        graph_of(b.build([state]), 0, 1)

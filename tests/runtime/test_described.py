@@ -1,0 +1,79 @@
+"""Programs of described models: what a captured step of the same size contains, node for node, and no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cost_model.captured.predict import cluster_machine, predict_ranks
+from cost_model.captured.signature import signature
+from cost_model.ops import program_work
+from tests.cost_model.test_captured import LAB
+from whale.errors import ClusterError, PlanError
+from whale.ir.program import Program
+from whale.passes.pipeline import PlanContext, normalise
+from whale.runtime.described import families as f
+from whale.runtime.described import program_of, read, traced
+from whale.runtime.mesh import plan_program
+from whale.runtime.predict import Planned, predict_plan
+
+TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}
+SMALL: list[f.Description] = [
+    f.Gpt(**TEXT),
+    f.Bert(**TEXT, dtype="float64", optimizer="sgd"),
+    f.T5(**TEXT),
+    f.Moe(**TEXT, experts=3),
+    f.Vit(layers=1, hidden=16, heads=2, image=8, patch=4, classes=5, batch=4),
+    f.Resnet(blocks=(1, 1), width=4, image=16, classes=5, batch=4),
+    f.Dlrm(tables=3, rows=20, factors=4, dense=5, bottom=(8,), top=(8, 6), batch=4),
+]
+
+
+def contents(program: Program) -> Counter[tuple[str, float, float, int]]:
+    """(op, FLOPs, bytes, kernels) of every node that does something."""
+    return Counter((n.op, w.flops, w.moved_bytes, w.kernels) for n, w in program_work(program) if w.kernels)
+
+
+@pytest.mark.parametrize("d", SMALL, ids=lambda d: type(d).__name__)
+def test_a_described_program_is_the_captured_one(d: f.Description) -> None:
+    described, captured = (normalise(p, PlanContext(size=1)) for p in (program_of(d), traced(d)))
+    assert contents(described) == contents(captured)
+    assert sum(contents(described).values()) > 30
+    assert Counter(v.type for v in described.variables) == Counter(v.type for v in captured.variables)
+    assert Counter(signature(described, n) for n in described.nodes if "MatMul" in n.op or "Conv" in n.op) == Counter(
+        signature(captured, n) for n in captured.nodes if "MatMul" in n.op or "Conv" in n.op
+    )
+
+
+@pytest.mark.parametrize("d", [SMALL[0], SMALL[-1]], ids=["Gpt", "Dlrm"])
+def test_it_is_planned_and_predicted_like_any_other(d: f.Description) -> None:
+    settings = PlanContext(size=2)
+    program = normalise(program_of(d), settings)
+    planned = Planned(program, plan_program(program, settings), settings)
+    assert planned.plan.batch_inputs and planned.plan.split_flops_fraction > 0.9
+    found = predict_plan(planned, LAB)
+    assert found.step_s > 0 and sum(found.logical_bytes) == planned.plan.logical_bytes
+
+
+def test_a_model_that_no_machine_holds_is_captured_all_the_same() -> None:
+    d = f.Gpt(layers=1, hidden=12288, heads=96, sequence=2048, vocabulary=51200, batch=4)
+    program = normalise(program_of(d), PlanContext(size=1))
+    held = sum(v.type.bytes for v in program.variables)
+    assert held > 3 * 4 * 12 * 12288**2
+    assert predict_ranks([program], cluster_machine(LAB)).peak_bytes > held
+
+
+def test_model_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("family: vit\nlayers: 12\nhidden: 768\nheads: 12\nbatch: 64\n")
+    assert read(path) == f.Vit(layers=12, hidden=768, heads=12, batch=64)
+    path.write_text("family: gpt\nlayers: 0\n")
+    with pytest.raises(ClusterError, match=r"model.yaml:2(.|\n)*"):
+        read(path)
+    path.write_text("family: vgg\n")
+    with pytest.raises(ClusterError):
+        read(path)
+    with pytest.raises(PlanError, match="multiple of heads"):
+        f.Gpt(**{**TEXT, "heads": 3})

@@ -1,0 +1,45 @@
+"""whale profile: measures this machine, or a script's operations on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Adds the verb to the command's parser."""
+    verb = verbs.add_parser(
+        "profile",
+        help="measure this machine for predictions",
+        description="Measures operations and exchanges between ranks on this machine (under a minute), or with a "
+        "script what its step consists of, and keeps the figures for `whale plan`.",
+    )
+    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    verb.add_argument("--threads", type=int, metavar="K", help="threads per rank; unless given, the cores / ranks")
+    verb.add_argument("-o", dest="out", type=Path, metavar="FILE", help="file of the figures; unless given, the user's")
+    verb.add_argument("script", nargs="?", help="a script whose step is measured too; the machine's figures are kept")
+    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    verb.set_defaults(call=call)
+
+
+def call(given: argparse.Namespace) -> int:
+    """Runs the verb."""
+    from cost_model import discover
+    from cost_model.captured.table import default_path
+    from whale.doctor.cgroup import cpu_quota, memory_limit_bytes
+    from whale.launcher.worker import thread_variables
+
+    cores, memory_bytes = discover.host_resources(cpu_quota(), memory_limit_bytes())
+    threads = given.threads or max(1, int(cores) // given.ranks)
+    os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})
+    out = given.out or default_path()
+    from whale.runtime import profile
+
+    if given.script:
+        table = profile.script(given.script, tuple(given.arguments), given.ranks, out, print)
+    else:
+        table = profile.machine(out, cores, memory_bytes / 1e9, given.ranks, print)
+    print(profile.summary(table) + f"written: {out}")
+    return 0

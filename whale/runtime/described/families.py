@@ -1,0 +1,110 @@
+"""Model files: a family and its hyper-parameters, as YAML.
+
+family: gpt
+layers: 24
+hidden: 1024
+heads: 16
+sequence: 1024
+vocabulary: 50304
+batch: 32
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cost_model import files
+from whale.errors import PlanError
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="family"):
+    """What all families have: rows of the global batch, element type, optimizer."""
+
+    batch: Count
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    optimizer: Literal["adam", "sgd"] = "adam"
+
+
+class _Transformer(_Model, frozen=True, kw_only=True):
+    layers: Count
+    hidden: Count
+    heads: Count
+    feed_forward: int = 0  # 0: 4 x hidden
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise PlanError("hidden is not a multiple of heads", given=f"{self.hidden} and {self.heads}")
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.feed_forward or 4 * self.hidden
+
+
+class _Text(_Transformer, frozen=True, kw_only=True):
+    sequence: Count
+    vocabulary: Count
+
+
+class Gpt(_Text, frozen=True, kw_only=True, tag="gpt"):
+    """Decoder with a causal mask; the logits use the embedding's weights."""
+
+
+class Bert(_Text, frozen=True, kw_only=True, tag="bert"):
+    """Encoder; a loss over all tokens, as for masked words."""
+
+
+class T5(_Text, frozen=True, kw_only=True, tag="t5"):
+    """Encoder and decoder, so many layers each, of sequences of equal length."""
+
+
+class Moe(_Text, frozen=True, kw_only=True, tag="moe"):
+    """GPT whose feed-forward layers are experts: each token goes to one, which takes `capacity` times its share."""
+
+    experts: Count
+    capacity: Annotated[float, Meta(gt=0)] = 1.25
+
+
+class Vit(_Transformer, frozen=True, kw_only=True, tag="vit"):
+    """Vision transformer on square images."""
+
+    image: Count = 224
+    patch: Count = 16
+    classes: Count = 1000
+
+
+class Resnet(_Model, frozen=True, kw_only=True, tag="resnet"):
+    """ResNet with bottlenecks (He et al., 2016): blocks of each of its groups, 3, 4, 6, 3 for ResNet-50."""
+
+    blocks: Annotated[tuple[Count, ...], Meta(min_length=1)] = (3, 4, 6, 3)
+    width: Count = 64
+    image: Count = 224
+    classes: Count = 1000
+    optimizer: Literal["adam", "sgd"] = "sgd"
+
+
+class Dlrm(_Model, frozen=True, kw_only=True, tag="dlrm"):
+    """Recommendation (Naumov et al., 2019): embeddings and dense features, their products, and two perceptrons."""
+
+    tables: Count
+    rows: Count
+    factors: Count = 64
+    dense: Count = 13
+    bottom: tuple[Count, ...] = (512, 256)
+    top: tuple[Count, ...] = (1024, 512)
+    optimizer: Literal["adam", "sgd"] = "sgd"
+
+
+FAMILIES = (Gpt, Bert, T5, Moe, Vit, Resnet, Dlrm)
+Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm
+
+
+def read(path: str | Path) -> Description:
+    """Reads a model file; a mistake is an error with line and key."""
+    return files.File(files.text(path, "model file"), str(path), "model file").decode(Description)  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""The training step of a description as a Program.
+
+It is built in a graph of TensorFlow's first version, whose variables hold nothing before they are initialised, so the
+size of the model does not matter; from there it is captured like any session's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from whale.capture.function import capture_function
+from whale.capture.v1 import capture_graph
+from whale.ir.program import Program
+from whale.runtime.described import models
+from whale.runtime.described.families import Description
+
+_v1 = tf.compat.v1
+RATE = 1e-3
+
+
+def program_of(d: Description) -> Program:
+    """The captured step; not normalised. Allocates no weights."""
+    with tf.Graph().as_default() as graph:
+        batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in models.inputs(d).items()}
+        made: dict[str, Any] = {}
+
+        def variable(name: str, shape: Sequence[int], dtype: str) -> Any:
+            initial = _v1.zeros_initializer()
+            return _v1.get_variable(name, shape, tf.as_dtype(dtype), initial, use_resource=True, trainable=False)
+
+        loss, updates = _step(d, batch, made, variable)
+        captured = capture_graph(graph, [loss, *updates], {t: tuple(t.shape.as_list()) for t in batch.values()})
+    return captured.program
+
+
+def traced(d: Description) -> Program:
+    """The same step captured as a user's function, with weights that exist. For small descriptions."""
+    made: dict[str, Any] = {}
+
+    def variable(name: str, shape: Sequence[int], dtype: str) -> Any:
+        with tf.init_scope():
+            return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+    def step(*tensors: tf.Tensor) -> tf.Tensor:
+        loss, _ = _step(d, dict(zip(models.inputs(d), tensors)), made, variable)
+        return loss
+
+    specs = [tf.TensorSpec(shape, dtype, name) for name, (shape, dtype) in models.inputs(d).items()]
+    return capture_function(step, specs, {}).program
+
+
+def _step(
+    d: Description, batch: models.Batch, made: dict[str, Any], variable: Callable[[str, Sequence[int], str], Any]
+) -> tuple[tf.Tensor, list[tf.Operation]]:
+    """(loss, updates): forward, backward, and an update of each weight."""
+    values: dict[str, tf.Tensor] = {}
+
+    def held(name: str, shape: Sequence[int]) -> Any:
+        if name not in made:
+            made[name] = variable(name, shape, d.dtype)
+        return made[name]
+
+    def weight(name: str, shape: Sequence[int]) -> tf.Tensor:
+        if name not in values:
+            values[name] = held(name, shape).read_value()
+        return values[name]
+
+    loss = models.loss(d, weight, batch)
+    gradients = tf.gradients(loss, list(values.values()))
+    updates = []
+    rate = tf.constant(RATE, d.dtype)
+    for (name, value), gradient in zip(values.items(), gradients):
+        shape = value.shape.as_list()
+        gradient = tf.convert_to_tensor(gradient)
+        weights = held(name, shape)
+        if d.optimizer == "sgd":
+            done = tf.raw_ops.ResourceApplyGradientDescent(var=weights.handle, alpha=rate, delta=gradient)
+        else:
+            some, most, small = (tf.constant(x, d.dtype) for x in (0.9, 0.999, 1e-7))
+            done = tf.raw_ops.ResourceApplyAdam(
+                var=weights.handle, m=held(f"{name}/m", shape).handle, v=held(f"{name}/v", shape).handle,
+                beta1_power=some, beta2_power=most, lr=rate, beta1=some, beta2=most, epsilon=small, grad=gradient,
+            )  # fmt: skip
+        updates.append(done)
+    return loss, updates

@@ -1,0 +1,239 @@
+"""Seconds and scratch memory of single operations on this machine, run as a step runs them: by TensorFlow's executor.
+
+Each operation becomes a function of its own that holds several copies of it, one after the other, on operands of their
+own; what a call of an empty function takes is subtracted. Operands that the program has as constants stay constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from cost_model.captured.signature import signature
+from cost_model.captured.table import Operation
+from cost_model.ops import work
+from whale.errors import ProgramError
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import DType, Tensor, TensorType, numpy_dtype, static_shape
+from whale.lowering.functions import lower_to_function
+from whale_ops.memory import memory, reset_peak
+
+_tags = itertools.count()
+COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
+MOST_COPIES = 8
+ROUNDS = 5
+LEAST_S = 1e-3  # a round is at least so long, by repeated calls
+_TAKES_INDICES = frozenset(
+    "GatherV2 ResourceGather UnsortedSegmentSum SparseSoftmaxCrossEntropyWithLogits ResourceScatterAdd".split()
+)
+
+
+def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
+    """The operations of programs that take time, one of each signature."""
+    found: dict[str, tuple[Program, Node]] = {}
+    for program in programs:
+        for node in program.nodes:
+            types = [program.type_of(r) for r in node.inputs]
+            if node.op.startswith(("Whale", "Horovod")) or not work(node, types).kernels:
+                continue
+            found.setdefault(signature(program, node), (program, node))
+    return found
+
+
+def measure(
+    operations: Sequence[tuple[Program, Node]], budget_s: float = 60.0, said: Callable[[str], None] = lambda text: None
+) -> tuple[list[Operation], list[str]]:
+    """(what was measured, what could not be, and why).
+
+    Args:
+        budget_s: larger operations come first; what is left when the time is over stays unmeasured.
+        said: is told how far it is.
+    """
+    end_s = time.monotonic() + budget_s
+    order = sorted(operations, key=lambda one: -_size(*one))
+    found, skipped = [], []
+    empty_s = _call_s(_compiled(Program("empty", ()), []))
+    for number, (program, node) in enumerate(order):
+        if time.monotonic() > end_s:
+            skipped += [f"{n.op}: out of time" for _, n in order[number:]]
+            break
+        try:
+            found.append(_one(program, node, empty_s))
+        except (tf.errors.OpError, _NotMeasured) as error:
+            skipped.append(f"{node.op}: {str(error).splitlines()[0][:120]}")
+        if number % 50 == 49:
+            said(f"{number + 1} of {len(order)} operations")
+    return found, skipped
+
+
+class _NotMeasured(Exception):
+    """The operation cannot be run alone."""
+
+
+def _size(program: Program, node: Node) -> float:
+    done = work(node, [program.type_of(r) for r in node.inputs])
+    return done.flops / 10 + done.moved_bytes
+
+
+def _one(program: Program, node: Node, empty_s: float) -> Operation:
+    types = [program.type_of(r) for r in node.inputs]
+    if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
+        raise _NotMeasured("unknown sizes")
+    done = work(node, types)
+    copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
+    chain, values, keep = _chain(program, node, types, copies)
+    call = _compiled(chain, values)
+    call()
+    reset_peak()
+    before = memory().live_bytes
+    call()
+    scratch = memory().peak_bytes - before
+    seconds = max(1e-7, _call_s(call) - empty_s) / copies
+    del keep
+    return Operation(
+        signature(program, node), node.op, done.flops, done.moved_bytes, seconds, max(0, scratch - _new_bytes(node))
+    )
+
+
+def _new_bytes(node: Node) -> int:
+    return sum(t.bytes for t in node.outputs if t.bytes >= 256 << 10)
+
+
+def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: int) -> tuple[Program, list[Any], Any]:
+    """A program with so many copies of the node, one after the other; its arguments; what has to stay alive."""
+    nodes: list[Node] = []
+    inputs: list[str] = []
+    variables: list[Variable] = []
+    values: list[Any] = []
+    handles: list[Any] = []
+    alive: list[Any] = []
+    generator = np.random.default_rng(0)
+    before: str | None = None
+    for copy in range(copies):
+        operands = []
+        for i, (ref, t) in enumerate(zip(node.inputs, types)):
+            name = f"operand_{copy}_{i}"
+            if t.dtype == "resource":
+                variable = program.variable_of.get(ref.node)
+                if variable is None:
+                    raise _NotMeasured("a resource that is no variable")
+                made = tf.Variable(_value(variable.type, generator))
+                alive.append(made)
+                handles.append(made.handle)
+                nodes.append(Node(name, "Placeholder", (), (), program.by_name[ref.node].attrs, (t,)))
+                variables.append(Variable(name, name, variable.type))
+            elif (constant := program.const(ref)) is not None:
+                attrs = {"dtype": DType(t.dtype), "value": Tensor.of(constant, t.dtype)}
+                nodes.append(Node(name, "Const", (), (), attrs, (t,)))
+            elif t.dtype in ("variant", "string"):
+                raise _NotMeasured(f"an operand of dtype {t.dtype}")
+            else:
+                nodes.append(Node(name, "Placeholder", (), (), {"dtype": DType(t.dtype)}, (t,)))
+                inputs.append(name)
+                values.append(_operand(node, i, types, t, generator))
+            operands.append(Ref(name))
+        name = f"copy_{copy}"
+        nodes.append(replace(node, name=name, inputs=tuple(operands), controls=(before,) if before else ()))
+        before = name
+    assert before is not None
+    chain = Program("chain", tuple(nodes), tuple(inputs), tuple(variables), (), (before,))
+    return chain, [*values, *handles], alive
+
+
+def _value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
+    shape = tuple(d or 0 for d in t.shape or ())
+    if t.dtype == "bool":
+        return tf.constant(generator.random(shape) > 0.5)
+    scale = 0.05 if t.dtype.startswith(("float", "bfloat", "complex")) else 2.0
+    return tf.constant((scale * generator.random(shape)).astype(numpy_dtype(t.dtype)))
+
+
+def _operand(
+    node: Node, i: int, types: Sequence[TensorType], t: TensorType, generator: np.random.Generator
+) -> tf.Tensor:
+    if not t.dtype.startswith(("int", "uint")):
+        return _value(t, generator)
+    if i and t.elements <= 8 and node.op not in _TAKES_INDICES and len(types) > 1 and types[0].dtype != t.dtype:
+        raise _NotMeasured("sizes or positions that are not constants")
+    bound = 2
+    if node.op in ("GatherV2", "ResourceGather", "ResourceScatterAdd"):
+        bound = (types[0].shape or (2,))[0] or 2
+    elif node.op == "SparseSoftmaxCrossEntropyWithLogits":
+        bound = (types[0].shape or (2,))[-1] or 2
+    elif node.op == "UnsortedSegmentSum":
+        bound = (node.outputs[0].shape or (2,))[0] or 2
+    return tf.constant(generator.integers(bound, size=static_shape(t)).astype(numpy_dtype(t.dtype)))
+
+
+def _compiled(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
+    lowered = lower_to_function([program], f"whale_measured_{next(_tags)}")
+    context = tf_context.context()
+    context.ensure_initialized()
+    for definition in lowered.definitions:
+        context.add_function_def(definition)
+    name, arguments = lowered.name.encode(), list(values)
+    return lambda: context.call_function(name, arguments, outputs)
+
+
+def _call_s(call: Callable[[], Any]) -> float:
+    """The median over rounds of one call's seconds."""
+    start_s = time.perf_counter()
+    call()
+    once_s = time.perf_counter() - start_s
+    repeats = max(1, min(200, int(LEAST_S / max(once_s, 1e-6))))
+    rounds = []
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        rounds.append((time.perf_counter() - start_s) / repeats)
+    return statistics.median(rounds)
+
+
+def step_seconds(program: Program, rounds: int = 12) -> float:
+    """The median seconds of a whole program of one device, on random values; its variables are made anew."""
+    generator = np.random.default_rng(0)
+    values: list[Any] = []
+    for name in program.inputs:
+        (t,) = program.by_name[name].outputs
+        if t.dtype in ("variant", "string", "resource") or not t.is_static:
+            raise ProgramError(
+                "the step takes an argument that cannot be made up",
+                given=f"{name}: {t}",
+                expected="tensors of numbers with static shapes",
+                action="leave the script out: `whale profile` without it measures the machine",
+            )
+        if t.dtype.startswith(("int", "uint")):
+            values.append(tf.constant(generator.integers(2, size=static_shape(t)).astype(numpy_dtype(t.dtype))))
+        else:
+            values.append(_value(t, generator))
+    variables = [tf.Variable(_value(v.type, generator)) for v in program.variables]
+    call = _compiled(program, [*values, *(v.handle for v in variables)], len(program.outputs))
+    for _ in range(3):
+        call()
+    times_s = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s)
+
+
+def overheads() -> tuple[float, float]:
+    """(seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
+    empty_s = _call_s(_compiled(Program("empty", ()), []))
+    count = 200
+    t = TensorType("float32", ())
+    nodes = [Node("x", "Placeholder", (), (), {"dtype": DType("float32")}, (t,))]
+    for i in range(count):
+        nodes.append(Node(f"n{i}", "Identity", (Ref(nodes[-1].name),), (), {"T": DType("float32")}, (t,)))
+    chain = Program("chain", tuple(nodes), ("x",), (), (), (nodes[-1].name,))
+    return empty_s, max(1e-8, (_call_s(_compiled(chain, [tf.constant(0.0)])) - empty_s) / count)

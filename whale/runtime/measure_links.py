@@ -1,0 +1,103 @@
+"""Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure_links FILE``.
+
+Every rank calls the same exchange at the same time and does nothing else; rank 0 writes the medians as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import whale_ops
+
+SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+SECONDS_PER_SIZE = 0.25
+MOST_CALLS = 100
+
+
+def main() -> None:
+    """Measures all kinds and sizes."""
+    comm = whale_ops.mpi("measure")
+    ops = whale_ops.ops()
+    rank, size = comm.rank, comm.size
+    found: dict[str, list[tuple[float, float]]] = {}
+    for kind, call in _exchanges(ops, rank, size).items():
+        for size_bytes in SIZES_BYTES:
+            found.setdefault(kind, []).append((float(size_bytes), _seconds(comm, kind, call, size_bytes)))
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps({"ranks": size, "curves": found}))
+    comm.leave()
+
+
+def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Tensor, str], Any]]:
+    """Kind -> the op on a vector of the whole tensor's bytes."""
+
+    def own(x: tf.Tensor) -> tf.Tensor:
+        return x[: x.shape[0] // size]
+
+    def sizes(x: tf.Tensor) -> list[int]:
+        return [x.shape[0] // size] * size
+
+    def matrix(x: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(x, (size, x.shape[0] // size))
+
+    def point_to_point(handle: Any, x: tf.Tensor, key: str) -> Any:
+        if rank == 0:
+            return ops.whale_send(handle, x, peer=1, key=key)
+        return ops.whale_recv(handle, peer=0, key=key, T=x.dtype, shape=x.shape) if rank == 1 else tf.no_op()
+
+    return {
+        "all_reduce": lambda h, x, key: ops.whale_all_reduce(h, [x], key=key)[0],
+        "all_gather": lambda h, x, key: ops.whale_all_gather(h, own(x), key=key, axis=0, sizes=sizes(x)),
+        "reduce_scatter": lambda h, x, key: ops.whale_reduce_scatter(h, x, key=key, axis=0, sizes=sizes(x)),
+        "all_to_all": lambda h, x, key: ops.whale_all_to_all(
+            h, matrix(x), key=key, split_axis=0, split_sizes=[1] * size, concat_axis=1, concat_sizes=sizes(x)
+        ),
+        "broadcast": lambda h, x, key: ops.whale_broadcast(h, [x], key=key, root=0, shapes=[x.shape])[0],
+        "point_to_point": point_to_point,
+    }
+
+
+def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int) -> float:
+    ops = whale_ops.ops()
+    x = tf.ones(size_bytes // 4)
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([call(ops.whale_communicator(communicator=comm.name, rank=comm.rank), x, key)]):
+            return tf.constant(0.0)
+
+    @tf.function
+    def nothing(x: tf.Tensor) -> tf.Tensor:
+        return tf.constant(0.0)
+
+    key = f"{kind}/{size_bytes}"
+    for _ in range(3):  # the first call traces
+        started_s = time.perf_counter()
+        step(x)
+        once_s = time.perf_counter() - started_s
+    nothing(x)
+    wanted = b"%d" % max(5, min(MOST_CALLS, int(SECONDS_PER_SIZE / once_s)))
+    calls = int(comm.broadcast_bytes(f"calls/{key}", wanted if comm.rank == 0 else None))
+    times_s, empty_s = [], []
+    for _ in range(calls):
+        started_s = time.perf_counter()
+        nothing(x)
+        empty_s.append(time.perf_counter() - started_s)
+        comm.barrier(f"start/{key}")
+        started_s = time.perf_counter()
+        step(x)
+        times_s.append(time.perf_counter() - started_s)
+    mine = max(1e-6, statistics.median(times_s) - statistics.median(empty_s))
+    return max(float(one) for one in comm.allgather_bytes(f"seconds/{key}", str(mine).encode()))
+
+
+if __name__ == "__main__":
+    main()

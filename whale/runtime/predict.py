@@ -1,0 +1,71 @@
+"""Predicted step time and memory of a program under a plan: what its ranks would run, played by the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.captured.predict import CapturedPrediction, Machine, cluster_machine, measured_machine, predict_ranks
+from cost_model.captured.table import Table
+from cost_model.cluster import Cluster
+from whale.ir.fingerprint import fingerprint
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.pipeline import PlanContext, expand
+from whale.runtime.mesh import lower_mesh
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A normalised program, its plan, and how it was planned."""
+
+    program: Program
+    plan: Plan
+    settings: PlanContext
+
+
+def rank_programs(planned: Planned) -> list[Program]:
+    """What every rank would run.
+
+    Raises:
+      PlanError: the plan lacks a strategy or a reshard.
+    """
+    program, plan, settings = planned.program, planned.plan, planned.settings
+    if plan.inner is not None:
+        return lower_mesh(program, plan, settings, range(plan.size * plan.inner.size), "", "")
+    expanded = expand(program, plan.expanded, settings)
+    return [localise(expanded, plan, rank, "", None) for rank in range(plan.size)]
+
+
+def predict_plan(planned: Planned, on: Table | Cluster, counted_from_bytes: int = 0) -> CapturedPrediction:
+    """Predicts a step on a machine that `whale profile` has measured, or on a cluster by the catalogue's formulas.
+
+    Args:
+      counted_from_bytes: tensors below are left out of memory, as TensorFlow's counters of host memory leave them out.
+
+    Raises:
+      PlanError: the program has loops or branches.
+      ClusterError: too few devices, or the profile lacks what the program runs.
+    """
+    programs = rank_programs(planned)
+    return predict_ranks(programs, machine(on, len(programs), planned.program, counted_from_bytes))
+
+
+def machine(on: Table | Cluster, ranks: int, program: Program, counted_from_bytes: int = 0) -> Machine:
+    """What the ranks run on."""
+    if isinstance(on, Table):
+        return measured_machine(on, ranks, fingerprint(program), counted_from_bytes)
+    return cluster_machine(on)
+
+
+def report(found: CapturedPrediction, where: str) -> str:
+    """Some lines for people."""
+    lines = [f"Predicted on {where}: {1e3 * found.step_s:.1f} ms a step"]
+    for rank, ran in enumerate(found.ranks[:8]):
+        lines.append(
+            f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "
+            f"{ran.peak_bytes / 1e6:.1f} MB of tensors at most, {ran.resident_bytes / 1e6:.1f} MB between steps"
+        )
+    if len(found.ranks) > 8:
+        lines.append(f"  ... and {len(found.ranks) - 8} ranks more")
+    return "\n".join(lines) + "\n"

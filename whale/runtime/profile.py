@@ -1,0 +1,149 @@
+"""``whale profile``: measures this machine's operations and exchanges, or a script's own operations and step."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tensorflow as tf
+
+from cost_model.captured import table as tables
+from cost_model.captured.graph import graph_of
+from cost_model.captured.table import Curve, Measured, Operation, Step, Table
+from whale.errors import ClusterError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.pipeline import make_plan
+from whale.runtime import measure
+from whale.runtime.dry_run import first_step
+from whale.runtime.mesh import plan_program
+from whale.runtime.predict import Planned, rank_programs
+
+SECONDS_FOR_OPERATIONS = 25.0
+SECONDS_FOR_LINKS = 60.0
+
+
+def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> Table:
+    """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and gives the table.
+
+    Raises:
+      ClusterError: the ranks did not start.
+    """
+    curves = _links(ranks)
+    say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    from whale.runtime import samples
+
+    found, _ = measure.measure(list(measure.distinct(samples.programs()).values()), SECONDS_FOR_OPERATIONS, say)
+    call_s, node_s = measure.overheads()
+    table = Table(platform.node() or "local", cores, memory_gb, call_s, node_s, found, curves)
+    tables.write(table, out)
+    return table
+
+
+def _links(ranks: int) -> list[Curve]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "links.json"
+        command = [
+            sys.executable,
+            "-m",
+            "whale",
+            "run",
+            "-np",
+            str(ranks),
+            "-m",
+            "whale.runtime.measure_links",
+            str(path),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
+        if done.returncode or not path.exists():
+            raise ClusterError(
+                "the exchanges between ranks could not be measured",
+                given=(done.stderr.strip() or done.stdout.strip())[-500:],
+                action="see whether `whale doctor` finds why runs fail here",
+            )
+        found = json.loads(path.read_text())
+    return [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()]
+
+
+def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:
+    """Measures what a script's first step consists of, on one device and as ``ranks`` ranks would run it.
+
+    The step is captured, not run; it is measured on random values. The table of the machine is completed.
+
+    Raises:
+      ClusterError: the machine has not been measured.
+      ProgramError: the script has no step that takes a batch.
+    """
+    table = tables.read(out)
+    planned = first_step(path, args, ranks)
+    return programs(table, [planned], out, say)
+
+
+def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[[str], None]) -> Table:
+    """Measures what all ranks of some plans run, and the steps on one device; completes and writes the table."""
+    alone = {fingerprint(p.program): _alone(p) for p in planned}
+    steps = {}
+    for mark, program in alone.items():
+        seconds = measure.step_seconds(program)
+        say(f"{program.name}: {1e3 * seconds:.1f} ms on one device")
+        steps[mark] = seconds
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    every = [*alone.values(), *(r for p in planned for r in rank_programs(p))]
+    known = {o.signature for o in table.operations}
+    new = [one for name, one in measure.distinct(every).items() if name not in known]
+    found, skipped = measure.measure(new, 120.0, say)
+    say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
+    table = table.merged(found)
+    table = table.merged((), [Step(m, steps[m], _sum_s(table, program)) for m, program in alone.items()])
+    tables.write(table, out)
+    return table
+
+
+def _alone(planned: Planned) -> Program:
+    settings = replace(planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, devices=())
+    plan = make_plan(planned.program, settings)
+    return localise(planned.program, plan, 0, "", None)
+
+
+def _sum_s(table: Table, program: Program) -> float:
+    known = Measured(table)
+    g = graph_of(program, 0, 1)
+    return (
+        sum(known.operation(program, node, does)[0] for node, does, fused in zip(g.nodes, g.work, g.fused) if not fused)
+        + table.node_s
+    )
+
+
+def replan(planned: Planned, **changes: object) -> Planned:
+    """The same program under other settings (see whale.passes.pipeline.PlanContext)."""
+    settings = replace(planned.settings, **changes)  # type: ignore[arg-type]
+    return Planned(planned.program, plan_program(planned.program, settings), settings)
+
+
+def summary(table: Table) -> str:
+    """Some lines for people."""
+    fastest: dict[str, Operation] = {}
+    for o in table.operations:
+        if o.op in ("MatMul", "Conv2D", "AddV2"):
+            best = fastest.get(o.op)
+            rate = (o.flops if o.op != "AddV2" else o.moved_bytes) / o.seconds
+            if best is None or rate > (best.flops if o.op != "AddV2" else best.moved_bytes) / best.seconds:
+                fastest[o.op] = o
+    lines = [f"{table.host}: {table.cores:g} cores, {len(table.operations)} operations, {len(table.steps)} steps"]
+    for op, o in sorted(fastest.items()):
+        lines.append(
+            f"  {op:<8} up to {o.moved_bytes / o.seconds / 1e9:.1f} GB/s" if op == "AddV2"
+            else f"  {op:<8} up to {o.flops / o.seconds / 1e9:.1f} GFLOP/s"
+        )  # fmt: skip
+    for c in table.curves:
+        (_, first_s), (last, last_s) = c.samples[0], c.samples[-1]
+        lines.append(f"  {c.kind:<14} {c.ranks} ranks: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")
+    return "\n".join(lines) + "\n"
