@@ -4,6 +4,7 @@
 # make bench           step times beside plain TensorFlow and Horovod; writes docs/benchmarks.md (BENCH_ARGS=...)
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
+# make sanitize        the core under the thread and the address sanitizer
 # make lint            ruff and mypy                  make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
@@ -31,7 +32,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod lint bazel clean setup build check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod sanitize lint bazel clean setup build check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -57,6 +58,9 @@ bench-comm: $(VENV)/.bench build
 	@$(RUN) -m benchmarks.comm --out docs --mpich $(VENV)/mpich $(BENCH_ARGS)
 
 horovod: $(VENV)/.horovod
+
+sanitize: $(VENV)/.installed
+	@$(RUN) -m tests.whale_ops.sanitize
 
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .

@@ -65,6 +65,13 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
     ),
     Key(
+        "communication.wire_dtype",
+        "str",
+        "",
+        "float32 gradients are rounded to this type before they travel, and added in float32; empty = sent as they are",
+        choices=("", "float16", "bfloat16"),
+    ),
+    Key(
         "communication.emulate_link",
         "str",
         "",

@@ -1,8 +1,11 @@
 // The core without Python: schedules whose messages fit together, and ranks as threads. Bazel runs it, also under the
 // thread and the address sanitizer (bazel test --config=tsan //tests:core_cc_test).
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -11,6 +14,8 @@
 
 #include "whale_ops/core/algorithms.h"
 #include "whale_ops/core/c_api.h"
+#include "whale_ops/core/endpoint.h"
+#include "whale_ops/core/host_transport.h"
 
 namespace {
 
@@ -162,6 +167,120 @@ void abort_while_waiting() {
   });
 }
 
+// A network that nobody has to use.
+class NoNetwork final : public whale::Transport {
+ public:
+  NoNetwork(int rank, int size) : rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  void send(int, const whale::MessageHeader&, const std::string&, const void*, uint64_t, whale::TransportSink*) override { used(); }
+  void receive(const whale::Arrival&, void*, uint64_t, whale::TransportSink*) override { used(); }
+  void discard(const whale::Arrival&) override { used(); }
+  bool progress(whale::TransportSink*) override {
+    used();
+    return false;
+  }
+  bool needs_polling() const override { return true; }
+  bool between_processes() const override { return true; }
+  bool drained() const override { return true; }
+
+ private:
+  static void used() { require(false, "ranks of one machine use no network"); }
+  const int rank_;
+  const int size_;
+};
+
+// What the ranks, which are threads here, tell each other before they share memory.
+class Table {
+ public:
+  static void reset(int size) { size_ = size; }
+  static thread_local int rank;
+  static whale::Status gather(const void* mine, size_t bytes, void* all) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    cells_.resize(bytes * size_);
+    std::memcpy(cells_.data() + bytes * rank, mine, bytes);
+    meet(&lock);
+    std::memcpy(all, cells_.data(), bytes * size_);
+    meet(&lock);  // before anybody writes again
+    return whale::Status::Ok();
+  }
+
+ private:
+  static void meet(std::unique_lock<std::mutex>* lock) {
+    const int round = round_;
+    if (++waiting_ == size_) {
+      waiting_ = 0;
+      ++round_;
+      everybody_.notify_all();
+    }
+    everybody_.wait(*lock, [round] { return round_ != round; });
+  }
+  static std::mutex mutex_;
+  static std::condition_variable everybody_;
+  static std::vector<char> cells_;
+  static int size_, waiting_, round_;
+};
+thread_local int Table::rank = 0;
+std::mutex Table::mutex_;
+std::condition_variable Table::everybody_;
+std::vector<char> Table::cells_;
+int Table::size_ = 0, Table::waiting_ = 0, Table::round_ = 0;
+
+// Ranks that share memory, each with a thread of its own that does what the engine does: rings, slots (and reading the others'
+// memory, where there are too few of them or the payload is large), in another order on every rank.
+void shared_memory(int size) {
+  constexpr int kOperations = 24;
+  Table::reset(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([rank, size] {
+      Table::rank = rank;
+      whale::Doorbell bell;
+      std::unique_ptr<whale::Transport> transport;
+      std::vector<std::string> notes;
+      const whale::Status status =
+          whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, &Table::gather, bell, &transport, &notes);
+      require(status.ok() && notes.empty(), "the ranks share memory " + (notes.empty() ? "" : notes[0]));
+      whale::Endpoint endpoint("shared memory", std::move(transport), [&bell] { bell.bell()->ring(); });
+      std::vector<std::vector<float>> values(kOperations);
+      int open = 0;
+      const auto until = [&](auto over) {
+        while (!over()) {
+          const uint32_t rings = bell.rings();
+          if (!endpoint.poll(whale::now_ns()) && !over()) bell.wait(rings, 100'000'000);
+        }
+      };
+      for (int round = 0; round < 3; ++round) {
+        for (int k = 0; k < kOperations; ++k) {
+          const int index = rank % 2 ? kOperations - 1 - k : k;
+          values[index].assign(index * index * 400, static_cast<float>(rank + index));
+          whale::Request request;
+          request.kind = index % 4 == 3 ? OpKind::kBroadcast : OpKind::kAllReduce;
+          request.key = "operation " + std::to_string(index);
+          request.dtype = whale::DType::kFloat32;
+          request.element_bytes = sizeof(float);
+          request.input = request.output = values[index].data();
+          request.counts = {static_cast<int64_t>(values[index].size())};
+          request.done = [&open](const whale::Status& outcome) {
+            require(outcome.ok(), outcome.message);
+            --open;
+          };
+          ++open;
+          endpoint.submit(std::move(request));
+        }
+        until([&] { return open == 0; });
+        for (int index = 0; index < kOperations; ++index) {
+          const int expected = index % 4 == 3 ? index : size * (size - 1) / 2 + size * index;
+          for (const float value : values[index]) require(value == static_cast<float>(expected), "the result over shared memory");
+        }
+      }
+      endpoint.leave();
+      until([&] { return endpoint.closed(); });
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 }  // namespace
 
 int main() {
@@ -169,6 +288,7 @@ int main() {
   for (const int size : {1, 2, 3, 5}) sums(size);
   disagreement();
   abort_while_waiting();
+  for (const int size : {2, 3, 4}) shared_memory(size);
   whale_stop();
   std::puts("core: all well");
 }

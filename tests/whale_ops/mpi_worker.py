@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 import whale_ops
-from tests.whale_ops import harness
+from tests.whale_ops import harness, orders
 from tests.whale_ops.harness import Case
 from whale.errors import CommError
 
@@ -48,6 +48,12 @@ def values(communicator: whale_ops.Communicator) -> str:
     everybody = communicator.allgather_bytes("bits", total.outputs[rank].tobytes(), 30)
     assert len(set(everybody)) == 1, "the ranks hold different sums"
     return "values agree"
+
+
+def random_orders(communicator: whale_ops.Communicator) -> str:
+    """A sample; `python -m tests.whale_ops.orders` runs as many as one likes."""
+    orders.run(communicator, 20, seed=3)
+    return "orders agree"
 
 
 def large(communicator: whale_ops.Communicator) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.whale_ops import harness
+from tests.whale_ops import harness, orders
 from tests.whale_ops.harness import Case, each, random_array, ranks, reduced
 from whale.errors import CommError
 
@@ -105,6 +105,11 @@ def test_movement_equals_numpy(data: st.DataObject) -> None:
             expected = [np.concatenate([blocks[s][r] for s in range(size)]) for r in range(size)]
     for output, wanted in zip(case.outputs, expected):
         assert output.tobytes() == wanted.tobytes()
+
+
+def test_every_rank_starts_its_operations_in_an_order_of_its_own() -> None:
+    with ranks(4) as communicators:
+        assert each(communicators, lambda c: orders.run(c, 10, seed=2)) == [None] * 4
 
 
 def test_sums_are_the_same_bits_from_run_to_run() -> None:

@@ -53,6 +53,11 @@ def test_values(size: int, transport: str) -> None:
     assert mpirun(size, transport, "values") == ["values agree"] * size
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_rank_starts_its_operations_in_an_order_of_its_own(transport: str) -> None:
+    assert mpirun(3, transport, "random_orders") == ["orders agree"] * 3
+
+
 @pytest.mark.parametrize("transport", ["memory", "mpi"])
 def test_a_message_of_more_than_2_to_the_30_bytes(transport: str) -> None:
     assert mpirun(2, transport, "large") == ["large agrees"] * 2

@@ -21,7 +21,7 @@ class Reshard:
 
     ``key`` is equal on all ranks and unique in the plan; ``bytes`` are the logical bytes moved in total; ``group`` is
     the number of the fused collective it belongs to, -1 when it travels alone; ``backend`` is who carries it out:
-    ``"whale"``, or ``"horovod"``.
+    ``"whale"``, or ``"horovod"``. ``wire_dtype`` is what elements are rounded to before they are sent; "" is their own.
     """
 
     graph: str
@@ -33,6 +33,7 @@ class Reshard:
     group: int = -1
     origin: str = ""
     backend: str = "whale"
+    wire_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class Plan:
                     for r in self.reshards
                 ],
                 backends={r.key: r.backend for r in self.reshards if r.backend != "whale"},
+                wire_dtypes={r.key: r.wire_dtype for r in self.reshards if r.wire_dtype},
                 variables={name: str(p) for name, p in self.variables.items()},
                 expanded=list(self.expanded),
                 inner=self.inner.to_json().decode() if self.inner is not None else "",
@@ -197,6 +199,7 @@ class _File(msgspec.Struct):
     inner_bytes: int = 0
     memory: dict[str, tuple[int, ...]] = {}
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
+    wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -235,8 +238,19 @@ def _plan(f: _File) -> Plan:
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
         returned={g: tuple(map(parse_placement, placements)) for g, placements in f.returned.items()},
         reshards=tuple(
-            Reshard(g, Ref(n, i), parse_placement(s), parse_placement(t), k, b, gr, o, f.backends.get(k, "whale"))
-            for g, n, i, s, t, k, b, gr, o in f.reshards
+            Reshard(
+                graph=graph,
+                ref=Ref(node, index),
+                source=parse_placement(source),
+                target=parse_placement(target),
+                key=key,
+                bytes=moved,
+                group=group,
+                origin=origin,
+                backend=f.backends.get(key, "whale"),
+                wire_dtype=f.wire_dtypes.get(key, ""),
+            )
+            for graph, node, index, source, target, key, moved, group, origin in f.reshards
         ),
         variables={name: parse_placement(p) for name, p in f.variables.items()},
         expanded=tuple(f.expanded),

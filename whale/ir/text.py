@@ -394,7 +394,7 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
 
 
 def _change(r: Reshard) -> str:
-    through = " through Horovod" if r.backend == "horovod" else ""
+    through = " through Horovod" if r.backend == "horovod" else f" as {r.wire_dtype}" if r.wire_dtype else ""
     return f"{_verb(r)} {r.source} -> {r.target}{through}"
 
 

@@ -156,7 +156,9 @@ class Emitter:
         op = r.source.op
         if r.backend == "horovod":
             return self._horovod_all_reduce(name, sources, types)
-        attrs = {"key": key, "reduction": op, "N": len(sources)}
+        attrs: dict[str, Any] = {"key": key, "reduction": op, "N": len(sources)}
+        if r.wire_dtype:
+            attrs["wire_dtype"] = r.wire_dtype
         return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
 
     def _horovod_all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType]) -> Ref:

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy, moved_bytes
+from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
 from whale.passes.horovod import horovod_can
+from whale.passes.wire import bytes_on_wire, can_narrow
 from whale.rules import rule_of
 from whale.rules.base import as_whole, with_own
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, recreatable, view
@@ -173,7 +174,11 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
         if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
             raise _fail(node, f"{r.ref} from {r.source} to {r.target} through {r.backend}", "a sum of the step itself")
-        moved = moved_bytes(r.source, r.target, node.outputs[r.ref.index].bytes, plan.size)
+        if r.wire_dtype and not can_narrow(program, r):
+            raise _fail(
+                node, f"{r.ref} from {r.source} to {r.target} as {r.wire_dtype}", "a float32 sum of the step itself"
+            )
+        moved = bytes_on_wire(r, node.outputs[r.ref.index], plan.size)
         if r.bytes != moved:
             raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
 
@@ -247,7 +252,11 @@ def _check_groups(program: Program, plan: Plan) -> None:
     for number, members in plan.groups.items():
         body = program if members[0].graph == "" else program.functions[members[0].graph]
         one_graph = len({m.graph for m in members}) == 1
-        kinds = {(m.source, m.target, body.type_of(m.ref).dtype, m.backend) for m in members} if one_graph else set()
+        kinds = (
+            {(m.source, m.target, body.type_of(m.ref).dtype, m.backend, m.wire_dtype) for m in members}
+            if one_graph
+            else set()
+        )
         given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
         if len(kinds) != 1 or type(members[0].source) is not Partial or type(members[0].target) is not Broadcast:
             raise PlanError(

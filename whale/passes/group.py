@@ -35,7 +35,7 @@ def group(
         reductions = [r for r in mine if isinstance(r.source, Partial) and isinstance(r.target, Broadcast)]
         for r in sorted(reductions, key=lambda r: position[r.ref.node]):
             tensor = body.type_of(r.ref)
-            kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend)
+            kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))

@@ -72,10 +72,18 @@ def horovod_can(program: Program, r: Reshard) -> bool:
 
 def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> tuple[Reshard, ...]:
     """``reshards`` with those sums given to Horovod that no other movement waits for."""
+    moves_after = waited_for(program, layout, reshards)
+    return tuple(
+        replace(r, backend="horovod") if horovod_can(program, r) and r.key not in moves_after else r for r in reshards
+    )
+
+
+def waited_for(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> set[str]:
+    """Keys of the step's reshards from which a path leads to another one that moves data."""
     mine = [r for r in reshards if r.graph == ""]
     by_target = {(r.ref, r.target): r for r in mine}
     waited: set[str] = set()  # nodes from which a path leads to a movement
-    moves_after: set[str] = set()  # keys of sums from which one does
+    moves_after: set[str] = set()
 
     def follow(ref: Ref, placement: Placement, leads_on: bool) -> bool:
         """Whether a movement lies on the way from a tensor as it was produced to its form ``placement`` or behind."""
@@ -97,6 +105,4 @@ def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Resha
                 waited.add(ref.node)
         if leads_on:
             waited.update(node.controls)
-    return tuple(
-        replace(r, backend="horovod") if horovod_can(program, r) and r.key not in moves_after else r for r in reshards
-    )
+    return moves_after

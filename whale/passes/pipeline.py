@@ -33,6 +33,7 @@ from whale.passes.split import divide
 from whale.passes.statistics import half_own, own_statistics
 from whale.passes.unpack import unpack
 from whale.passes.uses import separate_uses
+from whale.passes.wire import narrow
 from whale.passes.zero import state_at_rest, update_strategies
 from whale.rules import rule_of
 
@@ -47,6 +48,7 @@ class PlanContext:
     ``variables`` are the placements that the run's variables have already, by handle node; ``split_variables``: new
     ones may lie split between steps. ``split_scopes``: tensors are divided under ``wh.split``; else rows, as elsewhere.
     ``split_ranks``: ranks that divide tensors together (see whale.runtime.mesh); 0: all.
+    ``wire_dtype``: what gradients are rounded to before they are sent.
     ``batch`` are the batch inputs where they are known already.
     ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``; from 3 on
     weights as well, of which ``zero_ahead`` are gathered while another is used.
@@ -66,6 +68,7 @@ class PlanContext:
     own_statistics: bool = False
     own_streams: bool = False
     backend: str = "whale"
+    wire_dtype: str = ""
     zero_level: int = 0
     zero_min_bytes: int = 0
     zero_ahead: int = 1
@@ -156,6 +159,8 @@ def _finished(
     reshards = explicit_reshards(expanded, layouts, context.size)
     if context.backend == "horovod":
         reshards = give_to_horovod(expanded, layouts[""], reshards)
+    if context.wire_dtype:
+        reshards = narrow(expanded, layouts[""], reshards, context.wire_dtype, context.size)
     if together is None:
         reshards = group(expanded, layouts, reshards, context.group_bytes)
     else:

@@ -54,6 +54,13 @@ class Compiled:
 def plan_context(context: Context) -> PlanContext:
     """The planner's view of the run."""
     config = context.config
+    if config["communication.wire_dtype"] and config.zero_level:
+        raise PlanError(
+            "gradients that are divided with the optimizer's state are sent as they are",
+            given=f'communication.wire_dtype="{config["communication.wire_dtype"]}", zero.level={config.zero_level}',
+            expected="one of the two",
+            action="leave communication.wire_dtype or zero.level out",
+        )
     return PlanContext(
         size=context.size,
         shares=tuple(config["replica.shares"]),
@@ -63,6 +70,7 @@ def plan_context(context: Context) -> PlanContext:
         own_streams=config["random"] == "local",
         split_ranks=config["split.ranks"],
         backend=config["communication.backend"],
+        wire_dtype=config["communication.wire_dtype"],
         zero_level=config.zero_level,
         zero_min_bytes=config["zero.min_bytes"],
         zero_ahead=config["zero.ahead"],

@@ -126,6 +126,13 @@ def _refuse(program: Program, context: PlanContext, group: int) -> None:
             expected="zero.level=0 or one group of all ranks",
             action="leave zero.level or split.ranks out",
         )
+    if context.wire_dtype:
+        raise PlanError(
+            "groups of ranks send gradients as they are",
+            given=f'{given}, communication.wire_dtype="{context.wire_dtype}"',
+            expected="communication.wire_dtype empty, or one group of all ranks",
+            action="leave communication.wire_dtype out",
+        )
     if context.backend != "whale":
         raise PlanError(
             "groups of ranks communicate through Whale only",

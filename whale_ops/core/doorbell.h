@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <memory>
 
+#include "types.h"
+
 namespace whale {
 
 // Lies in memory that processes share. All zeros is a bell that nobody has rung.
-struct Bell {
+struct WHALE_EXPORT Bell {
   std::atomic<uint32_t> rings;
   std::atomic<uint32_t> asleep;
 
@@ -17,7 +19,7 @@ struct Bell {
 };
 
 // The owner's side.
-class Doorbell {
+class WHALE_EXPORT Doorbell {
  public:
   Doorbell();
   Doorbell(const Doorbell&) = delete;

@@ -43,7 +43,7 @@ class WHALE_EXPORT Engine {
   struct Watch {
     bool polling = false;    // some transport does not ring
     bool active = false;     // operations are under way
-    bool expecting = false;  // messages from other processes may come at any moment
+    bool between = false;    // some transport leads to other processes
   };
   void idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns);
 

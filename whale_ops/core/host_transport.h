@@ -22,7 +22,7 @@ using GatherFixed = Status (*)(const void* mine, size_t bytes, void* all);
 // want it, do not need it any more. Collective, for those that do not want it too; on the engine's thread, whose doorbell
 // is `bell`. `notes` receives a sentence for each peer of this machine that has to be reached through the network, with
 // the reason; that is no error.
-Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed gather, const Doorbell& bell,
-                    std::unique_ptr<Transport>* transport, std::vector<std::string>* notes);
+WHALE_EXPORT Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed gather, const Doorbell& bell,
+                                 std::unique_ptr<Transport>* transport, std::vector<std::string>* notes);
 
 }  // namespace whale

@@ -226,4 +226,26 @@ void reduce(DType dtype, Reduction reduction, void* dst, const std::vector<const
   }
 }
 
+namespace {
+
+template <typename T>
+void narrow_all(const float* from, void* dst, size_t count) {
+  for (size_t i = 0; i < count; ++i) narrow(from[i], static_cast<T*>(dst) + i);
+}
+
+template <typename T>
+void widen_all(const void* src, float* dst, size_t count) {
+  for (size_t i = 0; i < count; ++i) dst[i] = widen(static_cast<const T*>(src)[i]);
+}
+
+}  // namespace
+
+void narrow_floats(DType to, const float* from, void* dst, size_t count) {
+  to == DType::kFloat16 ? narrow_all<Half>(from, dst, count) : narrow_all<BFloat16>(from, dst, count);
+}
+
+void widen_floats(DType from, const void* src, float* dst, size_t count) {
+  from == DType::kFloat16 ? widen_all<Half>(src, dst, count) : widen_all<BFloat16>(src, dst, count);
+}
+
 }  // namespace whale

@@ -20,4 +20,8 @@ WHALE_EXPORT Status check_reduction(DType dtype, Reduction reduction);
 WHALE_EXPORT void reduce(DType dtype, Reduction reduction, void* dst, const std::vector<const void*>& sources,
                          size_t count);
 
+// float32 to float16 or bfloat16 (to nearest even), and back.
+WHALE_EXPORT void narrow_floats(DType to, const float* from, void* dst, size_t count);
+WHALE_EXPORT void widen_floats(DType from, const void* src, float* dst, size_t count);
+
 }  // namespace whale

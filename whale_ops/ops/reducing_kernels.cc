@@ -2,6 +2,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "../core/reduce.h"
 #include "common.h"
 
 namespace whale_ops {
@@ -20,6 +21,12 @@ class AllReduceOp : public CommunicationOp {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("reduction", &reduction));
     OP_REQUIRES_OK(ctx, parse_reduction(reduction, &reduction_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+    std::string wire;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("wire_dtype", &wire));
+    OP_REQUIRES(ctx, wire.empty() || dtype_ == tensorflow::DT_FLOAT,
+                absl::InvalidArgumentError(absl::StrCat("AllReduce '", key(), "': wire_dtype is ", wire, " and the tensors are ",
+                                                        tensorflow::DataTypeString(dtype_), "; expected float32 tensors")));
+    wire_dtype_ = wire.empty() ? dtype_ : wire == "float16" ? tensorflow::DT_HALF : tensorflow::DT_BFLOAT16;
   }
 
  protected:
@@ -45,10 +52,10 @@ class AllReduceOp : public CommunicationOp {
       OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output), done);
       outputs[i] = *output;
     }
-    whale::Request request = make_request(whale::OpKind::kAllReduce, dtype_, std::move(text));
+    whale::Request request = make_request(whale::OpKind::kAllReduce, wire_dtype_, std::move(text));
     request.reduction = reduction_;
     request.counts = {elements};
-    if (n == 1) {
+    if (n == 1 && wire_dtype_ == dtype_) {
       request.input = sources[0];
       request.output = data_of(outputs[0]);
       std::vector<Tensor> held{outputs[0]};
@@ -62,26 +69,39 @@ class AllReduceOp : public CommunicationOp {
     OP_REQUIRES_OK_ASYNC(ctx, take_staging(ctx, bytes, &staging), done);
     char* position = data_of(staging);
     for (int i = 0; i < n; ++i) {
-      const size_t size = outputs[i].TotalBytes();
-      if (size > 0) std::memcpy(position, sources[i], size);
-      position += size;
+      position += pack(sources[i], outputs[i], position);
     }
     request.input = request.output = data_of(staging);
     launch_last(
         ctx, endpoint, std::move(request), {staging}, bytes,
         [this, staging, outputs] {
           const char* from = data_of(staging);
-          for (const Tensor& output : outputs) {
-            const size_t size = output.TotalBytes();
-            if (size > 0) std::memcpy(data_of(output), from, size);
-            from += size;
-          }
+          for (const Tensor& output : outputs) from += unpack(from, output);
           give_staging(staging);
         },
         std::move(done));
   }
 
  private:
+  // Bytes of the tensor on the wire, which are at `wire` afterwards.
+  size_t pack(const char* source, const Tensor& like, char* wire) const {
+    const auto elements = static_cast<size_t>(like.NumElements());
+    if (wire_dtype_ == dtype_) {
+      if (elements > 0) std::memcpy(wire, source, like.TotalBytes());
+      return like.TotalBytes();
+    }
+    whale::narrow_floats(to_core(wire_dtype_), reinterpret_cast<const float*>(source), wire, elements);
+    return elements * static_cast<size_t>(tensorflow::DataTypeSize(wire_dtype_));
+  }
+  size_t unpack(const char* wire, const Tensor& output) const {
+    const auto elements = static_cast<size_t>(output.NumElements());
+    if (wire_dtype_ == dtype_) {
+      if (elements > 0) std::memcpy(data_of(output), wire, output.TotalBytes());
+      return output.TotalBytes();
+    }
+    whale::widen_floats(to_core(wire_dtype_), wire, reinterpret_cast<float*>(data_of(output)), elements);
+    return elements * static_cast<size_t>(tensorflow::DataTypeSize(wire_dtype_));
+  }
   absl::Status take_staging(OpKernelContext* ctx, int64_t bytes, Tensor* staging) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -99,6 +119,7 @@ class AllReduceOp : public CommunicationOp {
   }
 
   DataType dtype_;
+  DataType wire_dtype_;
   whale::Reduction reduction_ = whale::Reduction::kSum;
   std::mutex mutex_;
   std::vector<Tensor> free_;

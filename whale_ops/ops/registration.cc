@@ -180,9 +180,11 @@ REGISTER_OP("WhaleAllReduce")
     .Attr("ranks: list(int) = []")
     .Attr("N: int >= 1")
     .Attr(kReducible)
+    .Attr("wire_dtype: {'', 'float16', 'bfloat16'} = ''")
     .SetIsStateful()
     .SetShapeFn(same_shapes)
-    .Doc("Element-wise reduction over the ranks; several inputs travel as one message, in order.");
+    .Doc("Element-wise reduction over the ranks; several inputs travel as one message, in order. wire_dtype: float32 inputs are "
+         "rounded to it before they are sent, added in float32, and the result is rounded to it once more.");
 
 REGISTER_OP("WhaleAllGather")
     .Input("comm: resource")
