@@ -128,9 +128,9 @@ def body(name: str, *shapes: Sequence[int], dtype: str = "float64") -> tuple[Bui
     return b, [b.input(f"{name}_arg{i}", shape) for i, shape in enumerate(shapes)]
 
 
-def mlp(rows: int = 8, features: int = 4, hidden: int = 6, classes: int = 3) -> Program:
+def mlp(rows: int = 8, features: int = 4, hidden: int = 6, classes: int = 3, dtype: str = "float64") -> Program:
     """Two layers, mean squared error, backward pass, SGD: updates come after every read."""
-    b = Builder("mlp")
+    b = Builder("mlp", dtype)
     x, y = b.input("x", (rows, features)), b.input("y", (rows, classes))
     shapes = {"w1": (features, hidden), "b1": (hidden,), "w2": (hidden, classes), "b2": (classes,)}
     handles = [b.variable(name, shape) for name, shape in shapes.items()]

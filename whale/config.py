@@ -65,6 +65,13 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
     ),
     Key(
+        "communication.algorithm",
+        "str",
+        "auto",
+        "how all-reduces are carried out where it can be; auto: what takes least time by size, ranks and link",
+        choices=("auto", "direct", "pairwise", "ring", "halving-doubling", "tree"),
+    ),
+    Key(
         "communication.wire_dtype",
         "str",
         "",

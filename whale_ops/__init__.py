@@ -210,6 +210,19 @@ class Communicator:
         """Ends the trace; when this returns the descriptor is no longer used."""
         self._core.whale_trace_stop(self._handle)
 
+    def set_algorithm(self, name: str) -> None:
+        """How all-reduces from now on are carried out; equal on all ranks, or they are refused as different.
+
+        Args:
+            name: "auto" (the one with the least predicted time), "direct", "pairwise", "ring", "halving-doubling" or
+                "tree". Where it cannot serve a group or dtype (halving needs a power of two of ranks; sums of 16-bit
+                floats are made in one go), it is as with "auto". Traces name the algorithm that was used.
+
+        Raises:
+            CommError: another name.
+        """
+        self._check(self._core.whale_set_algorithm(self._handle, name.encode()))
+
     def set_link(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
         """Emulates a slower network for this rank's outgoing messages.
 

@@ -130,6 +130,7 @@ def core() -> ctypes.CDLL:
         "whale_abort": (integer, [pointer, text]),
         "whale_leave": (integer, [pointer, double, ctypes.POINTER(integer)]),
         "whale_set_link": (None, [pointer, double, double]),
+        "whale_set_algorithm": (integer, [pointer, text]),
         "whale_lose": (integer, [pointer, integer, text]),
         "whale_waits": (pointer, [pointer]),
         "whale_counters": (pointer, [pointer]),

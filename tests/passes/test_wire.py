@@ -18,6 +18,7 @@ from whale.passes.reshards import explicit_reshards
 from whale.passes.wire import narrow
 
 ROWS = split(0, (4, 4))
+PROGRAM = mlp(dtype="float32")
 
 
 def _planned(program: Program, group_bytes: int = 1 << 20) -> Plan:
@@ -33,8 +34,8 @@ def _wire_dtypes(plan: Plan) -> dict[str, str]:
 
 
 def test_gradients_are_rounded_and_the_loss_is_not() -> None:
-    plan = _planned(mlp())
-    check(mlp(), plan)
+    plan = _planned(PROGRAM)
+    check(PROGRAM, plan)
     gradients = dict.fromkeys(("d_w1", "d_b1", "d_w2", "d_b2"), "bfloat16")
     assert _wire_dtypes(plan) == {"loss": "", **gradients}
     assert {r.ref.node: r.bytes for r in plan.reshards if r.wire_dtype}["d_w1"] == 2 * 4 * 6 * 2
@@ -43,7 +44,7 @@ def test_gradients_are_rounded_and_the_loss_is_not() -> None:
 
 
 def test_what_the_computation_goes_on_with_is_not_rounded() -> None:
-    b = Builder()
+    b = Builder(dtype="float32")
     x, handle = b.input("x", (8, 4)), b.variable("average", (4,))
     total = b.op("Sum", b.op("Square", x), b.ints(0), name="statistic", keep_dims=False)
     update = b.update("AssignVariableOp", handle, total, name="keep")
@@ -52,17 +53,21 @@ def test_what_the_computation_goes_on_with_is_not_rounded() -> None:
     assert _wire_dtypes(plan) == {"statistic": "", "loss": ""}
 
 
+def test_other_types_are_not_rounded() -> None:
+    assert set(_wire_dtypes(_planned(mlp())).values()) == {""}
+
+
 def test_a_plan_keeps_wire_dtypes_and_shows_them() -> None:
-    plan = _planned(mlp())
+    plan = _planned(PROGRAM)
     assert plan_from_json(plan.to_json()) == plan
     assert "all-reduce P(sum) -> B as bfloat16" in format_plan(plan)
 
 
 def test_the_checker_refuses_what_cannot_be_rounded_and_bytes_that_do_not_fit() -> None:
-    plan = _planned(mlp(), group_bytes=0)
+    plan = _planned(PROGRAM, group_bytes=0)
     reshards = tuple(replace(r, wire_dtype="") if r.ref.node == "d_w1" else r for r in plan.reshards)
     with pytest.raises(PlanError, match="bytes moved"):
-        check(mlp(), replace(plan, reshards=reshards))
+        check(PROGRAM, replace(plan, reshards=reshards))
     reshards = tuple(replace(r, backend="horovod") if r.wire_dtype else r for r in plan.reshards)
     with pytest.raises(PlanError, match="as bfloat16"):
-        check(mlp(), replace(plan, reshards=reshards))
+        check(PROGRAM, replace(plan, reshards=reshards))

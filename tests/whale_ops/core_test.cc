@@ -32,7 +32,7 @@ void require(bool condition, const std::string& what) {
 
 // Every message that one rank sends is received by its peer: same id, same number of elements, once.
 void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts, const std::vector<std::vector<int64_t>>& recv_counts,
-                  int root) {
+                  int root, whale::Algorithm algorithm = whale::Algorithm::kAuto) {
   const int size = static_cast<int>(counts.size());
   std::map<std::tuple<int, int, uint32_t>, int64_t> sent, received;
   for (int rank = 0; rank < size; ++rank) {
@@ -41,6 +41,7 @@ void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts, 
     problem.rank = rank;
     problem.size = size;
     problem.root = root;
+    problem.algorithm = algorithm;
     problem.element_bytes = 4;
     problem.counts = counts[rank];
     problem.recv_counts = recv_counts[rank];
@@ -69,6 +70,10 @@ void schedules() {
       shares[0] = largest;
       const std::vector<std::vector<int64_t>> none(size), whole(size, {largest}), parts(size, shares);
       messages_fit(OpKind::kAllReduce, whole, none, 0);
+      for (const auto algorithm : {whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
+                                   whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree}) {
+        messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm);
+      }
       messages_fit(OpKind::kBroadcast, whole, none, size - 1);
       messages_fit(OpKind::kAllGather, parts, none, 0);
       messages_fit(OpKind::kReduceScatter, parts, none, 0);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +112,54 @@ def test_movement_equals_numpy(data: st.DataObject) -> None:
 def test_every_rank_starts_its_operations_in_an_order_of_its_own() -> None:
     with ranks(4) as communicators:
         assert each(communicators, lambda c: orders.run(c, 10, seed=2)) == [None] * 4
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "pairwise", "ring", "halving-doubling", "tree"])
+def test_every_algorithm_gives_every_rank_the_same_sum(algorithm: str) -> None:
+    for size in (2, 3, 4, 5, 8):
+        with ranks(size) as communicators:
+            for communicator in communicators:
+                communicator.set_algorithm(algorithm)
+            for n in (0, 1, 1000, 300_001):
+                inputs = [random_array(np.random.default_rng(r), np.dtype("float32"), n) for r in range(size)]
+                for in_place in (False, True):
+                    case = harness.all_reduce(f"{n} {in_place}", [x.copy() for x in inputs], in_place=in_place)
+                    case.run(communicators)
+                    assert len({output.tobytes() for output in case.outputs}) == 1
+                    assert_close(case.outputs[0], reduced(inputs, "sum"), size)
+
+
+def test_the_algorithm_follows_size_and_ranks_and_is_named_in_the_trace(tmp_path: Path) -> None:
+    def used(size: int, elements: int, dtype: str = "float32", algorithm: str = "auto") -> str:
+        with ranks(size) as communicators, open(tmp_path / "trace", "w+b") as file:
+            for communicator in communicators:
+                communicator.set_algorithm(algorithm)
+            communicators[0].trace_start(file.fileno())
+            harness.all_reduce("x", [np.ones(elements, dtype) for _ in range(size)]).run(communicators)
+            communicators[0].trace_stop()
+            events = json.loads(f"[{(tmp_path / 'trace').read_text().rstrip().rstrip(',')}]")
+            return next(e["args"]["algorithm"] for e in events if e.get("cat") == "AllReduce")
+
+    assert used(4, 100) == "direct"
+    assert used(4, 1_000_000) == "pairwise"
+    assert used(4, 100_000, algorithm="ring") == "ring"
+    assert used(4, 100_000, algorithm="tree") == "tree"
+    assert used(4, 100_000, algorithm="halving-doubling") == "halving-doubling"
+    assert used(3, 1_000_000, algorithm="halving-doubling") == "pairwise"  # no power of two
+    assert used(4, 1_000_000, "float16", "ring") == "pairwise"  # rounded once
+
+
+def test_ranks_with_other_algorithms_are_told() -> None:
+    with ranks(2) as communicators:
+        communicators[1].set_algorithm("ring")
+        case = harness.all_reduce("x", [np.ones(100_000)] * 2)
+        errors = each(communicators, lambda c: case.start(c).wait(harness.TIMEOUT_S))
+    assert all("by ring" in str(error) for error in errors)
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with ranks(1) as communicators, pytest.raises(CommError, match="expected auto, direct"):
+        communicators[0].set_algorithm("fastest")
 
 
 def test_sums_are_the_same_bits_from_run_to_run() -> None:
@@ -227,9 +277,12 @@ def test_what_was_moved_is_counted_as_the_design_counts_it() -> None:
     assert logical == {"ar": 4 * one, "ag": 12 * one, "rs": 12 * one, "bc": 2 * one, "aa": 6 * one}
 
 
-def test_large_all_reduce_sends_what_the_ring_sends() -> None:
+@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "halving-doubling"])
+def test_large_all_reduces_send_no_more_than_they_must(algorithm: str) -> None:
     size, n = 4, 400_000
     with ranks(size) as communicators:
+        for communicator in communicators:
+            communicator.set_algorithm(algorithm)
         harness.all_reduce("ring", [np.ones(n, np.float32)] * size).run(communicators)
         sent = sum(c.counters()[0].wire_bytes for c in communicators)
     assert sent == 2 * (size - 1) * n * 4

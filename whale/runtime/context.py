@@ -198,10 +198,10 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         size, ranks, comms = 1, (0,), ()
     if config["communication.backend"] == "horovod" and _dry is None:
         horovod.start(config, size, ranks)
-    link = config.link
-    if link is not None:
-        for comm in comms:
-            comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
+    for comm in comms:
+        comm.set_algorithm(config["communication.algorithm"])
+        if config.link is not None:
+            comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
     context = Context(
         config, place, size, ranks, comms, name, VariableOwner(), watch, trace, dry=_dry, after_horovod=after_horovod
     )

@@ -46,6 +46,9 @@ struct Schedule {
   int64_t scratch_count = 0;  // elements
 };
 
+// How all-reduces are carried out. kAuto: the one with the least predicted time.
+enum class Algorithm : uint8_t { kAuto = 0, kDirect = 1, kPairwise = 2, kRing = 3, kHalvingDoubling = 4, kTree = 5 };
+
 struct Problem {
   OpKind kind = OpKind::kBarrier;
   int rank = 0;  // index in the group
@@ -54,11 +57,18 @@ struct Problem {
   int64_t element_bytes = 1;
   bool narrow_float = false;  // 16-bit float: every sum is made in one go, so that it is rounded once
 
+  bool one_machine = false;   // all ranks share memory
+  Algorithm algorithm = Algorithm::kAuto;
+
   // AllReduce, Broadcast, Send, Recv: {elements}. AllGather, ReduceScatter: elements per rank.
   // AllToAll: elements to send to each rank. Barrier: {}.
   std::vector<int64_t> counts;
   std::vector<int64_t> recv_counts;  // AllToAll: elements to receive from each rank
 };
+
+WHALE_EXPORT const char* name_of(Algorithm algorithm);
+// Predicted seconds of an all-reduce; infinite where the algorithm cannot serve the problem.
+WHALE_EXPORT double all_reduce_s(const Problem& problem, Algorithm algorithm);
 
 WHALE_EXPORT Schedule make_schedule(const Problem& problem);
 

@@ -241,6 +241,17 @@ WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidt
   static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});
 }
 
+WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name) {
+  for (const auto algorithm : {whale::Algorithm::kAuto, whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
+                               whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree}) {
+    if (std::string(name) != whale::name_of(algorithm)) continue;
+    static_cast<Communicator*>(handle)->endpoint->set_algorithm(algorithm);
+    return 0;
+  }
+  return report(whale::Status::Error(Code::kInvalidArgument, std::string("no all-reduce is called '") + name +
+                                                               "'; expected auto, direct, pairwise, ring, halving-doubling or tree"));
+}
+
 // Three parts for each operation that waits: what it is, since how many seconds, for which ranks ("1,3").
 WHALE_EXPORT void* whale_waits(void* handle) {
   auto* bytes = new Bytes();

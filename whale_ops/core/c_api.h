@@ -40,6 +40,7 @@ WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s);
 WHALE_EXPORT int whale_abort(void* handle, const char* message);
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left);
 WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s);
+WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name);
 WHALE_EXPORT void* whale_waits(void* handle);
 WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what);
 WHALE_EXPORT void* whale_counters(void* handle);

@@ -63,6 +63,7 @@ void Endpoint::submit(uint64_t id, Request request) {
     }
     if (reservation != reservations_.end()) reservation->second = Reservation::kSubmitted;
     if (entry.status.ok()) entry.call = calls_[counter_name(request)]++;
+    request.algorithm = algorithm_;
     entry.request = std::move(request);
     inbox_.push_back(std::move(entry));
   }
@@ -94,6 +95,22 @@ void Endpoint::leave() { push({Entry::What::kLeave, 0, 0, 0, {}, {}}); }
 void Endpoint::set_link(LinkModel link) {
   const std::lock_guard<std::mutex> lock(mutex_);
   link_ = link;
+}
+
+void Endpoint::set_algorithm(Algorithm algorithm) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  algorithm_ = algorithm;
+}
+
+bool Endpoint::on_one_machine(const std::vector<int>& group) const {
+  const size_t members = group.empty() ? static_cast<size_t>(size_) : group.size();
+  const auto rank_at = [&](size_t index) { return group.empty() ? static_cast<int>(index) : group[index]; };
+  for (size_t i = 0; i < members; ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      if (!transport_->share_memory(rank_at(i), rank_at(j))) return false;
+    }
+  }
+  return true;
 }
 
 Status Endpoint::check(const Request& request) const {
@@ -209,6 +226,7 @@ void Endpoint::begin(Entry entry) {
     done(status);
     return;
   }
+  if (entry.request.kind == OpKind::kAllReduce) entry.request.one_machine = on_one_machine(entry.request.group);
   auto operation = std::make_shared<Operation>(entry.id, std::move(entry.request), rank_, size_, entry.call, &scratch_);
   operation->ready_ns = entry.ready_ns;
   const uint64_t tag = operation->tag();

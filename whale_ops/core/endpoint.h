@@ -65,6 +65,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // Whether all ranks have left and nothing of this rank is under way any more.
   bool closed() const { return closed_.load(); }
   void set_link(LinkModel link);
+  // Of all-reduces submitted from now on, where it can serve them. Equal on all ranks.
+  void set_algorithm(Algorithm algorithm);
   Recorder& recorder() { return recorder_; }
 
   // Engine thread.
@@ -112,6 +114,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void discard(const Arrival& arrival) override;
 
   Status check(const Request& request) const;
+  bool on_one_machine(const std::vector<int>& group) const;
   void push(Entry entry);
   void handle(Entry entry);
   void begin(Entry entry);
@@ -142,6 +145,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::unordered_map<uint64_t, Reservation> reservations_;
   uint64_t next_id_ = 1;
   LinkModel link_;
+  Algorithm algorithm_ = Algorithm::kAuto;
   std::vector<Wait> waits_;  // as of the last check_waits
   std::atomic<bool> closed_{false};
   std::atomic<bool> lost_{false};

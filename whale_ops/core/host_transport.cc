@@ -179,15 +179,21 @@ class HostTransport final : public Transport {
     return "";
   }
 
-  void use(int rank) {
-    peers_[rank].shared = true;
-    shared_.push_back(rank);
+  // `reached`: whether rank i reaches rank j, at i * size + j. A pair shares memory if each of the two reaches the other.
+  void use(std::vector<char> reached) {
+    reached_ = std::move(reached);
+    for (int rank = 0; rank < size_; ++rank) {
+      if (!share_memory(rank_, rank)) continue;
+      peers_[rank].shared = true;
+      shared_.push_back(rank);
+    }
   }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool needs_polling() const override { return has_remote() && network_->needs_polling(); }
   bool between_processes() const override { return true; }
+  bool share_memory(int one, int other) const override { return reached_[one * size_ + other] && reached_[other * size_ + one]; }
   bool drained() const override {
     if (untaken_ > 0 || (has_remote() && !network_->drained())) return false;
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.backlog.empty(); });
@@ -379,6 +385,7 @@ class HostTransport final : public Transport {
   int descriptor_ = -1;
   std::vector<uint32_t> free_slots_;  // of this rank's segment, numbers from 1; the last one is used next
   std::vector<Peer> peers_;  // by rank
+  std::vector<char> reached_;
   std::vector<int> shared_;  // ranks that are reached through shared memory
   std::unordered_map<uint64_t, Parked> parked_;  // announced payloads that still lie with their senders, by token
   uint64_t next_token_ = 1;
@@ -400,7 +407,6 @@ Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed
   std::vector<Card> cards(static_cast<size_t>(size));
   Status status = gather(&card, sizeof(card), cards.data());
   if (!status.ok()) return status;
-  // A pair shares memory if each of the two reaches the other.
   std::vector<char> reached(static_cast<size_t>(size), 0), all(static_cast<size_t>(size) * static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
     if (!wanted || peer == rank || card.machine[0] == 0 || std::strcmp(cards[peer].machine, card.machine) != 0) continue;
@@ -413,9 +419,7 @@ Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed
   }
   status = gather(reached.data(), reached.size(), all.data());
   if (!status.ok()) return status;
-  for (int peer = 0; peer < size; ++peer) {
-    if (reached[peer] && all[static_cast<size_t>(peer) * static_cast<size_t>(size) + static_cast<size_t>(rank)]) host->use(peer);
-  }
+  host->use(std::move(all));
   *transport = std::move(host);
   return Status::Ok();
 }

@@ -35,6 +35,7 @@ class InProcessTransport final : public Transport {
   int size() const override { return static_cast<int>(hub_->mailboxes.size()); }
   bool needs_polling() const override { return false; }
   bool between_processes() const override { return false; }
+  bool share_memory(int, int) const override { return true; }
   bool drained() const override { return hub_->mailboxes[rank_].finished_sends.empty(); }
 
   void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,

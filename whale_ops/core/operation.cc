@@ -63,6 +63,9 @@ std::string describe(const Request& request) {
   if (has_reduction(request.kind)) out += std::string("(") + name_of(request.reduction) + ")";
   out += " of " + dtype + (request.text.empty() ? "" : " " + request.text);
   if (request.kind == OpKind::kBroadcast) out += " from group index " + std::to_string(request.root);
+  if (request.kind == OpKind::kAllReduce && request.algorithm != Algorithm::kAuto) {
+    out += std::string(" by ") + name_of(request.algorithm);
+  }
   if (!request.group.empty()) out += " among ranks " + join_ranks(request.group);
   return out;
 }
@@ -126,6 +129,8 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   problem_.kind = request.kind;
   problem_.element_bytes = static_cast<int64_t>(request.element_bytes);
   problem_.narrow_float = request.dtype == DType::kFloat16 || request.dtype == DType::kBFloat16;
+  problem_.algorithm = request.algorithm;
+  problem_.one_machine = request.one_machine;
   problem_.counts = request.counts;
   problem_.recv_counts = request.recv_counts;
   problem_.root = request.root;

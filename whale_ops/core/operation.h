@@ -28,6 +28,8 @@ struct Request {
   int root = 0;            // Broadcast: index in the group; Send, Recv: the peer's rank in the communicator
   std::vector<int64_t> counts;
   std::vector<int64_t> recv_counts;
+  Algorithm algorithm = Algorithm::kAuto;  // of all-reduces
+  bool one_machine = false;                // all ranks of the group share memory; the endpoint says so
   std::vector<int64_t> dims;  // Send: travels with the first message
   const void* input = nullptr;
   void* output = nullptr;

@@ -67,6 +67,8 @@ class Transport {
   virtual bool needs_polling() const = 0;
   // Whether messages come from other processes; then a short look-out before sleeping pays.
   virtual bool between_processes() const = 0;
+  // Whether two ranks exchange data without a network. All ranks give the same answer.
+  virtual bool share_memory(int /* one */, int /* other */) const { return false; }
   // Whether every send that was given to the network has left this rank's memory.
   virtual bool drained() const = 0;
 };
