@@ -45,7 +45,7 @@ def test_gradients_are_rounded_and_the_loss_is_not() -> None:
 
 def test_what_the_computation_goes_on_with_is_not_rounded() -> None:
     b = Builder(dtype="float32")
-    x, handle = b.input("x", (8, 4)), b.variable("average", (4,))
+    x, handle = b.input("x", (8, 4000)), b.variable("average", (4000,))
     total = b.op("Sum", b.op("Square", x), b.ints(0), name="statistic", keep_dims=False)
     update = b.update("AssignVariableOp", handle, total, name="keep")
     loss = b.op("Sum", b.op("Square", b.op("Mul", x, total)), b.ints(0, 1), name="loss", keep_dims=False)
