@@ -12,8 +12,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from whale.annotations import replica as replica
+    from whale.annotations import set_default_strategy as set_default_strategy
     from whale.annotations import split as split
-    from whale.cluster import restarts as restarts
+    from whale.annotations import stage as stage
     from whale.config import Config as Config
     from whale.errors import CaptureError as CaptureError
     from whale.errors import CheckpointError as CheckpointError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
     from whale.runtime.checkpoint import CheckpointManager as CheckpointManager
+    from whale.runtime.cluster import cluster as cluster
     from whale.runtime.context import check_replicas as check_replicas
     from whale.runtime.context import init as init
     from whale.runtime.context import local_rank as local_rank
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from whale.runtime.function import function as function
     from whale.runtime.memory import memory_report as memory_report
     from whale.runtime.session import Session as Session
+    from whale.started import restarts as restarts
 
 _PUBLIC = {
     "init": "whale.runtime.context",
@@ -47,7 +50,9 @@ _PUBLIC = {
     "local_rank": "whale.runtime.context",
     "shutdown": "whale.runtime.context",
     "check_replicas": "whale.runtime.context",
-    "restarts": "whale.cluster",
+    "restarts": "whale.started",
+    "cluster": "whale.runtime.cluster",
+    "set_default_strategy": "whale.annotations",
     "CheckpointManager": "whale.runtime.checkpoint",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
@@ -57,6 +62,7 @@ _PUBLIC = {
     "ShardedTensor": "whale.runtime.data",
     "replica": "whale.annotations",
     "split": "whale.annotations",
+    "stage": "whale.annotations",
     "Config": "whale.config",
     "WhaleError": "whale.errors",
     "ConfigError": "whale.errors",

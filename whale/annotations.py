@@ -70,3 +70,60 @@ class split(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+
+
+class stage(ContextDecorator):
+    """``with wh.stage():`` (or ``@wh.stage()``): a part of the model that has ranks of its own.
+
+    Its forward, backward and update run on those ranks, which hold its variables; what it reads of other stages is
+    sent. Stages form a graph: what is read where decides, so there may be skip connections, shared variables and
+    towers. With R times as many ranks as stages, rank r * stages + s runs stage s of replica r, and the batch is
+    divided over the replicas. With fewer ranks than stages, stage s is on rank s modulo the number of ranks.
+
+    Args:
+      devices: its ranks, or a slice of ``wh.cluster``; None: as above. To be given for all stages or for none.
+
+    Raises:
+      ClusterError: entered before ``wh.init``.
+      PlanError: a stage inside a stage, or devices that are no ranks of the run.
+    """
+
+    def __init__(self, devices: Iterable[Any] | None = None) -> None:
+        self.devices = None if devices is None else _flat(devices)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> stage:
+        from whale.runtime.scopes import entered_stage
+
+        scope = entered_stage(self.devices)
+        scope.__enter__()
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
+def _flat(devices: Iterable[Any]) -> tuple[int, ...]:
+    """Ranks in order; a slice of a cluster is a list of groups of them."""
+    return tuple(rank for item in devices for rank in ([item] if isinstance(item, int) else _flat(item)))
+
+
+def set_default_strategy(strategy: Any) -> None:
+    """How code outside of all scopes is spread: ``wh.replica()``, which is how it is spread anyway.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      PlanError: another strategy.
+    """
+    from whale.errors import PlanError
+    from whale.runtime.context import current
+
+    current("wh.set_default_strategy()")
+    if not isinstance(strategy, replica) or strategy.devices is not None:
+        raise PlanError(
+            "code outside of scopes cannot have this strategy",
+            given=f"wh.{type(strategy).__name__}",
+            expected="wh.replica()",
+            action="enter the other scope where the code is that it is for",
+        )

@@ -2,7 +2,7 @@
 
 case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE
 
-SHARES: 5,3 or even. SCOPE: replica, split, split:2 (groups of two ranks) or zero.
+SHARES: 5,3 or even. SCOPE: replica, split, split:2 (groups of two ranks), zero, or stage:2 (a pipeline of two stages).
 """
 
 from __future__ import annotations
@@ -12,25 +12,30 @@ from pathlib import Path
 
 import whale as wh
 from tests.oracle.execute import execute, save
+from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.runtime.context import check_replicas
 
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
-scope, _, group = scope.partition(":")
+scope, _, count = scope.partition(":")
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
 zero = {"zero.level": 1, "zero.min_bytes": 0} if scope == "zero" else {}
-settings = {"replica.shares": rows, "sync_batch_norm": True, "random": "global", "split.ranks": int(group or 0)}
+settings = {"replica.shares": rows, "sync_batch_norm": True, "random": "global", "split.ranks": int(count or 0)}
+if scope == "stage":
+    del settings["split.ranks"]
 wh.init(wh.Config(settings | zero))
 case = case_named(name)
-inside = wh.split if scope == "split" else wh.replica
+inside = in_turns(int(count)) if scope == "stage" else wh.split if scope == "split" else wh.replica
 setting = Setting(dtype, optimizer, wh.function, lambda graph: wh.Session(graph=graph), inside)
 program = build(case, setting)
 save(Path(folder, f"{wh.rank()}.npz"), execute(case, program))
 check_replicas()
 plan = program.plan(program.batches(1)[0])
-assert plan.split_flops_fraction >= 0.9, f"only {plan.split_flops_fraction:.1%} of the FLOPs are split"
+share = plan.split_flops_fraction
+assert share >= 0.9 or plan.places, f"only {share:.1%} of the FLOPs are split"
 assert plan.logical_bytes > 0, "the plan moves no bytes"
-assert bool(plan.variables) == (scope != "replica" and not name.startswith("tf1")), plan.variables
+assert bool(plan.variables) == (scope in ("split", "zero") and not name.startswith("tf1")), plan.variables
+assert bool(plan.places) == (scope == "stage"), plan.places
 print(f"rank {wh.rank()} of {wh.size()} is done")
 wh.shutdown()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from whale.cluster import ProcessPlace, process_place
 from whale.errors import ClusterError
+from whale.started import ProcessPlace, process_place
 
 pytestmark = pytest.mark.core
 OPEN_MPI = {

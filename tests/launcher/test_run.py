@@ -49,9 +49,9 @@ def test_a_module_runs_with_m(launcher: Launcher) -> None:
 
 def test_ranks_are_told_their_place_and_threads(launcher: Launcher) -> None:
     script = launcher.script(
-        "import os, json, whale.cluster\n"
+        "import os, json, whale.started\n"
         "names = ['TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS', 'OMP_NUM_THREADS']\n"
-        "place = whale.cluster.process_place()\n"
+        "place = whale.started.process_place()\n"
         "print(json.dumps([place.rank, place.size, place.local_rank, place.local_size, place.launcher]"
         " + [os.environ[n] for n in names] + [n for n in os.environ if n.startswith('WHALE_LAUNCHER')]))"
     )
@@ -226,7 +226,7 @@ def test_ranks_that_cannot_start_show_what_mpirun_said(launcher: Launcher) -> No
 def test_a_plain_mpirun_gives_a_place_as_well(tmp_path: Path) -> None:
     from whale.launcher.mpirun import find_mpirun
 
-    code = "import whale.cluster as c; print(c.process_place())"
+    code = "import whale.started as c; print(c.process_place())"
     line = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert sorted(done.stdout.splitlines()) == [

@@ -21,7 +21,7 @@ from whale.launcher.trace import TraceFile
 TRACED = (
     MEET
     + """
-from whale.cluster import process_place
+from whale.started import process_place
 from whale.config import Config
 from whale.runtime.trace import open_trace
 trace = open_trace(Config(), process_place(), (rank,), 1)
@@ -60,7 +60,7 @@ def test_restarts_go_on_in_the_same_file(launcher: Launcher) -> None:
     script = launcher.script(
         TRACED
         + """
-from whale.cluster import restarts
+from whale.started import restarts
 with trace.span(f"attempt {restarts()}", "step"):
     pass
 sys.exit(7 if restarts() == 0 else 0)

@@ -8,6 +8,7 @@ from typing import Any
 import whale as wh
 from tests.oracle.execute import execute, save
 from tests.oracle.serve import serve
+from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.planner import programs
@@ -30,12 +31,12 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
     """
     case = case_named(job["case"])
     scope, _, zero = job["scope"].partition("+")
-    scope, _, group = scope.partition(":")
+    scope, _, count = scope.partition(":")
     config = {
         "communication.transport": "in-process",
         "cluster.ranks": job["ranks"],
         "replica.shares": job["shares"],
-        "split.ranks": int(group or 0),
+        "split.ranks": int(count or 0) if scope == "split" else 0,
         "zero.level": zero.removeprefix("zero") or "0",
         "zero.min_bytes": 0,
         "auto_parallel": scope == "auto",
@@ -51,7 +52,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
             job["optimizer"],
             function=wh.function,
             session=lambda graph: wh.Session(graph=graph),
-            scope=SCOPES[scope],
+            scope=in_turns(int(count)) if scope == "stage" else SCOPES[scope],
             gradients=job["gradients"],
         )
         program = build(case, setting)

@@ -13,9 +13,9 @@ import tensorflow as tf
 
 import whale as wh
 from tests.traces import only, pieces
-from whale.cluster import ProcessPlace
 from whale.errors import ConfigError
 from whale.runtime.trace import path_of
+from whale.started import ProcessPlace
 
 pytestmark = pytest.mark.core
 X = np.arange(24, dtype=np.float32).reshape(8, 3)

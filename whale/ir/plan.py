@@ -14,6 +14,9 @@ from whale.ir.program import Ref
 
 FORMAT_VERSION = 1  # a new major number is refused; unknown fields of the same one are ignored
 
+# Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
+STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
+
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
@@ -44,6 +47,25 @@ class TaskGraph:
     kind: str
     devices: tuple[int, ...]
     nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A group of ranks that runs some of the stages: coordinate c of the plan's mesh axis is rank ``ranks[c]``."""
+
+    name: str
+    ranks: tuple[int, ...]
+    stages: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor that place number ``source`` makes and place number ``target`` reads, and the bytes sent in a step."""
+
+    ref: Ref
+    source: int
+    target: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +102,8 @@ class Plan:
       inner_bytes: what moves along the second axis, in all its groups together.
       memory: category -> predicted bytes of each rank at the fullest moment of a step (see whale.passes.footprint);
         empty where nobody asked.
+      places: the groups of ranks that run the stages of a pipeline, each with ``size`` ranks; empty: all ranks run all.
+      edges: what travels between places.
     """
 
     program: str
@@ -101,12 +125,14 @@ class Plan:
     repeats: Mapping[str, int] = field(default_factory=dict)
     inner_bytes: int = 0
     memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+    edges: tuple[Edge, ...] = ()
 
     @property
     def logical_bytes(self) -> int:
         """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
         own = sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards)
-        return own + self.inner_bytes
+        return own + self.inner_bytes + sum(e.bytes for e in self.edges)
 
     @property
     def split_flops_fraction(self) -> float:
@@ -165,6 +191,8 @@ class Plan:
                 repeats=dict(self.repeats),
                 inner_bytes=self.inner_bytes,
                 memory=dict(self.memory),
+                places=[(p.name, list(p.ranks), list(p.stages)) for p in self.places],
+                edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -198,6 +226,8 @@ class _File(msgspec.Struct):
     repeats: dict[str, int] = {}
     inner_bytes: int = 0
     memory: dict[str, tuple[int, ...]] = {}
+    places: list[tuple[str, list[int], list[str]]] = []
+    edges: list[tuple[str, int, int, int, int]] = []
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
 
@@ -258,6 +288,8 @@ def _plan(f: _File) -> Plan:
         repeats=f.repeats,
         inner_bytes=f.inner_bytes,
         memory=f.memory,
+        places=tuple(Place(name, tuple(ranks), tuple(stages)) for name, ranks, stages in f.places),
+        edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

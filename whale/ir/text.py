@@ -322,6 +322,8 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     out.append("Task graphs")
     whose = "ranks" if plan.inner is None else "groups"
     out += [f"  {t.scope:<28} {t.kind} over {whose} {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
+    if plan.places:
+        out += _stages(plan)
     out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
     out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
     nodes = [s for g in plan.strategies.values() for s in g.values()]
@@ -375,6 +377,19 @@ def _memory(plan: Plan) -> list[str]:
     rank = totals.index(max(totals))
     parts = ", ".join(f"{name} {human_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
     return [f"Memory at most {human_bytes(totals[rank])}, on rank {rank} (predicted): {parts}"]
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Which ranks run which stages, and what travels between them."""
+    out = [f"Stages over {len(plan.places)} groups of {plan.size} rank{'s' * (plan.size != 1)}"]
+    out += [f"  {place.name:<28} ranks {list(place.ranks)}" for place in plan.places]
+    sent: dict[tuple[int, int], list[int]] = {}
+    for edge in plan.edges:
+        sent.setdefault((edge.source, edge.target), []).append(edge.bytes)
+    for (source, target), sizes in sorted(sent.items()):
+        names = f"{plan.places[source].name} -> {plan.places[target].name}"
+        out.append(f"  {human_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
+    return out
 
 
 def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whale.cluster import COUNTERS_VARIABLE, RESTART_VARIABLE
 from whale.errors import ClusterError
 from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE, TRACE_VARIABLE
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
+from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
 
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
 _PROBE_TIMEOUT_S = 20.0

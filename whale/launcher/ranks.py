@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whale.cluster import CONTROL_VARIABLE
 from whale.launcher import clock
 from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
+from whale.started import CONTROL_VARIABLE
 
 # Errors of this name are what a rank gets when another one is gone: never the cause.
 _CONSEQUENCE = "CommError"

@@ -24,16 +24,6 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 
-from whale.cluster import (
-    CONTROL_VARIABLE,
-    LOCAL_RANK_VARIABLE,
-    LOCAL_SIZE_VARIABLE,
-    RANK_VARIABLE,
-    SIZE_VARIABLE,
-    TRACE_PIPE_VARIABLE,
-    ProcessPlace,
-    process_place,
-)
 from whale.launcher import clock
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
@@ -46,6 +36,16 @@ from whale.launcher.protocol import (
     pack,
 )
 from whale.launcher.script import run_script
+from whale.started import (
+    CONTROL_VARIABLE,
+    LOCAL_RANK_VARIABLE,
+    LOCAL_SIZE_VARIABLE,
+    RANK_VARIABLE,
+    SIZE_VARIABLE,
+    TRACE_PIPE_VARIABLE,
+    ProcessPlace,
+    process_place,
+)
 
 THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
 _MPI_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"

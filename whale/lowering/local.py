@@ -10,7 +10,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_shape
-from whale.ir.plan import Plan
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
 from whale.lowering.emit import COMMUNICATION, Emitter, emit_reshard, is_joint
@@ -19,6 +19,10 @@ from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
+
+_ENDS = frozenset(
+    {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
+)  # where tensors come in and go out, in parts if they are cut
 
 
 def localise(program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale") -> Program:
@@ -243,7 +247,7 @@ class _Localiser:
         control_flow = node.op in LOOPS or node.op in BRANCHES
         edit: Local = UNCHANGED
         handle = self.program.variable_of.get(node.name)
-        if spread and not control_flow and node.op != "Placeholder" and not handles_lists(node) and handle is None:
+        if spread and not control_flow and node.op not in _ENDS and not handles_lists(node) and handle is None:
             op = view(self.program, node, self.plan.size)
             if not node.stateful:
                 known = known_outputs(op, strategy, self.rank)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Program
 from whale.passes.scopes import PASSED_ON, split_scope
+from whale.passes.stages import assign_stages
 
 
 def annotate(program: Program) -> Program:
@@ -43,7 +44,7 @@ def annotate(program: Program) -> Program:
         _leave_split_scopes(program, scope, of_variable)
     nodes = tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in program.nodes)
     variables = tuple(replace(v, scope=v.scope or of_variable.get(v.node, "")) for v in program.variables)
-    return replace(program, nodes=nodes, variables=variables)
+    return assign_stages(program, replace(program, nodes=nodes, variables=variables))
 
 
 def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:

@@ -20,9 +20,11 @@ from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.footprint import CATEGORIES, footprint, variable_kinds
 from whale.passes.pipeline import PlanContext, expand, normalise
+from whale.passes.stages import places_of
 from whale.runtime.auto import spread_program
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
+from whale.runtime.places import lower_places, plan_places
 
 _MOST_RANKS_SHOWN = 8
 
@@ -115,7 +117,7 @@ def compile_program(
         settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
         if context.config["auto_parallel"]:
             dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, dry=True)
-        spread = with_memory(dry, plan_program(dry, settings_of_dry), settings_of_dry)
+        spread = with_memory(dry, make_any_plan(dry, settings_of_dry), settings_of_dry)
         context.dry.seen(spread, dry, settings_of_dry)
     else:
         settings = replace(settings, local=local)
@@ -148,6 +150,8 @@ def _lowered(
     comm: str,
     what: str,
 ) -> list[Program]:
+    if plan.places:
+        return lower_places(expanded, plan, ranks, comm, what)
     if plan.inner is not None:
         return lower_mesh(program, plan, settings, ranks, comm, what)
     return [localise(expanded, plan, rank, comm, what) for rank in ranks]
@@ -251,14 +255,24 @@ def _purpose(program: Program, number: int) -> str:
     return f"the compilation of program {number}, `{program.name}` ({', '.join(inputs)})"
 
 
+def make_any_plan(program: Program, settings: PlanContext) -> Plan:
+    """The plan of a normalised program, in stages where it has some.
+
+    Raises:
+      PlanError: see ``plan_program`` and ``plan_places``.
+    """
+    places = places_of(program, settings.size)
+    return plan_places(program, settings, places) if places else plan_program(program, settings)
+
+
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:
     """Rank 0's plan on every rank; when planning fails there, the same error on every rank."""
     if not context.between_processes:
-        return plan_program(program, settings)
+        return make_any_plan(program, settings)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     if context.rank == 0:
         try:
-            plan = plan_program(program, settings)
+            plan = make_any_plan(program, settings)
         except Exception as e:
             comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s)
             raise

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 import whale_ops
-from whale.cluster import ProcessPlace, process_place
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
@@ -25,6 +24,7 @@ from whale.runtime import deferred, horovod
 from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
+from whale.started import ProcessPlace, process_place
 
 
 @dataclass

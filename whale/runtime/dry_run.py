@@ -18,8 +18,7 @@ from whale.ir.program import Program
 from whale.ir.text import format_plan
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime import context as runtime_context
-from whale.runtime.compile import plan_context, with_memory
-from whale.runtime.mesh import plan_program
+from whale.runtime.compile import make_any_plan, plan_context, with_memory
 from whale.runtime.predict import Planned, predict_plan, report
 
 
@@ -39,7 +38,7 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
     if runtime_context._current is not None:
         settings = replace(plan_context(runtime_context._current), size=ranks)
     program = normalise(captured.program, settings)
-    return with_memory(program, plan_program(program, settings), settings)
+    return with_memory(program, make_any_plan(program, settings), settings)
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def _described(path: str, ranks: int) -> Planned:
 
     settings = PlanContext(size=ranks)
     program = normalise(described.program_of(described.read(path)), settings)
-    return Planned(program, plan_program(program, settings), settings)
+    return Planned(program, make_any_plan(program, settings), settings)
 
 
 def first_step(script: str, args: Sequence[str], ranks: int) -> Planned:

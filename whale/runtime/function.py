@@ -28,6 +28,7 @@ from whale.runtime.context import Context, current
 from whale.runtime.deferred import capturing
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.parts import local_arguments
+from whale.runtime.places import uses_of_places
 from whale.runtime.trace import span
 
 _tags = itertools.count()
@@ -232,6 +233,7 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
         h for i, nodes in enumerate(lowered.handles) for h in context.variables.handles(captured.variables, nodes, i)
     ]
     fixed = extra + handles
+    uses = context.variables.uses(captured.variables, uses_of_places(compiled.program, compiled.plan), context)
     name, outputs = lowered.name.encode(), lowered.outputs
     pack = _packer(captured)
     what = compiled.program.name
@@ -248,10 +250,14 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
             )
         try:
             context.variables.settle()
+            context.variables.before(uses, context)
             if not several:
-                return pack(tf_ctx.call_function(name, tensors + fixed, outputs))
+                results = tf_ctx.call_function(name, tensors + fixed, outputs)
+                context.variables.after(uses)
+                return pack(results)
             context.variables.follow()
             results = tf_ctx.call_function(name, tensors + fixed, outputs)
+            context.variables.after(uses)
             context.variables.leave()
             return pack(results)
         except tf.errors.OpError as error:

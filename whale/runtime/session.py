@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ProgramError
@@ -25,7 +24,9 @@ from whale.runtime.compile import Compiled, compile_alone, compile_program
 from whale.runtime.context import current
 from whale.runtime.elements import pack_error, pack_values, unpack_values
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.homes import Use
 from whale.runtime.parts import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
+from whale.runtime.present import Present
 from whale.runtime.trace import span
 
 _tags = itertools.count()
@@ -74,6 +75,9 @@ class Session(tf.compat.v1.Session):
         self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph)
         self._capture_only = False
+        self._present = Present(self._whale.size)
+        self._uses: dict[Hashable, dict[str, Use]] = {}
+        self._refreshes = 0
 
     def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
         """The plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
@@ -213,7 +217,8 @@ class Session(tf.compat.v1.Session):
                 if key not in self._runs:
                     captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
                     program = compile_alone(captured.program, self._whale)
-                    self._runs[key] = self._import([program], f"whale_alone_{next(_tags)}", captured, alone=True)
+                    tag = f"whale_alone_{next(_tags)}"
+                    self._runs[key] = self._import([program], tag, captured.inputs, captured.fed, alone=True)
             return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 
     def _run_spread(
@@ -236,10 +241,21 @@ class Session(tf.compat.v1.Session):
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
         try:
-            return self._runs[key](feeds, settings)
+            self._refresh(self._present.stale(self._uses[key]))
+            results = self._runs[key](feeds, settings)
+            self._present.after(self._uses[key])
+            return results
         except tf.errors.OpError as error:
             raise_comm_error(error, self._whale)
             raise
+
+    def _refresh(self, names: Sequence[str]) -> None:
+        """Present values of these variables on every rank."""
+        if names:
+            context = self._whale
+            ranks = self._present.sent(names, context.ranks, context.comm_name, self._refreshes)
+            self._refreshes += 1
+            self._import(ranks, f"whale_present_{next(_tags)}", (), ())({}, (None, None))
 
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
@@ -271,13 +287,17 @@ class Session(tf.compat.v1.Session):
             import whale_ops
 
             whale_ops.ops()
-        run = self._import(compiled.ranks, f"whale_{compiled.number}_{next(_tags)}", captured)
+        self._uses[key] = self._present.uses(compiled)
+        tag = f"whale_{compiled.number}_{next(_tags)}"
+        run = self._import(compiled.ranks, tag, captured.inputs, captured.fed)
         trace = self._whale.trace
         name = ", ".join(w.name for w in (*fetches, *targets))
         self._runs[key] = run if trace is None else trace.steps(run, name, compiled.number)
         return compiled
 
-    def _import(self, ranks: Sequence[Program], tag: str, captured: Captured, alone: bool = False) -> _Run:
+    def _import(
+        self, ranks: Sequence[Program], tag: str, arguments: Sequence[str], fed: Sequence[str], alone: bool = False
+    ) -> _Run:
         """The ranks' programs side by side in the inner session's graph, as a function of what is fed.
 
         ``alone``: not all ranks make this run, so it must not advance random streams that they share.
@@ -288,7 +308,7 @@ class Session(tf.compat.v1.Session):
         for position, program in enumerate(ranks):
             program = _own_resources(program, position)
             names = [f"{r.node}:{r.index}" for r in program.outputs]
-            elements = [*names, *program.effects, *(f"{n}:0" for n in captured.inputs)]
+            elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
             prefix = f"{tag}_rank{position}"
             with_state = {} if alone else _random_streams(program)
             # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
@@ -318,7 +338,7 @@ class Session(tf.compat.v1.Session):
         def run(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
             # A feed that the fetches do not need is not an input.
             by_name = {t.name: v for t, v in feeds.items()}
-            values = [by_name[name] for name in captured.fed] * len(inputs)
+            values = [by_name[name] for name in fed] * len(inputs)
             if settings == (None, None):
                 return call(*values)[0]
             given = {t.ref(): v for t, v in zip(feed_list, values)}

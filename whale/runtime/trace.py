@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whale.cluster import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
 from whale.config import Config
 from whale.errors import ConfigError
+from whale.started import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
 
 _T = TypeVar("_T")
 _WAITING_LINES = 10_000  # kept while the pipe is full

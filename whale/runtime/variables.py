@@ -17,6 +17,7 @@ from whale.errors import CommError
 from whale.ir.layout import B, Placement, Split
 from whale.runtime.deferred import deferred_of, forget, make_whole
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.homes import Home, Use, refresh, refresh_for
 from whale.runtime.initial import Initial
 from whale.runtime.split_variable import Parts
 
@@ -59,10 +60,12 @@ class VariableOwner:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._split: list[Parts] = []
+        self._homes: dict[int, Home] = {}
 
     def clear(self) -> None:
         self._entries.clear()
         self._split.clear()
+        self._homes.clear()
 
     def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Placement]:
         """How those variables lie that an earlier program has fixed, by handle node."""
@@ -148,6 +151,31 @@ class VariableOwner:
             found[entry.kind or "buffers"] += held
         return dict(found)
 
+    def uses(
+        self, captured: Sequence[CapturedVariable], uses: Mapping[str, Use], context: Context
+    ) -> list[tuple[int, Use]]:
+        """What a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a home."""
+        found = []
+        for c in captured:
+            use = uses.get(c.node, Use(frozenset(range(context.size)), True))
+            key, entry = id(c.handle), self._entries[id(c.handle)]
+            found.append((key, use))
+            if use.writes and len(use.ranks) < context.size and key not in self._homes:
+                self._homes[key] = Home(entry.name, entry.variable, entry.copies, context)
+        return found
+
+    def before(self, uses: Sequence[tuple[int, Use]], context: Context) -> None:
+        """Before a step: present values where it reads them. Collective where a stage reads what another one holds."""
+        if self._homes:
+            refresh_for(self._homes, uses, context)
+
+    def after(self, uses: Sequence[tuple[int, Use]]) -> None:
+        """After a step: where its variables have their present values now."""
+        if self._homes:
+            for key, use in uses:
+                if key in self._homes:
+                    self._homes[key].after(use)
+
     def settle(self) -> None:
         """Cuts whole values that were assigned to split variables since the last step."""
         for parts in self._split:
@@ -157,6 +185,9 @@ class VariableOwner:
         """Whole values into the split variables themselves, until the next step. Collective between processes."""
         for parts in self._split:
             parts.bring_home()
+        stale = [home for home in self._homes.values() if home.ranks is not None]
+        if stale:
+            refresh(stale, stale[0].context)
 
     def follow(self) -> None:
         """Gives what a script assigned since the last step to the copies too: it knows the first rank's variable only.
@@ -192,19 +223,26 @@ class VariableOwner:
         """Raises CommError when a rank's copy of a variable differs from the first rank's."""
         self.follow()
         for entry in (e for e in self._entries.values() if e.parts is None):
-            mine = entry.variable.numpy()
+            mine = entry.read().numpy()
             for rank, copy in zip(context.ranks[1:], entry.copies):
-                _compare(entry.name, rank, mine, copy.numpy())
+                if rank in self._holders(entry, context):
+                    _compare(entry.name, rank, mine, copy.numpy())
         if context.between_processes:
             self._check_between_processes(context)
+
+    def _holders(self, entry: _Entry, context: Context) -> frozenset[int]:
+        """The ranks on which its value is the present one."""
+        home = self._homes.get(id(entry.handle))
+        return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
     def _check_between_processes(self, context: Context) -> None:
         comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
         entries = [e for e in self._entries.values() if e.parts is None]
-        digests = [hashlib.blake2b(e.variable.numpy().tobytes(), digest_size=16).digest() for e in entries]
+        holders = [self._holders(e, context) for e in entries]
+        digests = [hashlib.blake2b(e.read().numpy().tobytes(), digest_size=16).digest() for e in entries]
         for rank, other in enumerate(comm.allgather_bytes("whale/replicas", b"".join(digests), timeout_s)):
             for i, entry in enumerate(entries):
-                if other[16 * i : 16 * i + 16] != digests[i]:
+                if {rank, context.rank} <= holders[i] and other[16 * i : 16 * i + 16] != digests[i]:
                     raise CommError(
                         "a variable differs between ranks",
                         variable=entry.name,

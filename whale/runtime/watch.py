@@ -21,9 +21,9 @@ import sys
 import threading
 from typing import Any
 
-from whale.cluster import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
 from whale.config import Config
 from whale.runtime.trace import Trace
+from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
 
 _LOOK_EVERY_S = 0.5

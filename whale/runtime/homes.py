@@ -1,0 +1,156 @@
+"""Variables of stages: only the ranks of their stage keep them up to date, and whoever else reads one has it sent.
+
+Every rank knows of every variable on which ranks its value is the present one, since that follows from the plans of the
+steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
+collective, as for variables that lie split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+import whale_ops
+from whale.errors import CommError
+from whale.runtime.faults import raise_comm_error
+
+if TYPE_CHECKING:
+    from whale.runtime.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a program does with one variable: on which ranks, and whether it writes."""
+
+    ranks: frozenset[int]
+    writes: bool
+
+
+class Home:
+    """Where a variable's value is the present one.
+
+    Attributes:
+      ranks: those ranks; None: all.
+    """
+
+    def __init__(self, name: str, variable: Any, copies: Sequence[Any], context: Context):
+        self.name, self.variable, self.copies, self.context = name, variable, tuple(copies), context
+        self.ranks: frozenset[int] | None = None
+        if context.between_processes:
+            variable._whale_home = self
+            kind: type = type(variable)
+            variable.__class__ = _homed_class(kind)
+
+    def of_position(self, position: int) -> Any:
+        return self.variable if position == 0 else self.copies[position - 1]
+
+    def after(self, use: Use) -> None:
+        """Takes note of a step; in one process, the first rank's variable is what the script sees."""
+        if not use.writes:
+            return
+        self.ranks = use.ranks if len(use.ranks) < self.context.size else None
+        if not self.context.between_processes and 0 not in use.ranks:
+            self.variable.assign(self.of_position(min(use.ranks)).read_value())
+            self.ranks = use.ranks | {0}
+
+
+def refresh(homes: Sequence[Home], context: Context) -> None:
+    """Present values on every rank. Collective."""
+    homes = [home for home in homes if home.ranks is not None]
+    if not context.between_processes:
+        for home in homes:
+            assert home.ranks is not None
+            value = home.of_position(min(home.ranks)).read_value()
+            for position in set(range(context.size)) - home.ranks:
+                home.of_position(position).assign(value)
+            home.ranks = None
+        return
+    together: dict[tuple[int, str], list[Home]] = {}
+    for home in homes:
+        assert home.ranks is not None
+        together.setdefault((min(home.ranks), home.variable.dtype.name), []).append(home)
+    ops = whale_ops.ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    try:
+        for (root, dtype), group in together.items():
+            values = ops.whale_broadcast(
+                comm=comm,
+                inputs=[_own_value(home.variable) for home in group],
+                key=f"whale/present_values/{root}/{dtype}",
+                root=root,
+                shapes=[home.variable.shape for home in group],
+                ranks=[],
+            )
+            for home, value in zip(group, values):
+                if context.rank not in home.ranks:  # type: ignore[operator]
+                    home.variable.assign(value)
+                home.ranks = None
+    except tf.errors.OpError as error:
+        raise_comm_error(error, context)
+        raise
+
+
+def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, Use]], context: Context) -> None:
+    """Before a step: present values of what it uses on ranks that lack them."""
+    stale = []
+    for key, use in uses:
+        home = homes.get(key)
+        if home is not None and home.ranks is not None and not use.ranks <= home.ranks:
+            stale.append(home)
+    if stale:
+        refresh(stale, context)
+
+
+def _own_value(variable: Any) -> tf.Tensor:
+    from tensorflow.python.ops import gen_resource_variable_ops
+
+    return gen_resource_variable_ops.read_variable_op(variable.handle, variable.dtype)
+
+
+def _read_by_script(home: Home) -> None:
+    """The present value, before the script reads it here. All ranks have to read it.
+
+    Raises:
+      CommError: the ranks do not all read it, or the run is over.
+    """
+    from whale.runtime.context import is_current
+
+    if home.ranks is None:
+        return
+    context = home.context
+    if not is_current(context):
+        raise CommError(
+            "a variable that another stage holds cannot be read any more",
+            variable=home.name,
+            given="a reading after wh.shutdown()",
+            expected="a reading by all ranks before it",
+            action="read or save variables before wh.shutdown()",
+        )
+    purpose = f"the reading of the variable {home.name!r}, which one stage holds (every rank has to read it)"
+    timeout_s = context.config["check.timeout_s"]
+    said = context.comms[0].allgather_bytes("whale/read", home.name.encode(), timeout_s, purpose)
+    other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
+    if other is not None:
+        raise CommError(
+            "the ranks read different variables, which stages hold",
+            given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
+            expected="the same variables in the same order on every rank",
+            action="read variables on every rank, whatever the rank does with the value",
+        )
+    refresh([home], context)
+
+
+@cache
+def _homed_class(kind: type) -> type:
+    """``kind`` for a variable of a stage; graphs that read it are built as ever."""
+
+    def read(self: Any, no_copy: bool = False) -> Any:
+        if tf.executing_eagerly():
+            _read_by_script(self._whale_home)
+        return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"_read_variable_op": read})
