@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.errors import ClusterError
 from whale.ir.program import Node, Program
@@ -19,6 +19,7 @@ from .traffic import Exchange
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256
+SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,22 @@ def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPred
         scratch.append([machine.allocated(one[1]) for one in pairs])
         for i, what in g.exchanges.items():
             scratch[rank][i] = sum(map(machine.allocated, what.scratch_bytes))
-    ran = run(
-        graphs, seconds, scratch, machine.exchange_s, machine.hosts[: len(graphs)], machine.cores, machine.threads,
-        machine.exchanges_compute,
-    )  # fmt: skip
+    hosts = machine.hosts[: len(graphs)]
+
+    def play(cores: Sequence[float], slower: float) -> list[Ran]:
+        def exchange_s(what: Exchange) -> float:
+            return slower * machine.exchange_s(what)
+
+        return run(graphs, seconds, scratch, exchange_s, hosts, cores, machine.threads, machine.exchanges_compute)
+
+    ran = play(machine.cores, 1.0)
+    # What is held at once depends on who happens to be first, so memory is the most of several plays.
+    others = [play([0.5 * cores for cores in machine.cores], 1.0)] if machine.threads > 1 else []
+    if len(graphs) > 1:
+        others.append(play(machine.cores, SLOW_EXCHANGES))
+    ran = [
+        replace(one, peak_bytes=max([one.peak_bytes, *(o[r].peak_bytes for o in others)])) for r, one in enumerate(ran)
+    ]
     return CapturedPrediction(
         step_s=max(rank.end_s for rank in ran) + machine.call_s,
         ranks=tuple(ran),

@@ -51,11 +51,11 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole step on one device: what it took, and the sum over its operations as they were measured alone."""
+    """A whole step on one device: what it took, and what is predicted from its operations as they are alone."""
 
     program: str
     seconds: Positive
-    operations_s: Positive
+    predicted_s: Positive
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,7 +136,7 @@ class Measured:
             self._curves.setdefault(curve.kind, {})[curve.ranks] = curve
         step = next((s for s in table.steps if s.program == program), None)
         # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache.
-        self.context = step.seconds / step.operations_s if step else 1.0
+        self.context = step.seconds / step.predicted_s if step else 1.0
 
     def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
         """(seconds, scratch bytes) of a node alone on a core, as it runs within a step."""

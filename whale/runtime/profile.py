@@ -14,8 +14,8 @@ from pathlib import Path
 import tensorflow as tf
 
 from cost_model.captured import table as tables
-from cost_model.captured.graph import graph_of
-from cost_model.captured.table import Curve, Measured, Operation, Step, Table
+from cost_model.captured.predict import measured_machine, predict_ranks
+from cost_model.captured.table import Curve, Operation, Step, Table
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
@@ -92,7 +92,7 @@ def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[
     alone = {fingerprint(p.program): _alone(p) for p in planned}
     steps = {}
     for mark, program in alone.items():
-        seconds = measure.step_seconds(program)
+        seconds = max(1e-6, measure.step_seconds(program) - table.call_s)
         say(f"{program.name}: {1e3 * seconds:.1f} ms on one device")
         steps[mark] = seconds
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
@@ -102,7 +102,7 @@ def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[
     found, skipped = measure.measure(new, 120.0, say)
     say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
     table = table.merged(found)
-    table = table.merged((), [Step(m, steps[m], _sum_s(table, program)) for m, program in alone.items()])
+    table = table.merged((), [Step(m, steps[m], _predicted_s(table, p)) for m, p in alone.items()])
     tables.write(table, out)
     return table
 
@@ -113,13 +113,9 @@ def _alone(planned: Planned) -> Program:
     return localise(planned.program, plan, 0, "", None)
 
 
-def _sum_s(table: Table, program: Program) -> float:
-    known = Measured(table)
-    g = graph_of(program, 0, 1)
-    return (
-        sum(known.operation(program, node, does)[0] for node, does, fused in zip(g.nodes, g.work, g.fused) if not fused)
-        + table.node_s
-    )
+def _predicted_s(table: Table, program: Program) -> float:
+    """Seconds of a step on one device by its operations alone, calls left out."""
+    return predict_ranks([program], measured_machine(table, 1)).ranks[0].end_s
 
 
 def replan(planned: Planned, **changes: object) -> Planned:
