@@ -16,13 +16,12 @@ class Model:
 
     Args:
       function: ``tf.function`` or ``wh.function``.
-      split: what makes a scope in which layers are divided; None for no scope.
-      scopes: divide the layers.
+      split: makes the scope in which the layers are built: ``wh.split``; None for no scope.
     """
 
-    def __init__(self, function: Any, split: Any = None, scopes: bool = False) -> None:
+    def __init__(self, function: Any, split: Any = contextlib.nullcontext) -> None:
         tf.keras.utils.set_random_seed(3)
-        with split() if scopes else contextlib.nullcontext():
+        with split():
             layers = [tf.keras.layers.Dense(n, dtype="float64") for n in (HIDDEN, OUTPUTS)]
             layers[0].build((None, INPUTS))
             layers[1].build((None, HIDDEN))
@@ -34,7 +33,7 @@ class Model:
 
         def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
-                with split() if scopes else contextlib.nullcontext():
+                with split():
                     out = layers[1](tf.tanh(layers[0](x)))
                 loss = tf.reduce_mean(tf.square(out - y))
             slopes, _ = tf.clip_by_global_norm(tape.gradient(loss, self.weights), 0.5)

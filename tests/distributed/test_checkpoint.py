@@ -8,7 +8,7 @@ from tests.launcher.helpers import Launcher
 
 TEXT = """
 import os, sys
-import tensorflow as tf, whale as wh
+import numpy as np, tensorflow as tf, whale as wh
 
 wh.init()
 v = tf.Variable(float(wh.rank()), name="v")
@@ -47,6 +47,28 @@ except wh.CheckpointError as error:
 else:
     raise AssertionError("a file was taken for a folder")
 second.save()
+
+with tf.Graph().as_default() as graph:  # a session's variables, with a Saver on every rank
+    w = tf.compat.v1.get_variable("w", [3], tf.float64, use_resource=True)
+    add, start = w.assign_add(tf.ones([3], tf.float64)).op, tf.compat.v1.global_variables_initializer()
+    saver = tf.compat.v1.train.Saver(max_to_keep=2)
+with wh.Session(graph=graph) as session:
+    session.run(start)
+    for number in range(6):
+        session.run(add)
+        path = saver.save(session, os.path.abspath("saved_v1/model"), number)
+        assert os.path.exists(path + ".index") and tf.train.load_variable(path, "w").shape == (3,)
+    wanted = session.run(w)
+    session.run(add)
+    saver.restore(session, path)
+    assert np.array_equal(session.run(w), wanted) and np.array_equal(tf.train.load_variable(path, "w"), wanted)
+    try:
+        saver.save(session, "/dev/null/model")
+    except (ValueError, tf.errors.OpError):
+        pass
+    else:
+        raise AssertionError("saved to nowhere")
+    session.run(add)  # training goes on
 print("done")
 """
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Callable
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.checkpoints.matrix import continued, error, reference, save
 from tests.checkpoints.model import Model, batch
-from whale.runtime.checkpoint_folder import CheckpointFolder
 
 Start = Callable[..., None]
 ZERO = {"zero.level": 1, "zero.min_bytes": 0}
@@ -22,13 +25,26 @@ ZERO = {"zero.level": 1, "zero.min_bytes": 0}
 
 def saved(folder: Path, **options: Any) -> tuple[Model, wh.CheckpointManager, str]:
     """A model after three steps, and its checkpoint."""
-    model = Model(wh.function, wh.split)
+    model = Model(wh.function)
     for number in range(3):
         model.step(*batch(number))
     manager = wh.CheckpointManager(model.checkpoint, folder, 2, **options)
     path = manager.save()
     assert path is not None
     return model, manager, path
+
+
+@contextlib.contextmanager
+def file_limit(size_bytes: int) -> Iterator[None]:
+    """No file may become larger: writing fails as it does on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def sizes(path: str) -> list[int]:
@@ -44,7 +60,7 @@ def test_every_rank_writes_its_share_and_plain_tensorflow_reads_it(ranks: Start,
     wanted = model.values()
     assert sum(written[1:]) < sum(v.nbytes for v in wanted) < sum(written)  # nothing is written twice
     wh.shutdown()
-    other = Model(tf.function, None)
+    other = Model(tf.function)
     other.checkpoint.restore(path).assert_consumed()
     for value, whole in zip(other.values(), wanted, strict=True):
         np.testing.assert_array_equal(value, whole)
@@ -114,26 +130,21 @@ def test_a_snapshot_is_of_the_moment_of_saving(ranks: Start, tmp_path: Path) -> 
     for number in range(5):
         model.step(*batch(number))  # while threads write
     wh.shutdown()  # waits for them
-    other = Model(tf.function, None)
+    other = Model(tf.function)
     other.checkpoint.restore(path).expect_partial()
     for value, whole in zip(other.values(), wanted, strict=True):
         np.testing.assert_array_equal(value, whole)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk(ranks: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+def test_a_full_disk(ranks: Start, tmp_path: Path, asynchronous: bool) -> None:
     ranks(2)
     model, manager, path = saved(tmp_path, asynchronous=asynchronous)
     manager.wait()
 
-    def full(self: CheckpointFolder, *arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "_install", full)
-        with pytest.raises(wh.CheckpointError, match="No space left on device"):
-            manager.save()
-            manager.wait()
+    with file_limit(4_000), pytest.raises(wh.CheckpointError, match="File too large"):
+        manager.save()
+        manager.wait()
     assert manager.latest_checkpoint == path == tf.train.latest_checkpoint(tmp_path)
     assert not list(tmp_path.glob(".writing*"))
     model.step(*batch(0))
@@ -194,3 +205,37 @@ def test_intervals_and_first_values(ranks: Start, tmp_path: Path) -> None:
     assert manager.save(check_interval=False) is None
     with pytest.raises(ValueError, match="max_to_keep"):
         wh.CheckpointManager(tf.train.Checkpoint(step=step), tmp_path, 0)
+
+
+def test_a_saver_of_version_1(ranks: Start, tmp_path: Path) -> None:
+    ranks(2)
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float64, [8, 4])
+        with wh.split():
+            w = tf.compat.v1.get_variable("w", [4, 64], tf.float64, use_resource=True)
+            v = tf.compat.v1.get_variable("v", [64, 6], tf.float64, use_resource=True)
+            out = tf.tanh(x @ w) @ v
+        train = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9).minimize(tf.reduce_mean(out**2))
+        start = tf.compat.v1.global_variables_initializer()
+        saver = tf.compat.v1.train.Saver()
+        variables = tf.compat.v1.global_variables()
+    feed = {x: np.random.default_rng(0).normal(size=(8, 4))}
+    with wh.Session(graph=graph) as session:
+        session.run(start)
+        session.run(train, feed)
+        path = saver.save(session, str(tmp_path / "model"), 1)
+        wanted = session.run(variables)
+        with file_limit(2_000), pytest.raises(tf.errors.OpError):
+            saver.save(session, str(tmp_path / "model"), 2)
+        session.run(train, feed)
+    with tf.compat.v1.Session(graph=graph) as session:
+        saver.restore(session, path)
+        for value, whole in zip(session.run(variables), wanted, strict=True):
+            np.testing.assert_array_equal(value, whole)
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("2x2 split", "ZeRO-2 of 3"), ("DP 3 uneven", "split 2")])
+def test_a_checkpoint_is_continued_under_another_plan(saver: str, loader: str, tmp_path: Path) -> None:
+    wanted = reference()
+    for values in continued(loader, save(saver, tmp_path)):
+        assert error(values, wanted) < 1e-10

@@ -28,6 +28,7 @@ _SOURCES = frozenset(
     {"IteratorGetNext", "IteratorGetNextSync", "QueueDequeueV2", "QueueDequeueManyV2",
      "QueueDequeueUpToV2", "PyFunc", "PyFuncStateless", "EagerPyFunc"}
 )  # fmt: skip
+_SAVES = frozenset({"SaveV2", "MergeV2Checkpoints"})
 
 
 def capture_graph(
@@ -81,6 +82,14 @@ class GraphCapture:
         needed, _ = _needed(self._defs, tensors, [f.name for f in fetches if isinstance(f, tf.Operation)], fed)
         found = [self._source(name, fed) for name in sorted(needed) if self._defs[name].op in _SOURCES]
         return [source for source in found if source is not None]
+
+    def saves(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> bool:
+        """Whether ``fetches`` write a checkpoint."""
+        self._read()
+        tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
+        operations = [f.name for f in fetches if isinstance(f, tf.Operation)]
+        needed, _ = _needed(self._defs, tensors, operations, {t.name: None for t in feeds})
+        return any(self._defs[name].op in _SAVES for name in needed)
 
     def _source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
         """The operation as a source; None when it has to wait for other work, or yields what cannot be fed."""

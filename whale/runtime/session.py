@@ -70,6 +70,7 @@ class Session(tf.compat.v1.Session):
         self._runs: dict[Hashable, _Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
         self._sources: dict[Hashable, list[Source]] = {}
+        self._saving: dict[Hashable, bool] = {}  # whether a run writes a checkpoint
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
         self._lock = threading.Lock()  # queue runners run beside the main thread
@@ -127,6 +128,9 @@ class Session(tf.compat.v1.Session):
         if target_list and not fetch_list and all(op.type in _QUEUE_WRITERS for op in target_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._run_alone([], target_list, feeds, settings)
+        if self._saves([*fetch_list, *target_list], feeds):
+            # Every rank has the variables whole. One writes, and nobody goes on before the file is there.
+            return [v[()] for v in self._from_first_rank(fetch_list, feeds, options, target_list)]
         given, done = self._bring_in([*fetch_list, *target_list], feeds, options)
         fetches = [t for t in fetch_list if t not in given]
         targets = [op for op in target_list if op.name not in done]
@@ -173,17 +177,29 @@ class Session(tf.compat.v1.Session):
             found.append((t, shape))
         return found
 
+    def _saves(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> bool:
+        key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+        if key not in self._saving:
+            with self._lock:
+                self._saving[key] = self._captures.saves(wanted, feeds)
+        return self._saving[key]
+
     def _from_first_rank(
-        self, outputs: Sequence[tf.Tensor], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
+        self,
+        outputs: Sequence[tf.Tensor],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        targets: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
         """The first rank's values on every rank, or its error (an iterator that is at its end).
 
-        With local batches, every rank's own; an error is told to the others, which exchange their parts next.
+        With local batches, every rank's own; an error is told to the others, which exchange their parts next. What has
+        ``targets`` brings no batch in, and runs on the first rank only.
         """
         context = self._whale
         if not context.between_processes:
-            return self._run_alone(outputs, [], feeds, (options, None))
-        if context.local_batch:
+            return self._run_alone(outputs, targets or (), feeds, (options, None))
+        if context.local_batch and targets is None:
             try:
                 return self._run_alone(outputs, [], feeds, (options, None))
             except tf.errors.OpError as error:
@@ -195,7 +211,7 @@ class Session(tf.compat.v1.Session):
         if context.rank > 0:
             return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
         try:
-            values = self._run_alone(outputs, [], feeds, (options, None))
+            values = self._run_alone(outputs, targets or (), feeds, (options, None))
         except tf.errors.OpError as error:
             comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
             raise
