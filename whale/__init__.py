@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from whale.runtime.data import ShardedTensor as ShardedTensor
     from whale.runtime.data import shard as shard
     from whale.runtime.dry_run import plan as plan
+    from whale.runtime.export import export as export
     from whale.runtime.function import function as function
     from whale.runtime.memory import memory_report as memory_report
     from whale.runtime.session import Session as Session
@@ -54,6 +55,7 @@ _PUBLIC = {
     "cluster": "whale.runtime.cluster",
     "set_default_strategy": "whale.annotations",
     "CheckpointManager": "whale.runtime.checkpoint",
+    "export": "whale.runtime.export",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
     "memory_report": "whale.runtime.memory",

@@ -25,6 +25,7 @@ class Model:
             layers = [tf.keras.layers.Dense(n, dtype="float64") for n in (HIDDEN, OUTPUTS)]
             layers[0].build((None, INPUTS))
             layers[1].build((None, HIDDEN))
+        self.layers = layers
         self.weights = [w for layer in layers for w in layer.trainable_variables]
         self.optimizer = tf.keras.optimizers.Adam(0.01, epsilon=1e-3, weight_decay=0.01)
         self.optimizer.build(self.weights)

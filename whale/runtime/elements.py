@@ -47,7 +47,7 @@ def unpack_values(data: bytes) -> list[np.ndarray]:
 
 def _packed(value: np.ndarray) -> _Value:
     if value.dtype.kind in "OSU":
-        strings = [s if isinstance(s, bytes) else str(s).encode() for s in value.ravel()]
+        strings = [bytes(s) if isinstance(s, bytes) else str(s).encode() for s in value.ravel()]
         return _Value("", value.shape, strings)
     return _Value(tf.as_dtype(value.dtype).name, value.shape, np.ascontiguousarray(value).tobytes())
 

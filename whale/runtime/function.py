@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +155,16 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
     return functools.partial(function) if fn is None else Function(fn)
 
 
+@contextlib.contextmanager
+def captures_steps() -> Iterator[None]:
+    """Under it, a step that a graph's function calls becomes part of that graph."""
+    token = capturing.set(True)
+    try:
+        yield
+    finally:
+        capturing.reset(token)
+
+
 def _tensors(arguments: Arguments, step: _Step, context: Context) -> list[Any]:
     specs = step.captured.function.structured_input_signature[0]
     return [
@@ -186,12 +197,8 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     if context.dry is None:
         for tensor in arguments.tensors:
             _own_rows(tensor, context)
-    token = capturing.set(True)
-    try:
-        with span(context.trace, "capture", "compile"):
-            captured = capture_function(fn, args, kwargs)
-    finally:
-        capturing.reset(token)
+    with captures_steps(), span(context.trace, "capture", "compile"):
+        captured = capture_function(fn, args, kwargs)
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
     compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))

@@ -103,7 +103,11 @@ class Parts:
 
     def bring_home(self) -> None:
         """The whole value into the variable itself, until the next step. Collective between processes."""
-        gen_resource_variable_ops.assign_variable_op(self._handle, self.whole())
+        self.hold(self.whole())
+
+    def hold(self, whole: tf.Tensor) -> None:
+        """A whole value into the variable itself, until the next step."""
+        gen_resource_variable_ops.assign_variable_op(self._handle, whole)
 
     def make_room(self) -> None:
         """Any whole value, so that another can be assigned."""
