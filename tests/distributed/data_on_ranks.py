@@ -114,6 +114,23 @@ def refused(call: Callable[[], Any], *facts: str) -> None:
         raise AssertionError(f"not refused: {facts}")
 
 
+def goes_on(folder: Path) -> None:
+    """Asserts that an iterator that is restored yields the batches of the one that was saved, in its second epoch."""
+    import whale as wh
+
+    first, second = wh.shard(batches()), wh.shard(batches())
+    list(first)
+    iterator, other = iter(first), iter(second)
+    for _ in range(2):
+        next(iterator)
+    path = wh.CheckpointManager(tf.train.Checkpoint(data=iterator), folder / "saved", 1).save()
+    wh.CheckpointManager(tf.train.Checkpoint(data=other), folder / "saved", 1).restore(path).assert_consumed()
+    rest, others = list(iterator), list(other)
+    assert len(rest) == len(others) == SAMPLES // BATCH + 1 - 2
+    for (x, _), (y, _) in zip(rest, others):
+        assert x.sizes == y.sizes and np.array_equal(x.local, y.local)
+
+
 def main() -> None:
     import whale as wh
     from whale.runtime.context import check_replicas
@@ -133,6 +150,7 @@ def main() -> None:
         x, _ = next(iter(dataset))
         given = "rank 0 passes parts of input_tensor with shares [4, 0, 2], rank 2 passes no parts"
         refused(lambda: total(np.zeros(x.shape) if rank == 2 else x), given)
+        goes_on(Path(folder))
     check_replicas()
     np.savez(Path(folder, f"{rank}.npz"), **results)
     wh.shutdown()

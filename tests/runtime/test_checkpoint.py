@@ -239,3 +239,32 @@ def test_a_checkpoint_is_continued_under_another_plan(saver: str, loader: str, t
     wanted = reference()
     for values in continued(loader, save(saver, tmp_path)):
         assert error(values, wanted) < 1e-10
+
+
+def test_the_position_in_a_dataset(ranks: Start, tmp_path: Path) -> None:
+    ranks(2)
+
+    def numbers(seed: int | None = 4) -> Any:
+        return wh.shard(tf.data.Dataset.range(20).shuffle(20, seed=seed).batch(3))
+
+    dataset = numbers()
+    epochs = [[list(map(int, b)) for b in dataset] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    dataset = numbers()
+    list(dataset)
+    iterator = iter(dataset)
+    before = [list(map(int, next(iterator))) for _ in range(4)]
+    assert before == epochs[1][:4]
+    checkpoint = tf.train.Checkpoint(data=iterator)
+    path = wh.CheckpointManager(checkpoint, tmp_path, 1).save()
+    assert [list(map(int, b)) for b in iterator] == epochs[1][4:]
+    again = iter(numbers())  # as a run that is started again makes it
+    manager = wh.CheckpointManager(tf.train.Checkpoint(data=again), tmp_path, 1)
+    manager.restore(path).assert_consumed()
+    assert [list(map(int, b)) for b in again] == epochs[1][4:]
+    manager.restore(path)
+    with pytest.raises(wh.ProgramError, match="earlier order of its shuffle"):
+        next(again)
+    free = wh.CheckpointManager(tf.train.Checkpoint(data=iter(numbers(None))), tmp_path, 1)
+    with pytest.raises(wh.ProgramError, match="a shuffle without a seed"):
+        free.save()

@@ -18,7 +18,16 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.batch import rows_of_ranks
 from whale.runtime.context import Context, current
 from whale.runtime.parts import ELEMENT_TIMEOUT_S, Brought, brought, exchange, failed, rows_of_values
-from whale.runtime.rows import OwnRows, Unknown, batch_size, own_rows, refuse_other_orders
+from whale.runtime.position import Epochs, ShardedIterator
+from whale.runtime.rows import (
+    OwnRows,
+    Unknown,
+    batch_size,
+    own_rows,
+    refuse_other_orders,
+    reshuffles,
+    shuffles_freely,
+)
 
 Element = Any  # a structure of tensors, as the dataset yields it
 
@@ -47,6 +56,13 @@ class ShardedDataset:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
             options.threading.private_threadpool_size = context.config["input.threads"]
         self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
+        self._epochs = Epochs(
+            elements=self._traced,
+            begin=lambda: iter(self._read),
+            reshuffles=reshuffles(dataset),
+            reproducible="a shuffle without a seed" if shuffles_freely(dataset) else "",
+            parts=context.size if context.between_processes and by == "file" else 0,
+        )
 
     @property
     def element_spec(self) -> Any:
@@ -60,16 +76,20 @@ class ShardedDataset:
     def __repr__(self) -> str:
         return f"<wh.shard of {self._whole!r}: {self.report}>"
 
-    def __iter__(self) -> Iterator[Element]:
-        trace = self._context.trace
-        return self._elements() if trace is None else trace.batches(self._elements())
+    def __iter__(self) -> ShardedIterator:
+        return ShardedIterator(self._epochs)
 
-    def _elements(self) -> Iterator[Element]:
+    def _traced(self, start: int) -> Iterator[Element]:
+        trace = self._context.trace
+        return self._elements(start) if trace is None else trace.batches(self._elements(start))
+
+    def _elements(self, start: int) -> Iterator[Element]:
+        """The batches from number ``start`` on."""
         if not self._context.between_processes:
-            return iter(self._read)
+            return iter(_without(self._read, start))
         if self._by == "file":
-            return self._elements_of_files()
-        return self._own_elements(self._own) if self._own is not None else self._cut_elements()
+            return self._elements_of_files(start)
+        return self._own_elements(self._own, start) if self._own is not None else self._cut_elements(start)
 
     # -- rows of global batches
 
@@ -114,10 +134,11 @@ class ShardedDataset:
                 )
         return seed
 
-    def _own_elements(self, own: OwnRows) -> Iterator[Element]:
-        rows_read = iter(self._read)
-        rank = self._context.rank
-        for rows in own.batch_sizes():
+    def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
+        rank, batches = self._context.rank, own.batch_sizes()
+        before = sum(self._shares(rows)[rank] > 0 for rows in itertools.islice(batches, start))
+        rows_read = iter(_without(self._read, before))
+        for rows in batches:
             sizes = self._shares(rows)
             if sizes[rank]:
                 local = tf.nest.flatten(next(rows_read))
@@ -125,9 +146,9 @@ class ShardedDataset:
                 local = [tf.zeros([0, *s.shape[1:]], s.dtype) for s in self._leaves]
             yield self._element([ShardedTensor(t, sizes, rank) for t in local])
 
-    def _cut_elements(self) -> Iterator[Element]:
+    def _cut_elements(self, start: int) -> Iterator[Element]:
         rank = self._context.rank
-        for element in self._read:
+        for element in _without(self._read, start):
             leaves = tf.nest.flatten(element)
             rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
             if rows is None:
@@ -162,10 +183,10 @@ class ShardedDataset:
             ) from None
         return own.rebatch(usual[context.rank]), f"part {index} of {len(readers)} of the files"
 
-    def _elements_of_files(self) -> Iterator[Element]:
+    def _elements_of_files(self, start: int) -> Iterator[Element]:
         """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
         rank, names = self._context.rank, [s.name or f"value {i}" for i, s in enumerate(self._leaves)]
-        own = iter(self._read)
+        own = iter(_without(self._read, start))
         local: list[Any] | None = []
         while True:
             try:
@@ -225,6 +246,10 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             action="use the dataset itself: a wh.Session reads it on the first rank and divides its batches",
         )
     return ShardedDataset(dataset, context, by)
+
+
+def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
+    return dataset.skip(count) if count else dataset
 
 
 def _divisible(value: Any) -> bool:

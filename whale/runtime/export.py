@@ -80,7 +80,7 @@ def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
 
 def _gather(module: Any, context: Context) -> list[Any]:
     """Whole values of the variables that lie split, on the first rank; returns these variables."""
-    found = []
+    found: list[Any] = []
     for trackable in ObjectGraphView(module).breadth_first_traversal()[0]:
         variable = variable_of(trackable)
         if lies_split(variable) and not any(variable is other for other in found):

@@ -40,8 +40,8 @@ class Piece:
         return f"{dims} {':'.join(f'{b},{s}' for b, s in zip(self.begin, self.size))}"
 
 
-def variable_of(trackable: Any) -> tf.Variable | None:
-    """The variable that an object of a checkpoint is, or that it wraps (Keras 3); None for other objects."""
+def variable_of(trackable: Any) -> Any:
+    """The tf.Variable that an object of a checkpoint is, or that it wraps (Keras 3); None for other objects."""
     found = trackable if isinstance(trackable, tf.Variable) else getattr(trackable, "_value", None)
     return found if isinstance(found, tf.Variable) else None
 

@@ -233,6 +233,17 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
         _refuse_other_orders(source, reseeded, values_only)
 
 
+def shuffles_freely(dataset: Any) -> bool:
+    """Whether a shuffle without a seed decides on the order."""
+    return any(_unseeded(d) for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Whether a shuffle has another order in each iteration."""
+    shuffles = (d for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
+    return any(d._reshuffle_each_iteration in (None, True) for d in shuffles)
+
+
 def _no_order(given: str, action: str) -> ProgramError:
     return ProgramError(
         "every rank would see the samples of a dataset in another order",

@@ -1,0 +1,98 @@
+"""Where in a dataset of ``wh.shard`` a loop is, as part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.trackable.base import Trackable
+
+from whale.errors import ProgramError
+
+_KEY = "position"
+
+
+@dataclass
+class Epochs:
+    """What the iterations over one dataset share.
+
+    Attributes:
+      elements: from how many of its first batches are left out to an iterator.
+      begin: begins an iteration over the dataset and leaves it: a shuffle that reshuffles goes on to its next order.
+      reshuffles: each iteration has another order.
+      reproducible: "" or why another run would see other samples.
+      parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
+    """
+
+    elements: Callable[[int], Iterator[Any]]
+    begin: Callable[[], object]
+    reshuffles: bool
+    reproducible: str
+    parts: int
+    begun: int = 0
+
+
+class ShardedIterator(Trackable):
+    """Iterates over a dataset of ``wh.shard``; in a tf.train.Checkpoint it saves and restores its position.
+
+    The position is the number of batches that it has yielded, so that it holds for any number of ranks (with
+    ``by="file"`` for the same number). Restoring reads what lies before it once more.
+    """
+
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs, self._position = epochs, 0
+        self._number: int | None = None  # of the iteration; known when it begins
+        self._elements: Iterator[Any] | None = None
+
+    def __iter__(self) -> ShardedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._elements is None:
+            self._begin()
+        element = next(self._elements)  # type: ignore[arg-type]
+        self._position += 1
+        return element
+
+    def _begin(self) -> None:
+        epochs = self._epochs
+        if self._number is not None and epochs.reshuffles:
+            if epochs.begun > self._number:
+                raise ProgramError(
+                    "an iterator cannot go back to an earlier order of its shuffle",
+                    given=f"iteration {self._number + 1} of the dataset, of which {epochs.begun} were begun",
+                    expected="a dataset of which no later iteration was begun",
+                    action="make the dataset and wh.shard of it again before restoring",
+                )
+            for _ in range(self._number - epochs.begun):
+                epochs.begin()
+                epochs.begun += 1
+        if self._number is None:
+            self._number = epochs.begun
+        epochs.begun += 1
+        self._elements = epochs.elements(self._position)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        if self._epochs.reproducible:
+            raise ProgramError(
+                "the position in a dataset cannot be saved",
+                given=self._epochs.reproducible,
+                expected="a dataset that another run reads in the same order",
+                action="give its shuffle a seed, or leave the iterator out of the checkpoint",
+            )
+        number = self._epochs.begun if self._number is None else self._number
+        return {_KEY: tf.constant([self._position, number, self._epochs.parts], tf.int64)}
+
+    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> dict[str, Any]:
+        position, number, parts = map(int, restored[_KEY].numpy())
+        if parts != self._epochs.parts:
+            raise ProgramError(
+                "the position in a dataset is that of another number of ranks",
+                given=f"saved with {parts or 'any number of'} parts of its files",
+                expected=f"{self._epochs.parts or 'any number of'} parts",
+                action='start as many ranks, or share out rows: wh.shard(dataset, by="row")',
+            )
+        self._position, self._number, self._elements = position, number, None
+        return {}
