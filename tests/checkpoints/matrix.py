@@ -26,6 +26,7 @@ PLANS: dict[str, Mapping[str, Any] | None] = {
     "2x2 split": {"cluster.ranks": 4, "split.ranks": 2},
     "ZeRO-1 of 2": {"cluster.ranks": 2, "zero.level": 1, "zero.min_bytes": 0},
     "ZeRO-2 of 3": {"cluster.ranks": 3, "zero.level": 2, "zero.min_bytes": 0},
+    "ZeRO-3 of 2": {"cluster.ranks": 2, "zero.level": 3, "zero.min_bytes": 0},
 }
 
 

@@ -234,7 +234,9 @@ def test_a_saver_of_version_1(ranks: Start, tmp_path: Path) -> None:
             np.testing.assert_array_equal(value, whole)
 
 
-@pytest.mark.parametrize(("saver", "loader"), [("2x2 split", "ZeRO-2 of 3"), ("DP 3 uneven", "split 2")])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("2x2 split", "ZeRO-2 of 3"), ("DP 3 uneven", "split 2"), ("split 2", "ZeRO-3 of 2")]
+)
 def test_a_checkpoint_is_continued_under_another_plan(saver: str, loader: str, tmp_path: Path) -> None:
     wanted = reference()
     for values in continued(loader, save(saver, tmp_path)):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
 
 from whale.errors import CheckpointError
-from whale.runtime.pieces import assign_pieces, lies_split, own_pieces, restored_by_pieces, variable_of
+from whale.runtime.deferred import deferred_of, restore_from
+from whale.runtime.pieces import (
+    assign_pieces,
+    lies_split,
+    own_pieces,
+    restored_by_pieces,
+    slice_spec,
+    variable_of,
+)
 from whale.runtime.random_state import STATE_KEY, set_random_state
 
 if TYPE_CHECKING:
@@ -49,8 +58,11 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
     waiting = []
     for number, trackable in found.object_by_proto_id.items():
         variable = variable_of(trackable)
-        if lies_split(variable):
-            keys = [a.checkpoint_key for a in found.object_graph_proto.nodes[number].attributes]
+        keys = [a.checkpoint_key for a in found.object_graph_proto.nodes[number].attributes]
+        if deferred_of(variable) is not None:
+            for key in keys:
+                restore_from(variable, partial(_read_region, path, key, tuple(variable.shape), variable.dtype))
+        elif lies_split(variable):
             waiting += [(variable, key) for key in keys]
     for group in _in_groups(waiting, context):
         wanted = [(variable, key, piece) for variable, key in group for piece in own_pieces(variable, context)]
@@ -63,6 +75,17 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         read = dict(zip(((key, piece) for _, key, piece in wanted), values))
         for variable, key in group:
             assign_pieces(variable, [(p, read[key, p]) for p in own_pieces(variable, context)], context)
+
+
+def _read_region(
+    path: str, key: str, shape: Sequence[int], dtype: tf.DType, begin: Sequence[int], size: Sequence[int]
+) -> tf.Tensor:
+    """A region of a variable whose layout was not known when it was restored."""
+    spec = slice_spec(shape, begin, size) if shape else ""
+    try:
+        return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[spec], dtypes=[dtype])[0]
+    except tf.errors.OpError as error:
+        raise _explained(error, path) from error
 
 
 def _in_groups(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:

@@ -15,6 +15,8 @@ from tensorflow.python.training.saving.saveable_object import SaveSpec
 from tensorflow.python.training.saving.saveable_object_util import SaveableCompatibilityConverter
 
 from whale.errors import CheckpointError
+from whale.runtime.deferred import deferred_of
+from whale.runtime.initial import Initial
 from whale.runtime.pieces import holders, lies_split, pieces, read_piece, variable_of
 from whale.runtime.random_state import STATE_KEY, random_state
 
@@ -57,7 +59,10 @@ def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]
     for trackable, by_key in tensors.items():
         variable = variable_of(trackable.obj if isinstance(trackable, SaveableCompatibilityConverter) else trackable)
         for key, value in by_key.items():
-            if lies_split(variable):
+            initial = deferred_of(variable)
+            if initial is not None:  # saved before the first step: computed, and not kept
+                found.append(Entry(key, "", (0,), 0, partial(_whole, initial)))
+            elif lies_split(variable):
                 found += _entries_of_pieces(key, variable, context)
             elif isinstance(value, dict):
                 found += [Entry(key, spec, (0,), 0, partial(_read, v)) for spec, v in value.items()]
@@ -110,6 +115,10 @@ def _entries_of_pieces(key: str, variable: Any, context: Context) -> list[Entry]
 
 def _bytes(shape: Sequence[int], dtype: tf.DType) -> int:
     return int(tf.TensorShape(shape).num_elements() or 0) * (dtype.size or 0)
+
+
+def _whole(initial: Initial, rank: int) -> tf.Tensor:
+    return initial.whole()
 
 
 def _read(value: Any, rank: int) -> tf.Tensor | None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 from whale.runtime.initial import Initial, Reader, record, uniform_value
+from whale.runtime.pieces import restores_by_pieces
 from whale.runtime.split_variable import NEED_WHOLE
 
 if TYPE_CHECKING:
@@ -149,6 +150,10 @@ def _deferred_class() -> type:
 
         return method
 
-    members = {name: first_made(name) for name in ("_read_variable_op", "is_initialized", *NEED_WHOLE)}
+    def serialized(self: Any) -> dict[str, Any]:
+        return {} if restores_by_pieces() else kind._serialize_to_tensors(self)
+
+    members: dict[str, Any] = {name: first_made(name) for name in ("_read_variable_op", "is_initialized", *NEED_WHOLE)}
     members.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))
+    members["_serialize_to_tensors"] = serialized
     return type(kind.__name__, (kind,), members)

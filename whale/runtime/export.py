@@ -13,6 +13,7 @@ from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
 from whale.runtime.context import Context, current
+from whale.runtime.deferred import make_whole
 from whale.runtime.function import Function, captures_steps
 from whale.runtime.pieces import lies_split, variable_of
 from whale.runtime.trace import span
@@ -83,6 +84,7 @@ def _gather(module: Any, context: Context) -> list[Any]:
     found: list[Any] = []
     for trackable in ObjectGraphView(module).breadth_first_traversal()[0]:
         variable = variable_of(trackable)
+        make_whole(variable)  # if no step has used it
         if lies_split(variable) and not any(variable is other for other in found):
             whole = variable._whale_parts.whole()
             if context.rank == 0:

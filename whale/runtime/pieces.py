@@ -35,9 +35,13 @@ class Piece:
     start: int
 
     def spec(self, shape: Sequence[int]) -> str:
-        """As TensorFlow's ``shape_and_slices`` write it: ``"4 6 0,4:3,3"``."""
-        dims = " ".join(map(str, shape))
-        return f"{dims} {':'.join(f'{b},{s}' for b, s in zip(self.begin, self.size))}"
+        """Of a variable of ``shape``, as in ``slice_spec``."""
+        return slice_spec(shape, self.begin, self.size)
+
+
+def slice_spec(shape: Sequence[int], begin: Sequence[int], size: Sequence[int]) -> str:
+    """A rectangle of a tensor of ``shape`` as TensorFlow's ``shape_and_slices`` write it: ``"4 6 0,4:3,3"``."""
+    return f"{' '.join(map(str, shape))} {':'.join(f'{b},{s}' for b, s in zip(begin, size))}"
 
 
 def variable_of(trackable: Any) -> Any:

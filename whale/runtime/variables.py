@@ -105,7 +105,7 @@ class VariableOwner:
 
     def owns(self, variable: tf.Variable) -> bool:
         """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
-        return id(variable.handle) in self._entries
+        return id(variable._handle) in self._entries
 
     def _send(
         self,
