@@ -39,16 +39,24 @@ wh.init({"zero.level": 3} if options.how == "zero3" else {})
 tf.random.uniform((8, 8)) @ tf.ones((8, 8))  # TensorFlow's own memory is there
 base, _ = resident()
 total = int(options.gigabytes * 2**30)
-live_at_most = 0
+live_at_most = proportional_at_most = 0
 watching = True
 
 
+def proportional() -> int:
+    """Resident bytes of this process; of pages that several processes share, each has its share."""
+    return int(next(row for row in open("/proc/self/smaps_rollup") if row.startswith("Pss:")).split()[1]) << 10
+
+
 def watch() -> None:
-    """Live bytes of the allocator, a thousand times a second until the layer exists and is initialised."""
-    global live_at_most
-    while watching:
-        live_at_most = max(live_at_most, memory().live_bytes)
-        time.sleep(0.001)
+    """Live bytes of the allocator while variables are made; proportional resident bytes to the end."""
+    global live_at_most, proportional_at_most
+    while True:
+        for _ in range(50 if watching else 1):
+            if watching:
+                live_at_most = max(live_at_most, memory().live_bytes)
+            time.sleep(0.001 if watching else 0.05)
+        proportional_at_most = max(proportional_at_most, proportional())
 
 
 before = memory().live_bytes
@@ -117,7 +125,8 @@ print(
     f"rank {wh.rank()}: variables {report.variable_bytes / mega:.0f} MB of {variables / mega:.0f}"
     f" ({report.variable_bytes * size / variables:.4f} of a share), live while they were made at most"
     f" {created / mega:.0f} MB ({created * size / variables:.3f} of a share), then {held / mega:.0f} MB;"
-    f" resident at most {most / mega:.0f} MB, {base / mega:.0f} before; a step {step_s:.2f} s, losses {losses}",
+    f" resident at most {most / mega:.0f} MB ({proportional_at_most / mega:.0f} with shared pages shared),"
+    f" {base / mega:.0f} before; a step {step_s:.2f} s, losses {losses}",
     flush=True,
 )
 if wh.rank() == 0:

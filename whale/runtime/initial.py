@@ -9,8 +9,9 @@ the part that a rank holds. Random numbers come from counters (Salmon et al., "P
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,15 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import execute
 from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import resource_variable_ops
 
-from whale.ir.layout import Split
+from whale.ir.layout import Split, local_shape
 
 # What is computed at once when a variable is created; smaller variables are made as ever.
 _LITTLE_BYTES = 4096
-# Rows of random numbers that are drawn together where a part is some columns of them.
-_BLOCK_BYTES = 16 << 20
+# What is made at a time of a part, or drawn at a time where a part is some columns of all rows.
+_BLOCK_BYTES = 4 << 20
+_LONG_BYTES = 256 << 10  # a row's part that is drawn by itself
 # Elements that one step of the counter yields, by op and element size; TensorFlow's random_distributions.h.
 _PHILOX_WORDS = 4  # 32-bit words of one step
 _RESERVED = 256  # words that the generator sets aside for each element of a truncated normal distribution
@@ -85,24 +88,46 @@ class Initial:
         """The value on this rank."""
         if self.reader is not None:
             return self._read((0,) * len(self.shape), self.shape)
-        return _Part(self, None, 0, 0).value(self.result)
+        return _Region(self, (0,) * len(self.shape), self.shape).value()
 
-    def part(self, placement: Split, coordinate: int) -> tf.Tensor:
-        """What ``coordinate`` holds of it; in bounded memory beside the part where the value is divisible."""
-        pieces = []
+    def part(self, placement: Split, coordinate: int, name: str = "part") -> tf.Variable:
+        """A variable that holds what ``coordinate`` holds of it; beside that, a few megabytes at a time are made.
+
+        A value that is not divisible is whole for a moment.
+        """
+        local = local_shape(self.shape, placement, coordinate)
+        blocks = self._blocks(placement, coordinate)
+        if len(blocks) == 1:
+            return _variable(self._region(*blocks[0][1:]), name)
+        found = _variable(tf.zeros(local, self.dtype), name)
+        for place, begin, size in blocks:  # in place: nothing else refers to the memory
+            tf.raw_ops.ResourceStridedSliceAssign(
+                ref=found.handle, begin=place, end=np.add(place, size).astype(np.int32), strides=[1] * len(place),
+                value=self._region(begin, size),
+            )  # fmt: skip
+        return found
+
+    def _blocks(self, placement: Split, coordinate: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Blocks of rows of a part: (where in the part, where in the whole value, size)."""
+        dim, size = placement.dim, placement.sizes[coordinate]
+        found = []
         for run in range(placement.blocks):
-            begin = run * sum(placement.sizes) + placement.offset(coordinate)
-            pieces.append(self._run(placement.dim, begin, placement.sizes[coordinate]))
-        return pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=placement.dim)
+            begin, extent, place = [0] * len(self.shape), list(self.shape), [0] * len(self.shape)
+            begin[dim], extent[dim] = run * sum(placement.sizes) + placement.offset(coordinate), size
+            place[dim] = run * size
+            row_bytes = max(1, math.prod(extent[1:]) * tf.as_dtype(self.dtype).size)
+            at_once = max(1, _BLOCK_BYTES // row_bytes) if self.is_divisible else max(1, extent[0])
+            for first in range(0, max(1, extent[0]), at_once):
+                rows = min(at_once, extent[0] - first)
+                found.append(((place[0] + first, *place[1:]), (begin[0] + first, *begin[1:]), (rows, *extent[1:])))
+        return found
 
-    def _run(self, dim: int, begin: int, size: int) -> tf.Tensor:
+    def _region(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:
         if self.reader is not None:
-            rank = len(self.shape)
-            first = tuple(begin if d == dim else 0 for d in range(rank))
-            return self._read(first, tuple(size if d == dim else n for d, n in enumerate(self.shape)))
+            return self._read(begin, size)
         if not self.is_divisible:
-            return _cut(self.whole(), dim, begin, size)
-        return _Part(self, dim, begin, size).value(self.result)
+            return tf.slice(self.whole(), begin, size)
+        return _Region(self, begin, size).value()
 
     def _read(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:
         assert self.reader is not None
@@ -226,82 +251,70 @@ def _is_divisible(op: _Op) -> bool:
     return len(op.shapes) == 1 and (op.kind in _POINTWISE or op.kind in _RANDOM or op.kind == "Fill")
 
 
-class _Part:
-    """Computes indices ``begin`` to ``begin + size`` of dimension ``dim`` (None: everything) of a recorded value."""
+class _Region:
+    """Computes a region of a recorded value: all rows that lie behind each other, and of each a part."""
 
-    def __init__(self, initial: Initial, dim: int | None, begin: int, size: int):
-        self.initial, self.dim, self.begin, self.size = initial, dim, begin, size
-        self.maker = {op.first + i: op for op in initial.ops for i in range(len(op.shapes))}
-        self.readers: dict[int, int] = {}
-        for op in initial.ops:
-            for n in op.operands:
-                self.readers[n] = self.readers.get(n, 0) + 1
+    def __init__(self, initial: Initial, begin: tuple[int, ...], size: tuple[int, ...]):
+        self.initial, self.begin, self.size = initial, begin, size
+        self.is_whole = size == initial.shape
+        self.made = {op.first + i for op in initial.ops for i in range(len(op.shapes))}
+        self.readers = Counter(n for op in initial.ops for n in op.operands)
         self.done: dict[int, tf.Tensor] = {}
 
-    def value(self, number: int) -> tf.Tensor:
+    def value(self) -> tf.Tensor:
+        result = self.initial.result
         for op in self.initial.ops:
-            shape = op.shapes[0]
-            if self.dim is None:
-                values = _execute(op, [self._operand(n) for n in op.operands])
-            elif op.kind in _RANDOM:
-                values = [self._random(op, shape)]
-            elif op.kind == "Fill":
-                dims = np.array(self._local(shape), np.int32)
-                attrs = _with(op.attrs, "index_type", tf.int32.as_datatype_enum)
-                values = _execute(_Op(op.kind, attrs, (), op.first, op.shapes, op.dtypes), [dims, self._little(op, 1)])
-            else:
-                values = _execute(op, [self._cut_operand(n, shape) for n in op.operands])
-            self.done.update((op.first + i, v) for i, v in enumerate(values))
+            self.done.update((op.first + i, v) for i, v in enumerate(self._results(op)))
             for n in op.operands:  # a value goes as soon as nobody needs it
                 self.readers[n] -= 1
-                if not self.readers[n] and n != number:
+                if not self.readers[n] and n != result:
                     self.done.pop(n, None)
-        return self.done[number]
+        return self.done[result]
 
-    def _little(self, op: _Op, operand: int) -> np.ndarray:
-        return self.initial.little[op.operands[operand]]
+    def _results(self, op: _Op) -> list[tf.Tensor]:
+        if self.is_whole:
+            return _execute(op, [self.done[n] if n in self.made else self.initial.little[n] for n in op.operands])
+        if op.kind in _RANDOM:
+            return [self._random(op, op.shapes[0])]
+        if op.kind == "Fill":
+            attrs = _with(op.attrs, "index_type", tf.int32.as_datatype_enum)
+            dims = np.array(self._of(op.shapes[0])[1], np.int32)
+            return _execute(replace(op, attrs=attrs), [dims, self.initial.little[op.operands[1]]])
+        return _execute(op, [self._operand(n) for n in op.operands])
+
+    def _of(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        """(begin, size) of the region in a tensor of ``shape``, given NumPy's broadcasting."""
+        missing = len(self.initial.shape) - len(shape)
+        pairs = [(0, 1) if n == 1 else (self.begin[missing + d], self.size[missing + d]) for d, n in enumerate(shape)]
+        return [b for b, _ in pairs], [n for _, n in pairs]
 
     def _operand(self, number: int) -> Any:
-        return self.done[number] if number in self.done else self.initial.little[number]
-
-    def _axis(self, shape: tuple[int, ...]) -> int | None:
-        """Which dimension of a tensor of ``shape`` is cut, given NumPy's broadcasting; None: it is whole."""
-        assert self.dim is not None
-        axis = self.dim - (len(self.initial.shape) - len(shape))
-        return axis if axis >= 0 and shape[axis] != 1 else None
-
-    def _local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        axis = self._axis(shape)
-        return tuple(self.size if d == axis else n for d, n in enumerate(shape))
-
-    def _cut_operand(self, number: int, shape: tuple[int, ...]) -> Any:
-        if number in self.maker:
+        if number in self.made:
             return self.done[number]
         value = self.initial.little[number]
-        axis = self._axis(value.shape)
-        return value if axis is None else _cut(value, axis, self.begin, self.size)
+        return tf.slice(value, *self._of(value.shape)) if value.shape else value
 
     def _random(self, op: _Op, shape: tuple[int, ...]) -> tf.Tensor:
-        axis = self._axis(shape)
-        if axis is None:
-            return _draw(op, self.initial.little, 0, math.prod(shape), shape)
-        inner = math.prod(shape[axis + 1 :])
-        rows, row = math.prod(shape[:axis]), shape[axis] * inner
-        local = self._local(shape)
-        begin, size = self.begin * inner, self.size * inner
-        if rows == 1:
-            return _draw(op, self.initial.little, begin, size, local)
+        begin, size = self._of(shape)
+        cut = max((d for d, n in enumerate(shape) if size[d] != n), default=0)
+        inner = math.prod(shape[cut + 1 :])
+        first, count = begin[cut] * inner, size[cut] * inner
+        little = self.initial.little
+        if cut == 0:
+            return _draw(op, little, first, count, tuple(size))
+        row, rows_each = shape[cut] * inner, math.prod(shape[1:cut])
+        rows = range(begin[0] * rows_each, (begin[0] + size[0]) * rows_each)
         itemsize = tf.as_dtype(op.dtypes[0]).size
-        pieces = []
-        if size * itemsize >= 1 << 18:  # long enough to draw each row's piece by itself
-            pieces = [_draw(op, self.initial.little, r * row + begin, size, (1, size)) for r in range(rows)]
+        if count * itemsize >= _LONG_BYTES:
+            pieces = [_draw(op, little, r * row + first, count, (1, count)) for r in rows]
         else:
             at_once = max(1, _BLOCK_BYTES // (row * itemsize))
-            for r in range(0, rows, at_once):
-                count = min(at_once, rows - r)
-                block = _draw(op, self.initial.little, r * row, count * row, (count, row))
-                pieces.append(tf.slice(block, [0, begin], [count, size]))
-        return tf.reshape(tf.concat(pieces, axis=0), local)
+            pieces = []
+            for r in rows[::at_once]:
+                several = min(at_once, rows.stop - r)
+                block = _draw(op, little, r * row, several * row, (several, row))
+                pieces.append(tf.slice(block, [0, first], [several, count]))
+        return tf.reshape(tf.concat(pieces, axis=0), size)
 
 
 def _draw(op: _Op, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
@@ -327,8 +340,6 @@ def _with(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
     return (*attrs[:at], value, *attrs[at + 1 :])
 
 
-def _cut(whole: Any, dim: int, begin: int, size: int) -> tf.Tensor:
-    rank = len(whole.shape)
-    return tf.slice(
-        whole, [begin if d == dim else 0 for d in range(rank)], [size if d == dim else -1 for d in range(rank)]
-    )
+def _variable(value: tf.Tensor, name: str) -> tf.Variable:
+    """Not tf.Variable, which asks who defers creations."""
+    return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)

@@ -50,10 +50,8 @@ class Parts:
         if initial is None:
             self.settle()
         else:
-            for i in range(len(context.ranks)):
-                part = initial.part(placement, context.ranks[i] % len(placement.sizes))
-                self._set(i, part)
-                del part  # a variable that shares its memory with a tensor is copied when it is updated
+            for rank in context.ranks:
+                self._parts.append(initial.part(placement, rank % len(placement.sizes), f"part{rank}"))
             gen_resource_variable_ops.assign_variable_op(self._handle, tf.zeros((0,), initial.dtype))
         self._variable._whale_parts = self
         kind: type = type(self._variable)
