@@ -98,13 +98,13 @@ def step(x: tf.Tensor) -> tf.Tensor:
             loss = loss_of(x)
     slopes = tape.gradient(loss, weights)
     if optimizer is None:
-        for weight, slope in zip(weights, slopes):
-            weight.assign_sub(1e-3 * slope)
+        descent.apply_gradients((slope, weight.value) for weight, slope in zip(weights, slopes))
     else:
         optimizer.apply_gradients(zip(slopes, weights))
     return loss
 
 
+descent = tf.compat.v1.train.GradientDescentOptimizer(1e-3)  # one op, which needs no memory of its own
 x = tf.random.stateless_normal((8, inputs), (1, 2))
 step.plan(x)
 watching = False

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+import whale.runtime.initial as initial_values
 from whale.ir.layout import even_sizes, split
 from whale.runtime.deferred import deferred_of, restore_from
 from whale.runtime.initial import Initial, record, uniform_value
@@ -42,6 +43,19 @@ def test_parts_of_an_initial_value_are_those_of_the_whole(name: str) -> None:
                 placement = split(dim, even_sizes(size, 3))
                 parts = [np.asarray(initial.part(placement, i)) for i in range(3)]
                 assert (raw(np.concatenate(parts, dim)) == raw(whole)).all(), (shape, dtype, dim)
+
+
+def test_a_large_part_is_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_values, "_BLOCK_BYTES", 3000)
+    for draw in (tf.random.stateless_normal, tf.random.stateless_truncated_normal):
+        for shape in ((67, 45), (3, 5, 17, 22)):
+            initial = record(lambda draw=draw, shape=shape: draw(shape, (1, 2)) * 0.3 + 0.1)
+            assert isinstance(initial, Initial)
+            whole = (draw(shape, (1, 2)) * 0.3 + 0.1).numpy()
+            for dim, size in enumerate(shape):
+                placement = split(dim, even_sizes(size, 3))
+                parts = [initial.part(placement, i).numpy() for i in range(3)]
+                np.testing.assert_array_equal(np.concatenate(parts, dim), whole)
 
 
 def test_a_part_in_runs_is_each_run_s_part() -> None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 import whale as wh
 from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
+from whale.ir.text import format_plan
 from whale.passes.scopes import USE
 from whale.runtime.context import current
 
@@ -117,6 +118,21 @@ def test_a_weight_that_cannot_lie_split_is_named(ranks: Start) -> None:
 
     with pytest.raises(PlanError, match=r"(?s)a weight cannot lie split.*which uses Variable \[4, 4\].*loop"):
         looped(tf.ones((8, 4)))
+
+
+def test_the_report_of_memory_counts_parts(ranks: Start) -> None:
+    ranks(2, **{"zero.level": 3, "zero.min_bytes": 0})
+    model, _ = trained(wh.function)
+    report = wh.memory_report()
+    weights = 8 * (INPUTS * HIDDEN + HIDDEN + HIDDEN * OUTPUTS + OUTPUTS)
+    assert report.variables["parameters"] == weights  # two ranks, and each weight once
+    if tf.__version__ >= "2.16":  # Keras 2 has a learning rate that updates read
+        assert report.variables["slots"] == 2 * weights
+    predicted = report.predicted["step"]
+    assert predicted["gradients"] + predicted["gathered"] + predicted["activations"] > 0
+    assert "parameters" in str(report) and report.resident_bytes <= report.resident_peak_bytes
+    plan = wh.plan(model.step, *batch(0), ranks=2)
+    assert "Memory at most" in format_plan(plan) and len(plan.memory["slots"]) == 2
 
 
 def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:

@@ -26,7 +26,7 @@ from whale.ir.layout import Split, local_shape
 # What is computed at once when a variable is created; smaller variables are made as ever.
 _LITTLE_BYTES = 4096
 # What is made at a time of a part, or drawn at a time where a part is some columns of all rows.
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 512 << 10
 _LONG_BYTES = 256 << 10  # a row's part that is drawn by itself
 # Elements that one step of the counter yields, by op and element size; TensorFlow's random_distributions.h.
 _PHILOX_WORDS = 4  # 32-bit words of one step
@@ -42,6 +42,8 @@ _POINTWISE = frozenset(
 # Stateful ops that read and advance little states when a variable is created (a generator of seeds).
 _OF_STATES = frozenset({"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
+# Where a block lies in a part, where in the whole value, and its size.
+_Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 
 
@@ -91,14 +93,15 @@ class Initial:
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
     def part(self, placement: Split, coordinate: int, name: str = "part") -> tf.Variable:
-        """A variable that holds what ``coordinate`` holds of it; beside that, a few megabytes at a time are made.
+        """A variable that holds what ``coordinate`` holds of it; beside that, a megabyte or two at a time.
 
         A value that is not divisible is whole for a moment.
         """
         local = local_shape(self.shape, placement, coordinate)
         blocks = self._blocks(placement, coordinate)
         if len(blocks) == 1:
-            return _variable(self._region(*blocks[0][1:]), name)
+            (_, begin, size), *_ = blocks
+            return _variable(self._region(begin, size), name)
         found = _variable(tf.zeros(local, self.dtype), name)
         for place, begin, size in blocks:  # in place: nothing else refers to the memory
             tf.raw_ops.ResourceStridedSliceAssign(
@@ -107,10 +110,10 @@ class Initial:
             )  # fmt: skip
         return found
 
-    def _blocks(self, placement: Split, coordinate: int) -> list[tuple[tuple[int, ...], ...]]:
-        """Blocks of rows of a part: (where in the part, where in the whole value, size)."""
+    def _blocks(self, placement: Split, coordinate: int) -> list[_Block]:
+        """Blocks of rows of a part."""
         dim, size = placement.dim, placement.sizes[coordinate]
-        found = []
+        found: list[_Block] = []
         for run in range(placement.blocks):
             begin, extent, place = [0] * len(self.shape), list(self.shape), [0] * len(self.shape)
             begin[dim], extent[dim] = run * sum(placement.sizes) + placement.offset(coordinate), size
