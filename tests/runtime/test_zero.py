@@ -15,7 +15,7 @@ import whale as wh
 from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
 from whale.ir.text import format_plan
-from whale.passes.scopes import USE
+from whale.rules.graph import USE
 from whale.runtime.context import current
 
 Start = Callable[..., None]

@@ -18,7 +18,7 @@ from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
-from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, recreatable, view
+from whale.rules.graph import BRANCHES, LOOPS, USE, called_functions, handles_lists, recreatable, view
 
 _ENDS = frozenset(
     {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
@@ -91,6 +91,7 @@ class _Localiser:
         outputs = tuple(self._output(r, i) for i, r in enumerate(self.program.outputs))
         self._emit_groups()
         self._take_part()
+        self._scatter_in_time()
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
         effects += self._unread(outputs, effects)
         if what is not None and self.plan.size > 1:
@@ -108,6 +109,27 @@ class _Localiser:
 
     def _local_shape(self, t: TensorType, placement: Placement) -> Dims | None:
         return local_shape(t.shape, placement, self.rank)
+
+    def _scatter_in_time(self) -> None:
+        """Weights that are gathered at use wait for gradients to be scattered, as for a product (see passes.uses).
+
+        Otherwise whole gradients pile up where products are faster than communication. An edge goes forward in the
+        order of the program, which is the same on all ranks.
+        """
+        position = {node.name: i for i, node in enumerate(self.program.nodes)}
+        paced = [n for n in self.program.nodes if n.op == "Identity" and n.controls and USE in n.attrs]
+        scattered = sorted(
+            (position[r.ref.node], found.node)
+            for r in (self.plan.reshards if paced else ())
+            if r.graph == self.graph and isinstance(r.source, Partial) and isinstance(r.target, Split)
+            if (found := self.local.get((r.ref, r.target))) is not None
+        )
+        for node in sorted(paced, key=lambda n: position[n.controls[0]]):
+            before = [name for at, name in scattered if at < position[node.controls[0]]]
+            scattered = scattered[len(before) :]
+            lowered = self.emitter.nodes.get(node.name)
+            if lowered is not None and before:
+                self.emitter.nodes[node.name] = replace(lowered, controls=(*lowered.controls, *before))
 
     def _take_part(self) -> None:
         """Emits the collectives whose results only other ranks read: an empty share here, a reader that runs once."""

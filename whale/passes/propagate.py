@@ -20,11 +20,10 @@ from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.cost import change_cost, compute_cost, matmul_flops, move_cost
 from whale.passes.meet import at_next_turn, behind_branches
 from whale.passes.own import AS_ONE_DEVICE, OwnRows, Semantics
-from whale.passes.scopes import USE
 from whale.passes.unsendable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
 from whale.rules.base import OpView, replicated
-from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, view
+from whale.rules.graph import BRANCHES, LOOPS, USE, called_functions, handles_lists, holds_variable, view
 from whale.rules.registry import LineRule
 
 _INFINITE = float("inf")

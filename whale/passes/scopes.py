@@ -11,9 +11,6 @@ PASSED_ON = frozenset(
     {"ReadVariableOp", "Identity", "StopGradient", "Snapshot", "Cast", "Reshape", "Transpose", "ExpandDims", "Squeeze"}
 )
 
-# Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
-USE = "_whale_use"
-
 
 def split_scope(path: str) -> tuple[str, int | None] | None:
     """(path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one counts."""

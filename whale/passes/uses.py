@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType
-from whale.passes.scopes import PASSED_ON, USE, split_scope
+from whale.passes.scopes import PASSED_ON, split_scope
 from whale.passes.zero import is_model
+from whale.rules.graph import USE
 
 
 @dataclass(frozen=True)

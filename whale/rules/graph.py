@@ -8,6 +8,9 @@ from whale.ir.values import Func
 from whale.rules.base import OpView
 from whale.rules.registry import rule_of
 
+# Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
+USE = "_whale_use"
+
 LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
