@@ -3,7 +3,7 @@
     python -m tests.faults --count 100 --seed 1
 
 Each is a run of its own: a rank is killed, stopped, raises, or calls something with another shape, dtype or op than the
-others, at a random time after the start. Ends with code 1 if anything was not as it must be.
+others, at a random time after the start, over shared memory or MPI. Ends with code 1 if anything was not as it must be.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.faults.trial import LIMITS_S, Trial, run
+from tests.faults.trial import LIMITS_S, TRANSPORTS, Trial, run
 
 
 def trials(count: int, seed: int, steps: float) -> list[Trial]:
-    """Faults of all kinds in turn, the rest at random; ``steps`` is the share of those in steps of TensorFlow."""
+    """Faults of all kinds and transports in turn, the rest at random; ``steps`` is the share of steps of TensorFlow."""
     generator, kinds, found = random.Random(seed), list(LIMITS_S), []
     for index in range(count):
         size = generator.choice((2, 4))
         work = "steps" if generator.random() < steps else "exchange"
         after_s = generator.uniform(0.0, 3.0)
-        found.append(Trial(work, kinds[index % len(kinds)], size, generator.randrange(size), round(after_s, 3)))
+        turn, number = divmod(index, len(kinds))
+        transport = TRANSPORTS[(turn + number) % len(TRANSPORTS)]
+        found.append(Trial(work, kinds[number], size, generator.randrange(size), round(after_s, 3), transport))
     return found
 
 

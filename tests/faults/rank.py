@@ -65,8 +65,9 @@ class Exchange:
         from whale.config import Config
         from whale.runtime.watch import Watch
 
-        watch = Watch(Config())
-        self._comm = whale_ops.mpi("faults")
+        config = Config()
+        watch = Watch(config)
+        self._comm = whale_ops.mpi("faults", share_memory=config["communication.shared_memory"])
         watch.look_after(self._comm)
         self.rank = self._comm.rank
 

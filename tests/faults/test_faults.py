@@ -10,17 +10,20 @@ from tests.faults.__main__ import trials
 from tests.faults.trial import Trial, run
 
 
-@pytest.mark.parametrize("trial", trials(6, seed=5, steps=0.0), ids=lambda trial: f"{trial.kind}-{trial.size}")
+@pytest.mark.parametrize(
+    "trial", trials(6, seed=5, steps=0.0), ids=lambda trial: f"{trial.kind}-{trial.size}-{trial.transport}"
+)
 def test_a_fault_is_an_error_on_every_other_rank_in_time(trial: Trial, tmp_path: Path) -> None:
     assert run(trial, tmp_path).problems == ()
 
 
 def test_all_kinds_numbers_of_ranks_and_works_are_tried() -> None:
     found = trials(100, seed=1, steps=0.5)
-    assert {(t.work, t.kind, t.size) for t in found} == {
-        (work, kind, size)
+    assert {(t.work, t.kind, t.transport) for t in found} == {
+        (work, kind, transport)
         for work in ("steps", "exchange")
         for kind in ("kill", "freeze", "raise", "shape", "dtype", "op")
-        for size in (2, 4)
+        for transport in ("memory", "mpi")
     }
+    assert {t.size for t in found} == {2, 4}
     assert found == trials(100, seed=1, steps=0.5) != trials(100, seed=2, steps=0.5)

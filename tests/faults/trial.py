@@ -16,6 +16,7 @@ from tests.launcher.helpers import ROOT, Launcher
 
 # Seconds from the fault to the error on every other rank.
 LIMITS_S = {"kill": 1.0, "freeze": 5.0, "raise": 1.0, "shape": 2.0, "dtype": 2.0, "op": 2.0}
+TRANSPORTS = ("memory", "mpi")
 _END_S = 15.0  # from the fault to the end of `whale run`
 _START_S = 240.0  # a loaded machine may take long to start ranks
 # What an error must say beside the rank: the operation that waited, or what differs.
@@ -38,13 +39,17 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Trial:
-    """A fault: its kind (of `LIMITS_S`), the rank that has it, and when, in seconds after the ranks are connected."""
+    """A fault: its kind (of `LIMITS_S`), the rank that has it, and when, in seconds after the ranks are connected.
+
+    ``transport`` is how the ranks exchange data: of ``TRANSPORTS``.
+    """
 
     work: str
     kind: str
     size: int
     victim: int
     after_s: float
+    transport: str = "memory"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ def run(trial: Trial, folder: Path) -> Outcome:
     """Makes the run and the fault in an empty folder. Returns once all is over, or killed."""
     launcher = Launcher(folder)
     launcher.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    launcher.environment["WHALE_COMMUNICATION_SHARED_MEMORY"] = str(trial.transport == "memory").lower()
     script = str(ROOT / "tests" / "faults" / "rank.py")
     facts = [trial.work, trial.kind, str(trial.victim), str(trial.after_s), str(folder)]
     problems: list[str] = []
