@@ -121,7 +121,8 @@ def _horovod_meeting_point(stack: contextlib.ExitStack, ranks: int) -> dict[str,
     stack.callback(server.stop)
     server.init(get_host_assignments(parse_hosts(f"localhost:{ranks}"), ranks))
     address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
-    return {**address, "HOROVOD_GLOO_IFACE": "lo"}
+    # It gives up peers that do not answer for 30 s: while the group is stopped they do not.
+    return {**address, "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
 
 
 def _free_ports(count: int) -> list[int]:
