@@ -73,7 +73,9 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
 def _prefer_splits() -> None:
     """Devices so slow that work is divided wherever it can be: the cases' weights are too small for it otherwise."""
     programs.LEAST_BYTES = 0
-    auto._measured = lambda context, dry: programs.Rates(1e6, 1e6, 0.0, 0.0, 1e15, "for the test")
+    auto._measured = lambda context, dry, program: (
+        [programs.Rates(1e6, 1e6, 0.0, 0.0, 1e15, "for the test")] * context.size
+    )
 
 
 if __name__ == "__main__":

@@ -93,6 +93,19 @@ def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):
         planfile.loads(msgspec.json.encode({**raw, "format_version": "2.0"}))
 
 
+def test_the_published_schema_is_that_of_plan_files():
+    assert msgspec.json.decode(planfile.SCHEMA.read_bytes()) == msgspec.json.decode(
+        msgspec.json.encode(planfile.schema())
+    )
+
+
+def test_advice_names_changes_of_the_model_that_pay():
+    model, _ = ask.describe("gpt:layers=23,hidden=1024,heads=16,sequence=512,vocabulary=30001")
+    rows = ask.advise(cluster.parse(UNEQUAL), 64, model, budget_s=0.3)
+    assert any(row.startswith("vocabulary 30001 -> 30080: ") for row in rows), rows
+    assert any(row.startswith("layers 23 -> 24: ") for row in rows), rows
+
+
 def test_the_checker_finds_what_is_wrong(plan):
     assert plan.problems() == []
     s = plan.spread

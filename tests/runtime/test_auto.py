@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,22 @@ from tests.runtime.test_split import Classifier, double
 from whale.errors import PlanError
 from whale.ir.layout import Split
 from whale.planner import programs
-from whale.planner.programs import Rates
+from whale.planner.programs import Choice, Rates
 from whale.runtime import auto, context
 
 __all__ = ["double"]
 
-FAST_LINK = Rates(1e8, 1e8, 0.0, 0.0, 1e12, "for the test")  # whatever is divided pays
+FREE_LINK = Rates(2e8, 2e8, 0.0, 0.0, 1e15, "for the test")  # whatever is divided pays
 SLOW_LINK = Rates(1e12, 1e12, 0.0, 1.0, 1e6, "for the test")  # an exchange costs a second
 MIDDLE = Rates(1e10, 1e9, 0.0, 1e-6, 1e8, "for the test")  # a weight's gradient costs more than the work on it
 
 
 @pytest.fixture
-def speed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rates], None]:
-    def of(rates: Rates) -> None:
-        monkeypatch.setattr(auto, "_measured", lambda context, dry: rates)
+def speed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def of(rates: Rates, *others: Rates) -> None:
+        monkeypatch.setattr(
+            auto, "_measured", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
+        )
         monkeypatch.setattr(programs, "LEAST_BYTES", 1)
 
     return of
@@ -38,7 +41,7 @@ def started(classifier: Classifier) -> Any:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_large_classifier_is_split_without_a_scope(
-    ranks: Callable[..., None], speed: Callable[[Rates], None], count: int, capsys: pytest.CaptureFixture[str]
+    ranks: Callable[..., None], speed: Callable[..., None], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = Classifier().train()
     speed(MIDDLE)
@@ -58,7 +61,7 @@ def test_a_large_classifier_is_split_without_a_scope(
     assert "auto_parallel: split from" in text and "data parallel: " in text
 
 
-def test_over_a_slow_link_every_rank_works_alone(ranks: Callable[..., None], speed: Callable[[Rates], None]) -> None:
+def test_over_a_slow_link_every_rank_works_alone(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
     expected = Classifier().train()
     speed(SLOW_LINK)
     ranks(2, auto_parallel=True)
@@ -68,7 +71,7 @@ def test_over_a_slow_link_every_rank_works_alone(ranks: Callable[..., None], spe
     assert started(classifier).logical_bytes == 0
 
 
-def test_scopes_are_kept(ranks: Callable[..., None], speed: Callable[[Rates], None]) -> None:
+def test_scopes_are_kept(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
     speed(SLOW_LINK)
     ranks(2, auto_parallel=True)
     scoped = Classifier(wh.function, wh.replica, wh.split)
@@ -77,7 +80,7 @@ def test_scopes_are_kept(ranks: Callable[..., None], speed: Callable[[Rates], No
 
 
 def test_what_does_not_fit_is_not_chosen(
-    ranks: Callable[..., None], speed: Callable[[Rates], None], monkeypatch: pytest.MonkeyPatch
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed(SLOW_LINK)
     ranks(2, auto_parallel=True)
@@ -92,3 +95,21 @@ def test_what_does_not_fit_is_not_chosen(
     ranks(2, auto_parallel=True)
     with pytest.raises(PlanError, match="in no way"):
         started(Classifier(wh.function, adam=True))
+
+
+def test_unequal_ranks_get_rows_by_their_speed(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
+    expected = Classifier().train()
+    slow = replace(FREE_LINK, flops_per_s=1e8, bytes_per_s=1e8)
+    speed(FREE_LINK, slow)
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function)
+    chosen = auto._by_speed  # what is looked at beside the splits
+    found: list[Any] = []
+    auto._by_speed, auto.choices = (lambda *a: found.append(chosen(*a)) or found[-1]), lambda *a: [Choice("equal")]
+    try:
+        worst = difference(expected, classifier.train(), 0.1)
+    finally:
+        auto._by_speed, auto.choices = chosen, programs.choices
+    assert worst.error <= limit("float64", 0.0), worst
+    assert found[0].shares == (11, 5)
+    assert context.current().auto == found[0]

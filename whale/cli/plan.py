@@ -27,6 +27,7 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("--budget", type=float, default=10.0, metavar="S", help="seconds for the search (default 10)")
     verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
+    verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")
     verb.add_argument(
         "--set",
         dest="fixed",
@@ -74,6 +75,8 @@ def _described(given: argparse.Namespace) -> int:
     limits = ask.limits(given.fixed, given.budget)
     plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
     print(show.show(plan))
+    if given.advise and transformer is not None:
+        print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
     if given.out:
         planfile.save(plan, given.out)
     return 0

@@ -88,3 +88,37 @@ def limits(fixed: list[str], budget_s: float = 10.0) -> Limits:
             raise PlanError("this cannot be fixed", given=one, expected=", ".join(f"{n}=..." for n in sorted(names)))
         values[name] = value if name == "recompute" else int(value)
     return Limits(**values, budget_s=budget_s)  # type: ignore[arg-type]
+
+
+def advise(
+    cluster: Cluster, batch: int, transformer: Transformer, software: str = "megatron-2022", budget_s: float = 1.0
+) -> list[str]:
+    """Nearby models, and how fast each parameter of theirs is trained, beside the model asked for; best first."""
+    t = transformer
+    changes: list[tuple[str, int]] = []
+    padded = -(-t.vocabulary // 128) * 128
+    if padded != t.vocabulary:
+        changes.append(("vocabulary", padded))
+    heads = [n for n in (t.hidden // 128, t.hidden // 64) if n and t.hidden % n == 0 and n != t.heads]
+    changes += [("heads", n) for n in heads]
+    near = [-(-t.layers // step) * step for step in (2, 4, 8)] + [t.layers // step * step for step in (4, 8)]
+    changes += [("layers", n) for n in dict.fromkeys(near) if n and n != t.layers]
+    base = _work_per_s(cluster, batch, t, software, budget_s)
+    found = []
+    for name, value in changes:
+        other = msgspec.structs.replace(t, **{name: value})
+        gain = _work_per_s(cluster, batch, other, software, budget_s) / base - 1
+        found.append((gain, f"{name} {getattr(t, name)} -> {value}: {gain:+.1%} parameters x rows a second"))
+    for rows in (batch * 3 // 4, batch * 2):
+        gain = _work_per_s(cluster, rows, t, software, budget_s) / base - 1
+        found.append((gain, f"batch {batch} -> {rows}: {gain:+.1%} parameters x rows a second"))
+    return [text for _, text in sorted(found, key=lambda e: -e[0])]
+
+
+def _work_per_s(cluster: Cluster, batch: int, transformer: Transformer, software: str, budget_s: float) -> float:
+    """Parameters x rows per second, which models of slightly different size can be compared by; 0: nothing fits."""
+    try:
+        found = plan(cluster, batch, transformer, software=software, limits=Limits(budget_s=budget_s))
+    except PlanError:
+        return 0.0
+    return transformer.parameters * batch / found.predicted.step_s

@@ -24,6 +24,7 @@ from .spread import Spread
 from .tables import Table, TableModel
 
 FORMAT_VERSION = "1.0"
+SCHEMA = Path(__file__).with_name("plan.schema.json")
 KIND = "whale-spread"
 
 

@@ -33,12 +33,14 @@ class Choice(msgspec.Struct, frozen=True):
         weights: names of variables from whose product on tensors are divided; empty: rows only.
         group: ranks that divide tensors together, 0 for all.
         alone: every rank computes everything, and nothing is sent.
+        shares: rows of the batch for each rank; empty: equal ones.
     """
 
     name: str
     weights: tuple[str, ...] = ()
     group: int = 0
     alone: bool = False
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

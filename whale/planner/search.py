@@ -440,10 +440,22 @@ class Search:
         free = [pool.devices for pool in self.machines.pools]
         for part in (p for stage in spread.stages for p in stage.parts):
             free[part.pool] -= part.ranks
+        by_use: dict[tuple[int, ...], list[tuple[Part, ...]]] = {}
+        for used, parts in choices:
+            by_use.setdefault(used, []).append(parts)
         for at, stage in enumerate(spread.stages):
-            own = list(free)
+            own, held = list(free), [0] * len(free)
             for part in stage.parts:
                 own[part.pool] += part.ranks
+                held[part.pool] += part.ranks
+            if self.limits.stages is None:
+                for used, parts in choices:  # two stages on the devices of this one
+                    rest = tuple(n - u for n, u in zip(held, used))
+                    for others in by_use.get(rest, ()):
+                        ranks_given = msgspec.structs.replace(spread, stages=tuple(
+                            Stage(s.layers, parts) if i == at else s for i, s in enumerate(spread.stages)
+                        ))  # fmt: skip
+                        yield from _with_another(ranks_given, at, others)
             for used, parts in choices:
                 if parts != stage.parts and all(u <= n for u, n in zip(used, own)):
                     stages = list(spread.stages)

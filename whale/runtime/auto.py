@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 
 from whale.errors import PlanError, WhaleError
 from whale.ir.collector import no_garbage_collection
+from whale.ir.layout import Split, proportional_sizes
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand
@@ -28,6 +29,7 @@ from whale.runtime.mesh import lower_mesh, plan_program
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
+UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 
 
@@ -58,12 +60,14 @@ def apply(program: Program, settings: PlanContext, chosen: Choice) -> tuple[Prog
         return program, replace(settings, batch=())
     if chosen.weights:
         return scoped(program, chosen), replace(settings, split_ranks=chosen.group)
+    if chosen.shares and not settings.local:
+        return program, replace(settings, shares=chosen.shares)
     return program, settings
 
 
 def _agreed(program: Program, settings: PlanContext, context: Context, number: int, dry: bool) -> Choice:
     """Rank 0's choice on every rank."""
-    rates = _measured(context, dry)
+    rates = _measured(context, dry, program)
     if dry or not context.between_processes:
         return _best(program, settings, context, rates)
     comm, key = context.comms[0], f"whale/auto/{number}"
@@ -81,13 +85,16 @@ def _agreed(program: Program, settings: PlanContext, context: Context, number: i
     return msgspec.json.decode(data[1:], type=Choice)
 
 
-def _best(program: Program, settings: PlanContext, context: Context, rates: Rates) -> Choice:
+def _best(program: Program, settings: PlanContext, context: Context, rates: Sequence[Rates]) -> Choice:
     """The fastest choice by prediction, of those that fit into memory; says on standard error what it found."""
     limit = _memory_bytes(context, settings.size)
     end_s = time.monotonic() + BUDGET_S
     found: list[tuple[float, int, Choice]] = []
     lost: list[str] = []
-    for choice in choices(program, settings.size):
+    looked_at = choices(program, settings.size)
+    if _unequal(rates) and not settings.local and not settings.shares:
+        looked_at.insert(1, _by_speed(program, settings, rates))
+    for choice in looked_at:
         if found and time.monotonic() > end_s:
             lost.append(f"{choice.name}: not looked at, the time is over")
             continue
@@ -115,7 +122,7 @@ def _best(program: Program, settings: PlanContext, context: Context, rates: Rate
     best = min(fitting, key=lambda e: e[0])
     if best[0] > first[0] * (1 - LEAST_GAIN):
         best = first
-    _say(best, found, lost, limit, rates)
+    _say(best, found, lost, limit, rates[0])
     return best[2]
 
 
@@ -131,16 +138,41 @@ def _say(
     sys.stderr.write("\n".join(lines) + "\n")
 
 
-def _predicted(program: Program, settings: PlanContext, choice: Choice, rates: Rates) -> tuple[float, int]:
-    """(seconds, bytes) of the program that the first rank runs."""
+def _unequal(rates: Sequence[Rates]) -> bool:
+    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
+    return max(speeds) > UNEQUAL * min(speeds)
+
+
+def _by_speed(program: Program, settings: PlanContext, rates: Sequence[Rates]) -> Choice:
+    """Rows in proportion to what each rank would compute of them in a second, had all the same."""
+    batch, locals_ = _lowered(program, settings, Choice("equal rows"), range(settings.size))
+    free = [replace(one, exchange_s=0.0, exchanged_bytes_per_s=float("inf")) for one in rates]
+    times = [rank_seconds(one, speed, settings.size) for one, speed in zip(locals_, free)]
+    weights = tuple(max(1, round(1000 * min(times) / t)) for t in times)
+    rows = proportional_sizes(batch, weights) if batch >= settings.size else weights
+    return Choice(f"data parallel, rows {'+'.join(map(str, rows))}", shares=tuple(rows))
+
+
+def _lowered(
+    program: Program, settings: PlanContext, choice: Choice, ranks: Sequence[int]
+) -> tuple[int, list[Program]]:
+    """(rows of the batch, the programs that these ranks run)."""
     divided, settings = apply(program, replace(settings, dump=""), choice)
     plan = plan_program(divided, settings)
+    rows = next((sum(b.placement.sizes) for b in plan.batch_inputs if isinstance(b.placement, Split)), 0)
     with no_garbage_collection():
         if plan.inner is not None:
-            (local,) = lower_mesh(divided, plan, settings, (0,), "predicted", "")
-        else:
-            local = localise(expand(divided, plan.expanded, settings), plan, 0, "predicted", None)
-    return rank_seconds(local, rates, settings.size), rank_bytes(local)
+            return rows, lower_mesh(divided, plan, settings, ranks, "predicted", "")
+        expanded = expand(divided, plan.expanded, settings)
+        return rows, [localise(expanded, plan, rank, "predicted", None) for rank in ranks]
+
+
+def _predicted(program: Program, settings: PlanContext, choice: Choice, rates: Sequence[Rates]) -> tuple[float, int]:
+    """(seconds, bytes) of a step on the slowest rank; of equal ranks the first stands for all."""
+    ranks = range(settings.size) if _unequal(rates) or choice.shares or settings.shares else range(1)
+    _, locals_ = _lowered(program, settings, choice, ranks)
+    seconds = max(rank_seconds(one, speed, settings.size) for one, speed in zip(locals_, rates))
+    return seconds, max(map(rank_bytes, locals_))
 
 
 def _memory_bytes(context: Context, size: int) -> float:
@@ -155,7 +187,7 @@ def _memory_bytes(context: Context, size: int) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
 
 
-def _measured(context: Context, dry: bool) -> Rates:
+def _measured(context: Context, dry: bool, program: Program) -> list[Rates]:
     """About half a second of products, copies and exchanges on all ranks at the same time."""
     import tensorflow as tf
 
@@ -164,8 +196,11 @@ def _measured(context: Context, dry: bool) -> Rates:
     for x in products:
         n = x.shape[0]
         rates.append(2.0 * n**3 / _seconds(tf.function(lambda x=x: tf.linalg.matmul(x, x)), 0.08))
-    y = tf.random.normal([16 << 20])
-    bytes_per_s = 3.0 * 4 * (16 << 20) / _seconds(tf.function(lambda: y + y * 0.5), 0.08) * 5 / 3
+    # Over as many bytes as the variables have, which may lie in caches.
+    held = sum(v.type.bytes for v in program.variables if v.type.is_static)
+    count = min(16 << 20, max(1 << 18, held // 12))
+    y = tf.random.normal([count])
+    bytes_per_s = 3.0 * 4 * count / _seconds(tf.function(lambda: y + y * 0.5), 0.08) * 5 / 3
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     if context.between_processes and not dry:
         exchange_s, exchanged = _exchanges(context)
@@ -176,15 +211,15 @@ def _measured(context: Context, dry: bool) -> Rates:
     own = f"measured: {max(rates) / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
     mine = Rates(max(rates), bytes_per_s, 5e-6, exchange_s, exchanged, own)
     if dry or not context.between_processes:
-        return mine
-    # The slowest rank sets the pace.
+        return [mine] * max(context.size, context.dry.size if context.dry is not None else 1)
     pairs = [
         msgspec.json.decode(said, type=tuple[float, float])
         for said in context.comms[0].allgather_bytes(
             "whale/auto/rates", msgspec.json.encode((mine.flops_per_s, mine.bytes_per_s))
         )
     ]
-    return replace(mine, flops_per_s=min(f for f, _ in pairs), bytes_per_s=min(b for _, b in pairs))
+    ranks = [replace(mine, flops_per_s=f, bytes_per_s=b) for f, b in pairs]
+    return ranks if _unequal(ranks) else [replace(mine, flops_per_s=min(f for f, _ in pairs))] * len(ranks)
 
 
 def _exchanges(context: Context) -> tuple[float, float]:
