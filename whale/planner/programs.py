@@ -64,7 +64,7 @@ class Rates:
 def choices(program: Program, size: int) -> list[Choice]:
     """What to try; the first one is plain data parallelism. A program with the user's scopes is left as it is."""
     found = [Choice("data parallel")]
-    if size == 1 or any(n.scope for n in program.nodes) or any(v.scope for v in program.variables):
+    if size == 1 or has_scopes(program):
         return found
     found.append(Choice("every rank alone", alone=True))
     for name in _large_weights(program):
@@ -73,6 +73,11 @@ def choices(program: Program, size: int) -> list[Choice]:
             groups = [g for g in range(2, size) if size % g == 0]
             found += [Choice(f"split from {name} on, {size // g} groups of {g}", (name,), g) for g in groups]
     return found
+
+
+def has_scopes(program: Program) -> bool:
+    """Whether the user has put anything of the program into a scope."""
+    return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
 
 
 def trains(program: Program) -> bool:

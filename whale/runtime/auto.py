@@ -22,7 +22,7 @@ from whale.ir.layout import Split, proportional_sizes
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand
-from whale.planner.programs import Choice, Rates, choices, rank_bytes, rank_seconds, scoped, trains
+from whale.planner.programs import Choice, Rates, choices, has_scopes, rank_bytes, rank_seconds, scoped, trains
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
 
@@ -42,7 +42,7 @@ def spread_program(
       settings: for all ranks, or for the ranks of a dry run.
       number: of the program in this run.
     """
-    if settings.size == 1:
+    if settings.size == 1 or has_scopes(program):
         return program, settings
     chosen = context.auto
     if chosen is None:
