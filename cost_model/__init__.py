@@ -9,7 +9,7 @@ The data, from hardware to prediction (every value is a frozen struct; units are
     Group                              collectives  ranks, how many share a host, what they share -> seconds
     Transformer, Parallel, Stack       describe     a model by hyper-parameters, how it is spread, the software's habits
     Footprint                          memory       bytes of parameters, gradients, optimizer, activations, buffers
-    Phase                              schedules    (chunk, micro-batch, forward/backward) in the order of each stage
+    Phase                              whale.ir.schedule   (chunk, micro-batch, forward/backward) of each stage
     Task, Timeline                     simulate     discrete events: what runs where, after what, for how long
     Profile                            profile      measured times and memory of a model's layers, instead of formulas
     Prediction                         predict      step time, bubble, exposed communication, memory

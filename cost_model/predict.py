@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from whale.errors import PlanError
+from whale.ir.schedule import Schedule, live_micro_batches, schedule
 
 from . import describe, sharded
 from .cluster import Cluster
@@ -20,7 +21,6 @@ from .describe import Parallel, Transformer
 from .memory import Footprint, footprint, layer_activation_bytes
 from .place import Place, places
 from .profile import Profile
-from .schedules import live_micro_batches, schedule
 from .simulate import Tasks, Timeline, memory_curve, simulate
 from .stacks import Stack
 
@@ -170,7 +170,7 @@ def _tasks(
     t: Transformer,
     p: Parallel,
     stack: Stack,
-    orders: list[list[tuple[int, int, bool]]],
+    orders: Schedule,
     costs: dict[tuple[int, int, bool], Cost],
     at: list[Place],
     layers: list[int],
@@ -246,7 +246,7 @@ def _summarise(
     layers: list[int],
     kept: list[float],
     profile: Profile | None,
-    orders: list[list[tuple[int, int, bool]]],
+    orders: Schedule,
     costs: dict[tuple[int, int, bool], Cost],
     tasks: Tasks,
     timeline: Timeline,

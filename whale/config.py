@@ -162,6 +162,26 @@ KEYS: tuple[Key, ...] = (
         minimum=0.0,
     ),
     Key(
+        "amp.level",
+        "str",
+        "",
+        "O1: products and convolutions of float32 are computed in bfloat16; empty = as the program says",
+        choices=("", "O1"),
+    ),
+    Key(
+        "pipeline.num_micro_batch",
+        "int",
+        1,
+        "into how many parts each rank cuts its rows of a batch; gradients are summed over them before the update",
+        minimum=1,
+    ),
+    Key(
+        "pipeline.micro_batch_statistics",
+        "bool",
+        False,
+        "normalise batches by the statistics of each micro-batch's rows; otherwise such programs are refused",
+    ),
+    Key(
         "zero.level",
         "str",
         "0",

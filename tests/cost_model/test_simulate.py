@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.schedules import bubble_fraction, live_micro_batches, schedule
 from cost_model.simulate import Tasks, memory_curve, simulate
 from whale.errors import PlanError
+from whale.ir.schedule import bubble_fraction, live_micro_batches, schedule
 
 
 def play(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Tasks, float]:
@@ -46,13 +46,6 @@ def test_the_bubble_is_that_of_the_formula(name: str, stages: int, chunks: int, 
         assert max(level for _, level in curve) == live_micro_batches(order)
 
 
-def test_live_micro_batches() -> None:
-    assert [live_micro_batches(order) for order in schedule("1f1b", 4, 1, 8)] == [4, 3, 2, 1]
-    assert [live_micro_batches(order) for order in schedule("gpipe", 4, 1, 8)] == [8] * 4
-    # Narayanan et al., SC 2021, section 2.2: interleaving holds (p - 1) / (p v) more.
-    assert live_micro_batches(schedule("1f1b", 4, 2, 8)[0]) == 11
-
-
 def test_streams_overlap_and_a_shared_link_takes_turns() -> None:
     tasks = Tasks()
     first, second = tasks.add(0, 2.0), tasks.add(1, 1.0)
@@ -80,12 +73,3 @@ def test_streams_alone_give_the_same_timeline_in_any_order_of_events(given_tasks
     for number, (resource, seconds, after) in enumerate(given_tasks):
         tasks.add(resource, float(seconds), tuple({one % number for one in after} if number else ()))
     assert simulate(tasks) == simulate(tasks, shared=frozenset({99}))
-
-
-def test_schedules_that_cannot_be() -> None:
-    with pytest.raises(PlanError, match="multiples of the stages"):
-        schedule("1f1b", 4, 2, 6)
-    with pytest.raises(PlanError, match="GPipe has one chunk"):
-        schedule("gpipe", 4, 2, 8)
-    with pytest.raises(PlanError, match="no such schedule"):
-        schedule("fifo", 4, 1, 8)

@@ -15,7 +15,7 @@ from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, complete_plan
 from whale.passes.propagate import propagate
-from whale.runtime.mesh import _PREFIX, _placed
+from whale.runtime.mesh import SECOND_AXIS, _placed
 
 SHAPE = (6, 6)
 KINDS = ("B", "P(sum)", "P(max)", "S(0)", "S(1)")
@@ -49,7 +49,7 @@ def _ranks(groups: list[Program], kinds: tuple[str, str], size: int) -> list[Pro
     for number, first in enumerate(groups):
         plan = complete_plan(first, PlanContext(size), model) if number else model
         for place in range(size):
-            lowered = localise(first, plan, place, "comm", None, _PREFIX)
+            lowered = localise(first, plan, place, "comm", None, SECOND_AXIS)
             ranks.append(_placed(lowered, set(first.by_name), "comm", number * size + place, size, len(groups)))
     return ranks
 

@@ -30,14 +30,17 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         `split_flops_fraction` and `logical_bytes` of the plan that ran.
     """
     case = case_named(job["case"])
-    scope, _, zero = job["scope"].partition("+")
+    scope, *more = job["scope"].split("+")
     scope, _, count = scope.partition(":")
+    zero = "".join(part.removeprefix("zero") for part in more if part.startswith("zero"))
+    micro_batches = "".join(part.removeprefix("micro:") for part in more if part.startswith("micro:"))
     config = {
         "communication.transport": "in-process",
         "cluster.ranks": job["ranks"],
         "replica.shares": job["shares"],
         "split.ranks": int(count or 0) if scope == "split" else 0,
-        "zero.level": zero.removeprefix("zero") or "0",
+        "zero.level": zero or "0",
+        "pipeline.num_micro_batch": int(micro_batches or 1),
         "zero.min_bytes": 0,
         "auto_parallel": scope == "auto",
         "sync_batch_norm": True,

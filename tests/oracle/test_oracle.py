@@ -55,19 +55,31 @@ SPLIT = (
     ("tf1_mlp", "adam", "split", Spread(2)),
 )
 
+# In micro-batches: as many as fit, more than there are rows, uneven ones; clipped gradients, metrics of the whole
+# batch, counts of a mask, loops, a session; with state that lies split, and under `wh.split`.
+MICRO = (
+    ("mlp_clipped", "clipped", "+micro:4", Spread(2, (5, 3))),
+    ("mlp_metrics", "adam", "+micro:7", Spread(3)),
+    ("weighted", "sgd", "+micro:3", Spread(2)),
+    ("lstm", "sgd", "+micro:3", Spread(1)),
+    ("tf1_mlp", "adam", "+micro:3", Spread(2, (5, 3))),
+    ("gpt", "adam", "+zero1+micro:2", Spread(2)),
+    ("embedding", "adam", "split:2+micro:2", Spread(4)),
+)
+
 
 def split_sample() -> Sequence[object]:
     native = flavours()[0]
     found = []
-    for name, optimizer, scope, spread in SPLIT:
+    for name, optimizer, scope, spread in (*SPLIT, *MICRO):
         run = Run(case_named(name), name, native, "float64", optimizer, spread, scope=scope)
-        core = name in ("mlp_metrics", "embedding")
+        core = name in ("mlp_metrics", "embedding", "tf1_mlp")
         found.append(pytest.param(run, id=str(run), marks=[pytest.mark.core] if core else []))
     return found
 
 
 @pytest.mark.parametrize("run", split_sample())
-def test_split_scopes_run_as_one_device(pool: Pool, run: Run) -> None:
+def test_split_scopes_and_micro_batches_run_as_one_device(pool: Pool, run: Run) -> None:
     outcome = compare(pool, run)
     assert not outcome.problems(run), (run, outcome)
 

@@ -254,6 +254,12 @@ def _with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
     return tuple(size if d == dim else n for d, n in enumerate(t.shape or ()))
 
 
+def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
+    """Name of the node that has ``ref`` as ``target``."""
+    text = f"{ref.node}_{ref.index}_to_{label(target)}"
+    return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
+
+
 def is_joint(r: Reshard) -> bool:
     """Whether all ranks have to take part in the change, those too that do not need its result."""
     have, want = type(r.source), type(r.target)
@@ -274,9 +280,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     """
     if e.size == 1:
         return source()  # the first rank is all ranks
-    name = f"{e.prefix}/" + "".join(
-        c if c.isalnum() or c in "._/-" else "_" for c in f"{r.ref.node}_{r.ref.index}_to_{label(r.target)}"
-    )
+    name = reshard_name(e.prefix, r.ref, r.target)
     have, want = r.source, r.target
     if in_runs(have) or in_runs(want):
         return _by_runs(e, name, r, t, source)

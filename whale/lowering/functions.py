@@ -12,6 +12,7 @@ from tensorflow.core.framework import function_pb2
 from whale.capture.encode import attr_types, to_function_def, to_graph_def
 from whale.ir.program import Node, Program
 from whale.ir.values import Func
+from whale.lowering.micro import NO_INLINE
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
     for i, program in enumerate(ranks):
         prefix = f"{tag}_rank{i}" if len(ranks) > 1 else tag
         renamed = _rename_functions(program, prefix)
-        definitions += [to_function_def(body, name) for name, body in renamed.functions.items()]
+        definitions += function_definitions(renamed)
         variables = tuple(v.node for v in renamed.variables)
         if i > 0:
             # Nobody reads this rank's results, but the first rank waits for the communication behind them.
@@ -58,7 +59,7 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
             # Inlined side by side, or specialised to the results that are read (the first rank's), equal arithmetic
             # of two ranks would be rewritten in two ways by TensorFlow's optimiser, and their copies of a variable
             # would drift apart by rounding.
-            main.attr["_noinline"].b = main.attr["_nospecialize"].b = True
+            main.attr[NO_INLINE].b = main.attr["_nospecialize"].b = True
         definitions.append(main)
         mains.append(main)
     if len(ranks) > 1:
@@ -68,9 +69,25 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
     return LoweredFunction(name, tuple(definitions), ranks[0].inputs, tuple(handles), len(ranks[0].outputs))
 
 
+def function_definitions(program: Program) -> list[Any]:
+    """FunctionDefs of the bodies; those stay functions whose calls say so."""
+    graphs = (program, *program.functions.values())
+    kept = {node.attrs["f"].name for graph in graphs for node in graph.nodes if node.attrs.get(NO_INLINE)}
+    found = []
+    for name, body in program.functions.items():
+        definition = to_function_def(body, name)
+        if name in kept:
+            definition.attr[NO_INLINE].b = True
+        found.append(definition)
+    return found
+
+
 def lower_to_graph(program: Program, tag: str) -> Any:
     """A rank's program as a GraphDef (for a v1 session); its functions are named after ``tag``."""
-    return to_graph_def(_rename_functions(program, tag))
+    renamed = _rename_functions(program, tag)
+    graph_def = to_graph_def(replace(renamed, functions={}))
+    graph_def.library.function.extend(function_definitions(renamed))
+    return graph_def
 
 
 @cache

@@ -23,6 +23,7 @@ from whale.rules.graph import BRANCHES, LOOPS, USE, called_functions, handles_li
 _ENDS = frozenset(
     {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
 )  # where tensors come in and go out, in parts if they are cut
+_TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
 
 
 def localise(program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale") -> Program:
@@ -290,7 +291,7 @@ class _Localiser:
             if i in edit.added:
                 operand = f"{name}/whale_operand_{i}"
                 t = self.program.type_of(ref)
-                both = (found, e.const(f"{operand}/added", edit.added[i]))
+                both = (found, e.const(f"{operand}/added", self._added(edit.added[i])))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             inputs.append(found)
         inside = None
@@ -321,6 +322,11 @@ class _Localiser:
             )
         else:
             e.nodes[name] = lowered
+
+    def _added(self, value: np.ndarray) -> np.ndarray:
+        """Streams of micro-batches are others than those of ranks."""
+        with np.errstate(over="ignore"):
+            return value * np.array(_TIME_STREAM, value.dtype) if self.plan.in_time else value
 
     def _unchanged(self, node: Node, strategy: Strategy) -> bool:
         """Whether this rank runs the node as it stands in the program (most do: optimizers, whole tensors)."""

@@ -74,7 +74,7 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         if handle:
             _check_variable(program.variable_of[node.name], node, passed, plan.size)
         else:
-            _check_legal(program, node, strategy, plan.size)
+            _check_legal(program, node, strategy, plan)
         if any(isinstance(p, Own) for p in strategy.inputs):
             _check_contributed(program, graph, node, plan)
         for ref, placement in zip(node.refs(), strategy.outputs):
@@ -206,7 +206,8 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
             stack += zip(made.inputs, strategies[made.name].inputs)
 
 
-def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -> None:
+def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
+    parts = plan.size
     if node.op in LOOPS:
         if strategy.inputs != strategy.outputs and not strategy.once:
             raise _fail(node, strategy, "loop variables that keep their placement")
@@ -226,7 +227,7 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, parts: int) -
         return
     rule = rule_of(node.op)
     if whole and (not node.stateful or rule is None):
-        if node.stateful and not holds_variable(program, node):
+        if node.stateful and not holds_variable(program, node) and not plan.in_time:  # in time, whole is once
             raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
         return
     if rule is None:

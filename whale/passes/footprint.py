@@ -3,7 +3,7 @@
 The walk takes the rank's nodes in their order, gives each result memory when its node runs, and takes it back behind
 its last reader. TensorFlow runs what does not depend on each other side by side and in an order of its own, and kernels
 take scratch memory, so a measured peak differs; results that share memory with an operand are known. What loops and
-branches hold inside is left out.
+branches hold inside is left out; what a micro-batch holds is not.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def footprint(program: Program) -> dict[str, int]:
         if node.op in ("Const", "Placeholder", "ReadVariableOp") or node.name in program.variable_of:
             continue
         mine = [(ref, t) for ref, t in zip(node.refs(), node.outputs) if owner[ref] == ref]
+        if (inside := _inside(program, node)).total() + live.total() > most.total():
+            most = live + inside
         for ref, t in mine:
             live[kind_of.get(ref, "activations")] += t.bytes
         if live.total() > most.total():
@@ -64,6 +66,12 @@ def footprint(program: Program) -> dict[str, int]:
             if readers[ref] <= 0 and not _is_resident(program, ref):
                 live[kind_of.get(ref, "activations")] -= program.type_of(ref).bytes
     return dict(held + most) | {name: 0 for name in CATEGORIES if not (held + most)[name]}
+
+
+def _inside(program: Program, node: Node) -> Counter[str]:
+    """What a micro-batch holds at its fullest moment, its results among it."""
+    function = program.functions.get(node.attrs["f"].name) if node.op == "StatefulPartitionedCall" else None
+    return Counter(footprint(function)) if function is not None else Counter()
 
 
 def _is_resident(program: Program, ref: Ref) -> bool:

@@ -7,7 +7,7 @@ would be deeper). Order is that of the producers in the program, which for gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from whale.ir.layout import Broadcast, Own, Partial, Placement
@@ -17,12 +17,17 @@ from whale.passes.propagate import GraphLayout
 
 
 def group(
-    program: Program, layouts: Mapping[str, GraphLayout], reshards: tuple[Reshard, ...], group_bytes: int
+    program: Program,
+    layouts: Mapping[str, GraphLayout],
+    reshards: tuple[Reshard, ...],
+    group_bytes: int,
+    apart: Collection[int] = (),
 ) -> tuple[Reshard, ...]:
     """``reshards`` with group numbers; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
 
     Args:
       group_bytes: largest sum of tensor bytes of one group.
+      apart: sizes; tensors with a dimension that is a multiple of one, and scalars, travel alone. None: all may join.
     """
     numbers: dict[str, int] = {}
     open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
@@ -37,6 +42,8 @@ def group(
             tensor = body.type_of(r.ref)
             kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
+                continue
+            if apart and (not tensor.shape or any(n and n % rows == 0 for n in tensor.shape for rows in apart)):
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:

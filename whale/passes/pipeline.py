@@ -23,6 +23,7 @@ from whale.passes.hidden import refuse_hidden_updates
 from whale.passes.horovod import give_to_horovod, refuse_horovod
 from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
+from whale.passes.mixed import mixed_precision
 from whale.passes.own import Semantics
 from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.reduce import place_reductions
@@ -52,6 +53,8 @@ class PlanContext:
     ``batch`` are the batch inputs where they are known already.
     ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``; from 3 on
     weights as well, of which ``zero_ahead`` are gathered while another is used.
+    ``mixed_precision``: products are computed in bfloat16.
+    ``micro_batches``: into how many parts each rank cuts its rows; ``micro_statistics``: batch statistics are of each.
     """
 
     size: int
@@ -72,6 +75,9 @@ class PlanContext:
     zero_level: int = 0
     zero_min_bytes: int = 0
     zero_ahead: int = 1
+    mixed_precision: bool = False
+    micro_batches: int = 1
+    micro_statistics: bool = False
     dump: str = ""
 
 
@@ -93,6 +99,9 @@ def normalise(program: Program, context: PlanContext) -> Program:
         if context.zero_level >= 3:
             program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)
             _dump(context, "separate_uses", program)
+        if context.mixed_precision:
+            program = mixed_precision(program)
+            _dump(context, "mixed_precision", program)
     return program
 
 
@@ -162,7 +171,12 @@ def _finished(
     if context.wire_dtype:
         reshards = narrow(expanded, layouts[""], reshards, context.wire_dtype, context.size)
     if together is None:
-        reshards = group(expanded, layouts, reshards, context.group_bytes)
+        # What has the rows of a batch travels for each micro-batch, counts before the first one, gradients after the
+        # last one: not together.
+        apart = (
+            {b.placement.extent for b in batch if isinstance(b.placement, Split)} if context.micro_batches > 1 else ()
+        )
+        reshards = group(expanded, layouts, reshards, context.group_bytes, apart)
     else:
         reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in reshards)
     divided, total = _flops(expanded, layouts)
@@ -182,6 +196,7 @@ def _finished(
         exceptions=_exceptions(expanded, layouts[""]) if context.size > 1 else (),
         split_flops=divided,
         total_flops=total,
+        micro_batches=context.micro_batches if batch else 1,
     )
     check(expanded, plan)
     refuse_hidden_updates(expanded, plan)

@@ -67,7 +67,8 @@ def propagate(
 
     Args:
       parts: size of the mesh axis.
-      batch: placement of the batch inputs, by input name; the others are global values.
+      batch: placement of the batch inputs, by input name; the others are global values. A node that is no input but
+        yields rows of the batch may be among them.
       semantics: what is not global.
       local: batch inputs that come divided; the others come whole and are cut.
       fixed: strategies of nodes of the program that are decided already.
@@ -107,6 +108,7 @@ def _propagate(
         main.result.produced[ref] = passed
         if name in batch and name not in local:
             main.result.preferred[ref] = batch[name]
+    main.sliced = {name: placement for name, placement in batch.items() if name not in program.inputs}
     main.run()
     for ref in program.outputs:
         main.need(ref, B, program.by_name[ref.node])
@@ -139,6 +141,7 @@ class _Propagation:
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
         self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay
+        self.sliced: Mapping[str, Placement] = {}  # nodes that yield rows of the batch
         self._replicated: dict[tuple[int, int], Strategy] = {}
 
     # -- driver
@@ -166,6 +169,8 @@ class _Propagation:
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
             self._track_batch(node, strategy, current)
+            if node.name in self.sliced and strategy.outputs == (B,):
+                preferred[Ref(node.name)] = self.sliced[node.name]
             if given is None:
                 preferred.update(self.own.kept(node, strategy))
             if self.gathered and self._is_gathered(node, given is not None):

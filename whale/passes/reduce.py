@@ -16,7 +16,7 @@ import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from whale.ir.layout import B, Broadcast, Own, Partial, Split, Strategy
-from whale.ir.program import Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.propagate import GraphLayout
@@ -87,6 +87,8 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             if ref in wanted_whole:
                 network.add_edge(ref, _SINK)
         if node.name in flexible:
+            if _widens(program, node):
+                forced.add(node.name)  # sums are made in the wider type
             gathering = _price_of_whole(program, layout, parts, node.name)
             if gathering is None:
                 network.add_edge(_SOURCE, node.name)
@@ -95,6 +97,12 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
     for name in forced:
         network.add_edge(_SOURCE, name, capacity=float("inf"))
     return network
+
+
+def _widens(program: Program, node: Node) -> bool:
+    return node.op == "Cast" and program.type_of(node.inputs[0]).dtype in ("bfloat16", "float16") and (
+        node.outputs[0].dtype in ("float32", "float64")
+    )  # fmt: skip
 
 
 def _contributions(program: Program, layout: GraphLayout) -> set[str]:

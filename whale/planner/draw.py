@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cost_model.schedules import schedule
 from cost_model.simulate import memory_curve
+from whale.ir.schedule import schedule
 
 from . import show
 from .evaluate import Evaluation

@@ -12,8 +12,8 @@ from itertools import accumulate
 from cost_model.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from cost_model.compute import rates_of
 from cost_model.memory import BASE_BYTES, CHANNEL_BYTES, WORKSPACE_BYTES, Footprint, state_bytes
-from cost_model.schedules import live_micro_batches, schedule
 from cost_model.simulate import Tasks, Timeline, simulate
+from whale.ir.schedule import Phase, live_micro_batches, schedule
 
 from .model import Layers, Model
 from .pools import Machines
@@ -205,7 +205,7 @@ def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
     return all_reduce_s(pair, model.stack.gradient_bytes * model.tied_parameters / tensor)
 
 
-def _tasks(spread: Spread, orders: list[list[tuple[int, int, bool]]], costs: list[StageCost]) -> Tasks:
+def _tasks(spread: Spread, orders: list[list[Phase]], costs: list[StageCost]) -> Tasks:
     """One task per pass on its stage's stream, in the order of the schedule."""
     tasks = Tasks()
     stages, last, count = len(spread.stages), len(spread.stages) * spread.chunks - 1, spread.micro_batches

@@ -119,7 +119,7 @@ def memory_bar(used: Footprint, limit_bytes: float) -> str:
 
 def schedule_lines(plan: PlanFile) -> list[str]:
     """The order of passes on the first stages, as text: F and B with their micro-batch."""
-    from cost_model.schedules import schedule
+    from whale.ir.schedule import schedule
 
     spread = plan.spread
     if len(spread.stages) == 1:

@@ -5,10 +5,14 @@ These nodes stand in programs that were lowered for one axis already. Operand 0 
 
 from __future__ import annotations
 
-from whale.rules.base import OpView
+from whale.ir.values import Shape
+from whale.rules.base import Local, OpView, Strategy, local_output_shape
 from whale.rules.dims import names, term
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
+
+ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
+_ALONE = frozenset({"WhaleCommunicator", "WhaleCheck", "WhaleHold"})
 
 
 def reduction(op: OpView) -> str:
@@ -48,10 +52,32 @@ def along_two_axes(op: OpView) -> str:
     return _but_for(op, ("split_axis", "concat_axis"))
 
 
+def communicates(op: str) -> bool:
+    """Whether the op exchanges data between ranks."""
+    return (op.startswith("Whale") and op not in _ALONE) or op.startswith("Horovod")
+
+
+def sent(op: OpView) -> str:
+    """whether rows of a batch are sent, which micro-batches cut on both sides alike"""
+    return "., * ->" if op.attr(ROWS) else REPLICATED
+
+
+def received(op: OpView) -> str:
+    """whether rows of a batch are received, which micro-batches cut on both sides alike"""
+    return ". -> p*" if op.attr(ROWS) else REPLICATED
+
+
+def _received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """The shape that is received is an attribute."""
+    return Local(attrs={"shape": Shape(local_output_shape(op, strategy, 0, coordinate))})
+
+
 RULES = (
     rule("WhaleAllReduce", reduction, lin=_sums, mono=_extrema),
     rule("WhaleReduceScatter", along_axis, lin=_sums, mono=_extrema),
     rule("WhaleAllGather", along_axis, lin="1"),
     rule("WhaleAllToAll", along_two_axes, lin="1"),
-    rule("WhaleCommunicator WhaleBroadcast WhaleSend WhaleRecv WhaleCheck", REPLICATED),
+    rule("WhaleSend", sent),
+    rule("WhaleRecv", received, local=_received_shape, produces_any=True),
+    rule("WhaleCommunicator WhaleBroadcast WhaleCheck", REPLICATED),
 )

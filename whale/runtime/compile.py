@@ -24,6 +24,7 @@ from whale.passes.stages import places_of
 from whale.runtime.auto import spread_program
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
+from whale.runtime.micro import in_micro_batches
 from whale.runtime.places import lower_places, plan_places
 
 _MOST_RANKS_SHOWN = 8
@@ -76,6 +77,9 @@ def plan_context(context: Context) -> PlanContext:
         zero_level=config.zero_level,
         zero_min_bytes=config["zero.min_bytes"],
         zero_ahead=config["zero.ahead"],
+        mixed_precision=config["amp.level"] == "O1",
+        micro_batches=config["pipeline.num_micro_batch"],
+        micro_statistics=config["pipeline.micro_batch_statistics"],
         dump=config["dump"] if context.rank == 0 else "",
     )
 
@@ -151,10 +155,21 @@ def _lowered(
     what: str,
 ) -> list[Program]:
     if plan.places:
+        if plan.micro_batches > 1:
+            raise PlanError(
+                "the stages of a pipeline do not run in micro-batches yet",
+                given=f"pipeline.num_micro_batch={plan.micro_batches}, {len(plan.places)} stages",
+                expected="pipeline.num_micro_batch=1, or no wh.stage",
+                action="leave one of them out",
+            )
         return lower_places(expanded, plan, ranks, comm, what)
     if plan.inner is not None:
-        return lower_mesh(program, plan, settings, ranks, comm, what)
-    return [localise(expanded, plan, rank, comm, what) for rank in ranks]
+        lowered = lower_mesh(program, plan, settings, ranks, comm, what)
+    else:
+        lowered = [localise(expanded, plan, rank, comm, what) for rank in ranks]
+    if plan.micro_batches == 1:
+        return lowered
+    return [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
 
 
 def with_memory(program: Program, plan: Plan, settings: PlanContext) -> Plan:

@@ -29,7 +29,7 @@ from whale.passes.batch import batch_inputs, rows_of_ranks
 from whale.passes.pipeline import PlanContext, complete_plan, expand, make_plan
 from whale.passes.split import has_split_scopes
 
-_PREFIX = "whale/second_axis"
+SECOND_AXIS = "whale/second_axis"
 
 
 def plan_program(program: Program, context: PlanContext) -> Plan:
@@ -100,7 +100,7 @@ def lower_mesh(
             mine = inner if number == 0 else complete_plan(base, second, inner)
             bases[number] = base, expand(base, mine.expanded, second), mine
         base, expanded, mine = bases[number]
-        lowered = localise(expanded, mine, place, comm, what, _PREFIX)
+        lowered = localise(expanded, mine, place, comm, what, SECOND_AXIS)
         lowered = _placed(lowered, set(base.by_name), comm, rank, group, plan.size)
         for b in plan.batch_inputs:
             if not b.local:
