@@ -87,6 +87,7 @@ placements: st.SearchStrategy[Placement] = st.one_of(
     st.just(O),
     st.sampled_from(REDUCTIONS).map(Partial),
     st.builds(split, st.integers(0, 4), sizes, st.integers(1, 3)),
+    st.builds(split, st.integers(0, 4), sizes, st.just(1), st.tuples(st.integers(0, 3), st.integers(0, 3))),
 )
 strategies = st.builds(Strategy, st.lists(placements, max_size=3).map(tuple),
                        st.lists(placements, max_size=2).map(tuple),

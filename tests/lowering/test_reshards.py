@@ -7,12 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.interpreter import run
 from tests.lowering.compare import assert_equal_runs, lowered, run_both
 from tests.programs import Builder, plan_of
 from whale.errors import LayoutError, PlanError
-from whale.ir.layout import P_MAX, P_MIN, P_SUM, B, O, Partial, Placement, Split, Strategy, split
+from whale.ir.layout import P_MAX, P_MIN, P_SUM, B, O, Partial, Placement, Split, Strategy, moved_bytes, split
 from whale.ir.plan import Plan, Reshard
-from whale.ir.program import Program, Ref
+from whale.ir.program import Program, Ref, topological
 from whale.ir.values import DType, TensorType
 from whale.lowering.emit import Emitter, emit_reshard
 from whale.passes.propagate import GraphLayout
@@ -162,3 +163,33 @@ def test_a_split_that_one_rank_has_whole_is_not_cut() -> None:
     target = Split(0, (0, 4))
     assert e.cut("cut", Ref("x"), TensorType("float64", (4,)), target) == Ref("x")
     assert not e.nodes
+
+
+@pytest.mark.parametrize("halo", [(1, 1), (0, 2), (3, 0), (4, 5)])
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (3, 3, 2), (1, 6, 1), (4, 0, 4), (8, 0)], ids=str)
+@pytest.mark.parametrize("divided", [True, False], ids=["divided", "whole"])
+def test_what_neighbours_have(sizes: tuple[int, ...], halo: tuple[int, int], divided: bool) -> None:
+    """Each rank gets the indices before and after its own, and what it lacks of them is what moves."""
+    b = Builder("halo")
+    x = b.input("x", (3, 8))
+    whole, t = b.build([x]), b.types[x]
+    own, wide = split(1, sizes), split(1, sizes, 1, halo)
+    start: Placement = own if divided else B
+    moved = moved_bytes(start, wide, t.bytes, len(sizes))
+    programs = []
+    for rank in range(len(sizes)):
+        e = Emitter(rank, len(sizes), "comm")
+        e.nodes["x"] = whole.by_name["x"]
+        mine = e.cut("own", x, t, own) if divided else x
+        found = emit_reshard(e, Reshard("", x, start, wide, "key", moved), t, lambda mine=mine: mine)  # type: ignore[misc]
+        assert found is not None
+        effects = [n.name for n in e.nodes.values() if n.op == "WhaleSend"]
+        programs.append(Program("halo", topological(e.nodes), ("x",), (), (found,), tuple(effects)))
+    value = np.arange(24.0).reshape(3, 8)
+    spread = run(programs, {"x": value}, {})
+    for rank, outputs in enumerate(spread.outputs):
+        np.testing.assert_array_equal(outputs[0], np.take(value, wide.indices(rank), axis=1))
+    assert sum(call.bytes for call in spread.calls) == moved
+    assert moved_bytes(P_SUM, wide, t.bytes, len(sizes)) == (len(sizes) - 1) * t.bytes + moved_bytes(
+        own, wide, t.bytes, len(sizes)
+    )

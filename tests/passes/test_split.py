@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.lowering.compare import assert_equal_runs
-from tests.programs import Builder, mlp
+from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Partial, Split, Strategy, split
 from whale.ir.plan import Plan
@@ -296,3 +296,29 @@ def test_graphs_that_are_too_wide_go_to_the_integer_program(monkeypatch: pytest.
     monkeypatch.setattr(eliminate, "_LARGEST_TABLE", 20)
     monkeypatch.setattr(integer_program, "solve", seen := Mock(wraps=integer_program.solve))
     assert planned(program, 2).logical_bytes == expected.logical_bytes and seen.called
+
+
+def test_what_enters_a_loop_or_branch_divided_stays_so() -> None:
+    """Columns that a split layer makes go through a loop and a branch; nothing is brought together in between."""
+    b = Builder("carried")
+    x = b.input("x", (8, 12))
+    b.scope = "split_0"
+    w1, w2 = b.variable("w1", (12, 24)), b.variable("w2", (24, 6))
+    h = b.matmul(x, b.read(w1, name="w1/read"), name="layer1")
+    turn, (count, state) = body("turn", (), (8, 24))
+    more = turn.op("AddV2", count, turn.const(1.0))
+    turned = turn.build([more, turn.op("Tanh", turn.op("Mul", state, turn.const(0.5)))])
+    until, (so_far, _) = body("until", (), (8, 24))
+    condition = until.build([until.op("Less", so_far, until.const(3.0))])
+    loop = b.loop(condition, turned, b.const(0.0), h)
+    (then, (one,)), (other, (two,)) = body("then", (8, 24)), body("other", (8, 24))
+    yes, no = then.build([then.op("Neg", one)]), other.build([other.op("Square", two)])
+    flag = b.op("Less", b.reduce("Sum", b.read(w2, name="w2/flag"), 0, 1), b.const(0.0))
+    chosen = b.branch(flag, yes, no, Ref(loop.node, 1))
+    program = b.build([b.matmul(chosen, b.read(w2, name="w2/read"), name="layer2")])
+    plan = planned(program, 2)
+    columns = split(1, (12, 12))
+    assert plan.strategies[""]["loop"].outputs == (B, columns) and plan.strategies[""]["branch"].outputs == (columns,)
+    assert plan.strategies["turn"][turned.outputs[1].node].outputs == (columns,)
+    assert not [r for r in plan.reshards if r.graph and r.bytes]
+    assert {n: p.dim for n, p in plan.variables.items() if isinstance(p, Split)} == {"w1": 1, "w2": 0}

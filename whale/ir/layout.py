@@ -21,7 +21,7 @@ from whale.ir.values import Dims
 REDUCTIONS = ("sum", "max", "min", "prod")
 _PLACEMENT = re.compile(
     rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|own\[(?P<rows>\d+(,\d+)*)\]"
-    r"|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?"
+    r"|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?(\+(?P<before>\d+)\+(?P<after>\d+))?"
 )
 _MOST_NAMED = 16  # parts whose sizes stand in names and keys
 
@@ -33,19 +33,23 @@ class Split:
     With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
     every run, in order: so lies the batch in two batches put behind each other, or inside a flattened (time, batch).
 
+    With ``halo`` a coordinate also holds that many indices before and after its own, as far as there are any: what a
+    window over a divided dimension needs. Only operands lie so; who has no indices of its own has no others either.
+
     What takes a look at every coordinate is computed once for each split: a program has few, and asks often.
     """
 
     dim: int
     sizes: tuple[int, ...]
     blocks: int = 1
+    halo: tuple[int, int] = (0, 0)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dim, self.sizes, self.blocks))
+        return hash((self.dim, self.sizes, self.blocks, self.halo))
 
     @cached_property
     def run(self) -> int:
@@ -73,7 +77,12 @@ class Split:
         if len(self.sizes) <= _MOST_NAMED:
             return str(self)
         sizes = blake2b(repr(self.sizes).encode(), digest_size=8).hexdigest()
-        return f"S({self.dim})[{len(self.sizes)} parts {sizes}]*{self.blocks}"
+        return f"S({self.dim})[{len(self.sizes)} parts {sizes}]*{self.blocks}+{self.halo[0]}+{self.halo[1]}"
+
+    @cached_property
+    def plain(self) -> Split:
+        """The same without halo."""
+        return self if self.halo == (0, 0) else split(self.dim, self.sizes, self.blocks)
 
     @property
     def extent(self) -> int:
@@ -82,20 +91,29 @@ class Split:
 
     def local(self, coordinate: int) -> int:
         """Size of the dimension on ``coordinate``."""
-        return self.blocks * self.sizes[coordinate]
+        first, end = self.span(coordinate)
+        return self.blocks * (end - first)
 
     def offset(self, coordinate: int) -> int:
         """Where ``coordinate`` begins within a run."""
         return self.starts[coordinate]
 
+    def span(self, coordinate: int) -> tuple[int, int]:
+        """The indices of a run that ``coordinate`` holds: the first, and one past the last."""
+        first, size = self.starts[coordinate], self.sizes[coordinate]
+        if not size:
+            return first, first
+        return max(0, first - self.halo[0]), min(self.run, first + size + self.halo[1])
+
     def indices(self, coordinate: int) -> np.ndarray:
         """The indices of the dimension that ``coordinate`` holds, in its local order."""
-        run = np.arange(self.offset(coordinate), self.offset(coordinate) + self.sizes[coordinate])
+        run = np.arange(*self.span(coordinate))
         return (np.arange(self.blocks)[:, None] * self.run + run).reshape(-1)
 
     def __str__(self) -> str:
         text = f"S({self.dim})[{','.join(map(str, self.sizes))}]"
-        return text if self.blocks == 1 else f"{text}*{self.blocks}"
+        text = text if self.blocks == 1 else f"{text}*{self.blocks}"
+        return text if self.halo == (0, 0) else f"{text}+{self.halo[0]}+{self.halo[1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +186,9 @@ class Strategy:
 
 
 @lru_cache(maxsize=65536)
-def split(dim: int, sizes: tuple[int, ...], blocks: int = 1) -> Split:
+def split(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, int] = (0, 0)) -> Split:
     """The one object for this split (equal placements are identical, which makes comparing them cheap)."""
-    return Split(dim, sizes, blocks)
+    return Split(dim, sizes, blocks, halo)
 
 
 def even_sizes(size: int, parts: int) -> tuple[int, ...]:
@@ -230,11 +248,12 @@ def parse_placement(text: str) -> Placement:
     """Inverse of ``str(placement)``.
 
     Raises:
-      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``, ``B``, ``P(op)``, ``O``, ``own[n,...]``.
+      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``,
+        ``S(d)[n,...]+k+k``, ``B``, ``P(op)``, ``O``, ``own[n,...]``.
     """
     match = _PLACEMENT.fullmatch(text)
     if match is None:
-        expected = "S(dim)[sizes], S(dim)[sizes]*blocks, B, P(op), O, own[rows]"
+        expected = "S(dim)[sizes], S(dim)[sizes]*blocks, S(dim)[sizes]+before+after, B, P(op), O, own[rows]"
         raise ValueError(f"not a placement: {text!r}; expected {expected}")
     if match["rows"]:
         return Own(tuple(map(int, match["rows"].split(","))))
@@ -242,7 +261,8 @@ def parse_placement(text: str) -> Placement:
         return Partial(match["op"])
     if match["dim"]:
         sizes = tuple(int(s) for s in match["sizes"].split(",") if s)
-        return split(int(match["dim"]), sizes, int(match["blocks"] or 1))
+        halo = int(match["before"] or 0), int(match["after"] or 0)
+        return split(int(match["dim"]), sizes, int(match["blocks"] or 1), halo)
     return B if text == "B" else O
 
 
@@ -257,6 +277,9 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
     others = size - 1
     if source == target or others == 0 or isinstance(source, Broadcast) or isinstance(target, Own):
         return 0
+    if isinstance(target, Split) and target.halo != (0, 0):
+        more = sum(target.local(i) for i in range(size)) - target.extent
+        return moved_bytes(source, target.plain, tensor_bytes, size) + tensor_bytes * more // max(1, target.extent)
     if isinstance(source, Partial):
         return (2 if isinstance(target, Broadcast) else 1) * others * tensor_bytes  # to another reduction by way of S
     if isinstance(target, Partial):

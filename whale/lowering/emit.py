@@ -124,7 +124,8 @@ class Emitter:
             return source
         rank_of_tensor = len(t.shape or ())
         begin, size = np.zeros(rank_of_tensor, np.int32), np.full(rank_of_tensor, -1, np.int32)
-        begin[target.dim], size[target.dim] = target.offset(self.rank), target.sizes[self.rank]
+        first, end = target.span(self.rank)
+        begin[target.dim], size[target.dim] = first, end - first
         operands = (source, self.const(name + "/begin", begin), self.const(name + "/size", size))
         out = TensorType(t.dtype, local_shape(t.shape, target, self.rank))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
@@ -205,18 +206,18 @@ class Emitter:
         return self.reshape(name + "/as_vector", got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
     def move_shares(self, name: str, source: Ref, t: TensorType, have: Split, want: Split, key: str) -> Ref:
-        """Shares of one dimension under other sizes: each rank sends what is not yet at its owner, and nothing else."""
-        mine = have.offset(self.rank), have.offset(self.rank) + have.sizes[self.rank]
+        """Shares of one dimension under other sizes, or with neighbours' indices: each rank gets what it lacks."""
+        mine = have.span(self.rank)
         pieces: list[Ref] = []
         for peer in range(self.size):
-            low, high = _common(mine, want, peer)
+            low, high = _common(mine, want.span(peer))
             if peer != self.rank and low < high:
                 piece = self._rows(f"{name}/to_{peer}", source, t, have.dim, low - mine[0], high - low)
                 attrs = {"key": f"{key}/{self.rank}to{peer}", "peer": peer}
                 self.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), t, attrs, ())
-        needed = want.offset(self.rank), want.offset(self.rank) + want.sizes[self.rank]
+        needed = want.span(self.rank)
         for peer in range(self.size):
-            low, high = _common(needed, have, peer)
+            low, high = _common(needed, have.span(peer))
             if low >= high:
                 continue
             if peer == self.rank:
@@ -244,10 +245,9 @@ class Emitter:
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
 
-def _common(mine: tuple[int, int], theirs: Split, peer: int) -> tuple[int, int]:
-    """Where the span ``mine`` and the share of ``peer`` overlap: (first, one past the last)."""
-    start = theirs.offset(peer)
-    return max(mine[0], start), min(mine[1], start + theirs.sizes[peer])
+def _common(mine: tuple[int, int], theirs: tuple[int, int]) -> tuple[int, int]:
+    """Where two spans overlap: (first, one past the last)."""
+    return max(mine[0], theirs[0]), min(mine[1], theirs[1])
 
 
 def _with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:

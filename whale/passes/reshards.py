@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.ir.layout import P_SUM, B, Broadcast, Own, Partial, Placement, label, moved_bytes
+from whale.ir.layout import P_SUM, B, Broadcast, Own, Partial, Placement, Split, label, moved_bytes
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagate import GraphLayout
@@ -48,6 +48,18 @@ def _of_tensor(
         first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
         rest = {t: why for t, why in targets.items() if t != P_SUM}
         return [first] + (_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
+    wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.plain}
+    if wide:
+        # What neighbours have is fetched by who has its own part already.
+        rest = {t: why for t, why in targets.items() if t not in wide}
+        cut = type(source) is Broadcast
+        if not cut:
+            rest = {**{t.plain: why for t, why in wide.items() if t.plain != source}, **rest}
+        rows = _of_tensor(graph, program, ref, source, rest, parts) if rest else []
+        for t, why in wide.items():
+            start = source if cut else t.plain
+            rows.append(_row(graph, ref, start, t, moved_bytes(start, t, tensor.bytes, parts), why))
+        return rows
     whole = next((t for t in targets if type(t) is Broadcast), None)
     if whole is None and (
         (isinstance(source, Partial) and any(isinstance(t, Partial) for t in targets))

@@ -29,6 +29,7 @@ from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, takes, view
 from whale.rules.registry import LineRule
 
+_IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
 _MOST_FORMS = 12  # candidates per tensor
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
 
@@ -161,16 +162,33 @@ class _Chooser:
                 for dim, size in enumerate(variable.type.shape or ()):
                     if size is not None and size >= self.parts:
                         self._note(Ref(name), split(dim, even_sizes(size, self.parts)))
+        for name in self.weights:
+            if (cut := self._rows(name)) is not None:
+                self._note(Ref(name), cut)
         for node in self.nodes.values():
             for ref in node.inputs:
                 if ref.node not in self.options:
                     self._note(ref, self.outside.place(ref))
                     self._note(ref, self.outside.produced[ref])
 
+    def _rows(self, name: str) -> Split | None:
+        """How a convolution's result lies where its scope names rows or columns, which leaves its weight whole."""
+        node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
+        shape = node.outputs[0].shape
+        if scope is None or scope[1] is None or shape is None or node.op not in _IMAGES:
+            return None
+        spatial = (
+            range(2, len(shape)) if str(node.attrs.get("data_format")).startswith("NC") else range(1, len(shape) - 1)
+        )
+        at = scope[1] + len(shape) if scope[1] < 0 else scope[1]
+        size = shape[at] if at in spatial else None
+        return split(at, even_sizes(size, self.parts)) if size is not None and size >= self.parts else None
+
     def _note(self, ref: Ref, placement: Placement) -> bool:
         """Adds a candidate; False when it is none, or known already."""
         if not isinstance(placement, Split | Partial):
             return False
+        placement = placement.plain if isinstance(placement, Split) else placement
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
             return False
@@ -268,12 +286,21 @@ class _Chooser:
         """Weights lie split and are read split, along the named dimension of the result where there is one."""
         divided: dict[str, bool] = {}
         first: set[str] = set()
+        whole = {handle for name, uses in self.weights.items() if self._rows(name) for _, handle in uses}
+        for handle in whole:
+            self._keep(handle, lambda o: o.outputs[0] == B)
         for name, uses in self.weights.items():
             node = self.nodes[name]
             scope = split_scope(node.scope)
             assert scope is not None
             divided.setdefault(scope[0], False)
+            if self._rows(name) is not None:
+                self._along(node, uses[0][1], scope[1] or 0)
+                divided[scope[0]] = True
+                continue
             for i, handle in uses:
+                if handle in whole:
+                    continue
                 taken = self._keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
                 if handle not in first and scope[1] is not None and node.op not in LOOKUPS:
                     self._along(node, handle, scope[1])

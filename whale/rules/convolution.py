@@ -1,11 +1,11 @@
-"""Convolutions and their gradients: cut by batch or by channels; spatial dimensions stay whole where windows overlap
-(no halo exchange)."""
+"""Convolutions and their gradients: cut by batch, by channels, and by rows and columns (whale.rules.halo)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from whale.ir.values import TensorType
+from whale.rules import halo
 from whale.rules.base import OpView
 from whale.rules.dims import names, windows
 from whale.rules.registry import rule
@@ -60,7 +60,7 @@ def _kernel(count: int, tail: str) -> str:
 def _spatial(
     op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
 ) -> tuple[list[str], list[str]]:
-    """The spatial dimensions before and after the convolution: cut together where no window needs a neighbour's rows.
+    """The spatial dimensions before and after the convolution, cut together where the step divides them.
 
     Args:
       flag: "+" where the result sums over them.
@@ -74,6 +74,8 @@ def _spatial(
     if None in kernel.shape[:count] or len(steps) != count:
         return before, after
     reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
+    if count == 2 and op.attr("padding") == "SAME":
+        reach = [min(size, step) for size, step in zip(reach, steps)]  # what is missing comes from neighbours
     for i, found in enumerate(windows(image.shape[first : first + count], reach, steps)):
         if found is not None:
             before[i], after[i] = found.replace(f"s{i}", f"s{i}{flag}"), f"s{i}{flag}"
@@ -166,20 +168,32 @@ def any_rank(op: OpView) -> str:
 
 
 RULES = (
-    rule("Conv2D", forward(2), lin="0|1"),
+    rule("Conv2D", forward(2), lin="0|1", halo=halo.of_image, local=halo.of_rank),
     rule("Conv3D", forward(3), lin="0|1"),
     rule("Conv", any_rank, lin="0|1"),
-    rule("Conv2DBackpropInput", input_gradient(2), lin="1|2"),
-    rule("Conv2DBackpropInputV2", input_gradient(2, like=True), lin="1|2"),
-    rule("Conv2DBackpropFilter", filter_gradient(2), lin="0|2"),
-    rule("Conv2DBackpropFilterV2", filter_gradient(2, like=True), lin="0|2"),
+    rule("Conv2DBackpropInput", input_gradient(2), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
+    rule("Conv2DBackpropInputV2", input_gradient(2, like=True), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
+    rule("Conv2DBackpropFilter", filter_gradient(2), lin="0|2", halo=halo.of_image, local=halo.of_rank),
+    rule("Conv2DBackpropFilterV2", filter_gradient(2, like=True), lin="0|2", halo=halo.of_image, local=halo.of_rank),
     rule("Conv3DBackpropInputV2", input_gradient(3), lin="1|2"),
     rule("Conv3DBackpropInput", input_gradient(3, like=True), lin="1|2"),
     rule("Conv3DBackpropFilterV2", filter_gradient(3), lin="0|2"),
     rule("Conv3DBackpropFilter", filter_gradient(3, like=True), lin="0|2"),
-    rule("DepthwiseConv2dNative", depthwise, lin="0|1"),
-    rule("DepthwiseConv2dNativeBackpropInput", depthwise_input_gradient, lin="1|2"),
-    rule("DepthwiseConv2dNativeBackpropFilter", depthwise_filter_gradient, lin="0|2"),
+    rule("DepthwiseConv2dNative", depthwise, lin="0|1", halo=halo.of_image, local=halo.of_rank),
+    rule(
+        "DepthwiseConv2dNativeBackpropInput",
+        depthwise_input_gradient,
+        lin="1|2",
+        halo=halo.of_slope,
+        local=halo.of_rank,
+    ),
+    rule(
+        "DepthwiseConv2dNativeBackpropFilter",
+        depthwise_filter_gradient,
+        lin="0|2",
+        halo=halo.of_image,
+        local=halo.of_rank,
+    ),
     rule("Dilation2D", "b h^ w^ c, k0^ k1^ c -> b y^ x^ c"),
     rule("Dilation2DBackpropInput", "b h^ w^ c, k0^ k1^ c, b y^ x^ c -> b h^ w^ c", lin="2"),
     rule("Dilation2DBackpropFilter", "b+ h^ w^ c, k0^ k1^ c, b+ y^ x^ c -> k0^ k1^ c", lin="2"),

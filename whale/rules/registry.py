@@ -47,6 +47,7 @@ class LineRule:
       known: outputs that are known without running the op.
       produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
       any_partial: the output is right as a partial of any kind (empty lists).
+      halo: gives operands of a strategy what neighbours have as well; None: the strategy is none.
       own_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
         own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
     """
@@ -62,6 +63,7 @@ class LineRule:
     produces_any: bool = False
     any_partial: bool = False
     own_stream: str = ""
+    halo: Callable[[OpView, Strategy], Strategy | None] | None = field(default=None, repr=False)
 
     def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
         """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
@@ -93,6 +95,8 @@ class LineRule:
             raise RuleError(
                 error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts
             ) from None
+        if self.halo is not None:
+            found = tuple(wide for s in found if (wide := self.halo(op, s)) is not None)
         if self.local is not None and any(in_runs(p) for s in found for p in s.inputs + s.outputs):
             return [s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1]
         return list(found)
@@ -121,6 +125,7 @@ class LineRule:
             if value is not None:
                 words.append(f"{name}={'by op' if callable(value) else value}")
         words += [f"reduce={'by op' if callable(self.reduce) else self.reduce}"] * (self.reduce != "sum")
+        words += ["halo"] * (self.halo is not None)
         words += [n for n in ("produces_any", "any_partial", "own_stream") if getattr(self, n)]
         return "  ".join(words)
 
@@ -138,10 +143,11 @@ def rule(
     produces_any: bool = False,
     any_partial: bool = False,
     own_stream: str = "",
+    halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
 ) -> tuple[LineRule, ...]:
     """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
     return tuple(
-        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, own_stream)
+        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, own_stream, halo)
         for n in names.split()
     )
 
