@@ -71,6 +71,7 @@ CONFIGURATIONS = (
     Configuration("Whale, state split, 2 ranks", "whale", 2, environment=(("WHALE_ZERO_LEVEL", "1"),)),
     Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "false"),)),
     Configuration("Whale over Horovod, 2 ranks", "whale-horovod", 2),  # tuned alike
+    Configuration("Horovod, 4 ranks", "horovod", 4, workloads=("fc",)),
     Configuration("Whale, 4 ranks", "whale", 4),
     Configuration("Whale, wh.split, 4 ranks", "whale-split", 4, workloads=("fc",)),
 )
