@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -165,6 +166,10 @@ def test_a_split_that_one_rank_has_whole_is_not_cut() -> None:
     assert not e.nodes
 
 
+def _held(ref: Ref) -> Callable[[], Ref | None]:
+    return lambda: ref
+
+
 @pytest.mark.parametrize("halo", [(1, 1), (0, 2), (3, 0), (4, 5)])
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (3, 3, 2), (1, 6, 1), (4, 0, 4), (8, 0)], ids=str)
 @pytest.mark.parametrize("divided", [True, False], ids=["divided", "whole"])
@@ -181,7 +186,7 @@ def test_what_neighbours_have(sizes: tuple[int, ...], halo: tuple[int, int], div
         e = Emitter(rank, len(sizes), "comm")
         e.nodes["x"] = whole.by_name["x"]
         mine = e.cut("own", x, t, own) if divided else x
-        found = emit_reshard(e, Reshard("", x, start, wide, "key", moved), t, lambda mine=mine: mine)  # type: ignore[misc]
+        found = emit_reshard(e, Reshard("", x, start, wide, "key", moved), t, _held(mine))
         assert found is not None
         effects = [n.name for n in e.nodes.values() if n.op == "WhaleSend"]
         programs.append(Program("halo", topological(e.nodes), ("x",), (), (found,), tuple(effects)))

@@ -53,8 +53,9 @@ def _of_tensor(
         # What neighbours have is fetched by who has its own part already.
         rest = {t: why for t, why in targets.items() if t not in wide}
         cut = type(source) is Broadcast
-        if not cut:
-            rest = {**{t.plain: why for t, why in wide.items() if t.plain != source}, **rest}
+        for t, why in wide.items():
+            if not cut and t.plain != source:
+                rest.setdefault(t.plain, why)
         rows = _of_tensor(graph, program, ref, source, rest, parts) if rest else []
         for t, why in wide.items():
             start = source if cut else t.plain
