@@ -21,7 +21,12 @@ SIZE, DEPTH, ROWS = 12, 3, 4
 def train(function: Any, scope: Any) -> tuple[dict[str, np.ndarray], Any]:
     """Three steps of overlapping, strided, depthwise and pointwise convolutions; values, and the step."""
     rng = np.random.default_rng(3)
-    shapes = {"first": (3, 3, DEPTH, 4), "down": (5, 3, 4, 6), "depth": (3, 3, 6, 1), "point": (1, 1, 6, 4)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "first": (3, 3, DEPTH, 4),
+        "down": (5, 3, 4, 6),
+        "depth": (3, 3, 6, 1),
+        "point": (1, 1, 6, 4),
+    }
     shapes["out"] = (4, 2)
     w = {name: tf.Variable(0.3 * rng.normal(size=shape), name=name) for name, shape in shapes.items()}
 
