@@ -176,6 +176,13 @@ KEYS: tuple[Key, ...] = (
         minimum=1,
     ),
     Key(
+        "pipeline.schedule",
+        "str",
+        "1f1b",
+        "order in which the stages of a pipeline compute their micro-batches",
+        choices=("gpipe", "1f1b", "zb-h1"),
+    ),
+    Key(
         "pipeline.micro_batch_statistics",
         "bool",
         False,

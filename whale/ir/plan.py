@@ -104,6 +104,7 @@ class Plan:
         empty where nobody asked.
       places: the groups of ranks that run the stages of a pipeline, each with ``size`` ranks; empty: all ranks run all.
       edges: what travels between places.
+      schedule: name of the order of micro-batches on the places; "" when there is one micro-batch.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
     """
@@ -129,6 +130,7 @@ class Plan:
     memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = ()
     edges: tuple[Edge, ...] = ()
+    schedule: str = ""
     micro_batches: int = 1
     in_time: bool = False
 
@@ -195,6 +197,7 @@ class Plan:
                 repeats=dict(self.repeats),
                 inner_bytes=self.inner_bytes,
                 memory=dict(self.memory),
+                schedule=self.schedule,
                 places=[(p.name, list(p.ranks), list(p.stages)) for p in self.places],
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
@@ -233,6 +236,7 @@ class _File(msgspec.Struct):
     memory: dict[str, tuple[int, ...]] = {}
     places: list[tuple[str, list[int], list[str]]] = []
     edges: list[tuple[str, int, int, int, int]] = []
+    schedule: str = ""
     micro_batches: int = 1
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
@@ -294,6 +298,7 @@ def _plan(f: _File) -> Plan:
         repeats=f.repeats,
         inner_bytes=f.inner_bytes,
         memory=f.memory,
+        schedule=f.schedule,
         places=tuple(Place(name, tuple(ranks), tuple(stages)) for name, ranks, stages in f.places),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,

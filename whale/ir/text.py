@@ -14,6 +14,7 @@ import numpy as np
 from whale.ir.layout import Partial, Split
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.schedule import format_schedule, schedule
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
 
 _BARE = re.compile(r"[A-Za-z0-9_./>\-]+\Z")
@@ -389,6 +390,10 @@ def _stages(plan: Plan) -> list[str]:
     for (source, target), sizes in sorted(sent.items()):
         names = f"{plan.places[source].name} -> {plan.places[target].name}"
         out.append(f"  {human_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
+    if plan.schedule:
+        out.append(f"Schedule {plan.schedule}, {plan.micro_batches} micro-batches")
+        rows = schedule(plan.schedule, len(plan.places), len(plan.places[0].stages), plan.micro_batches)
+        out += [f"  {line}" for line in format_schedule(rows).splitlines()]
     return out
 
 

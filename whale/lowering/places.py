@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Place
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType
 from whale.lowering.emit import COMMUNICATION, COMMUNICATOR
+from whale.rules.communication import ROWS
 
 
 class Connector:
@@ -19,6 +20,7 @@ class Connector:
       places: all places; ``number`` is this one's.
       senders: what a source stands for: its name -> (output, number of the place that makes it, key) of each.
       receivers: what a sink stands for: its name -> (numbers of the places that read it, key).
+      rows: keys of what has the rows of the batch, and travels for each micro-batch.
     """
 
     def __init__(
@@ -30,9 +32,10 @@ class Connector:
         comm: str,
         senders: dict[str, list[tuple[int, int, str]]],
         receivers: dict[str, tuple[tuple[int, ...], str]],
+        rows: Collection[str] = (),
     ):
         self.program, self.places, self.number, self.coordinate, self.comm = program, places, number, coordinate, comm
-        self.senders, self.receivers = senders, receivers
+        self.senders, self.receivers, self.rows = senders, receivers, frozenset(rows)
         self.nodes: dict[str, Node] = {}
         self.effects: list[str] = []
 
@@ -82,7 +85,7 @@ class Connector:
                 "T": DType(t.dtype), "ranks": (), "key": f"{key}@{source}to{self.number}/{self.coordinate}",
                 "peer": self.places[source].ranks[self.coordinate], "shape": Shape(t.shape),
             }  # fmt: skip
-            self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), attrs, (t,))
+            self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), self._marked(attrs, key), (t,))
             found[Ref(node.name, index)] = Ref(name)
         return found
 
@@ -95,7 +98,11 @@ class Connector:
                 "T": DType(t.dtype), "ranks": (), "key": f"{key}@{self.number}to{target}/{self.coordinate}",
                 "peer": self.places[target].ranks[self.coordinate],
             }  # fmt: skip
-            self._add(f"{node.name}/to_{target}", "WhaleSend", (Ref(COMMUNICATOR), source), attrs, ())
+            operands = (Ref(COMMUNICATOR), source)
+            self._add(f"{node.name}/to_{target}", "WhaleSend", operands, self._marked(attrs, key), ())
+
+    def _marked(self, attrs: dict, key: str) -> dict:
+        return {**attrs, ROWS: True} if key in self.rows else attrs
 
     def _of_place(self, node: Node) -> Node:
         """A communication op among the place's ranks."""

@@ -78,6 +78,7 @@ class PlanContext:
     mixed_precision: bool = False
     micro_batches: int = 1
     micro_statistics: bool = False
+    schedule: str = "1f1b"
     dump: str = ""
 
 

@@ -178,9 +178,12 @@ def assign_stages(program: Program, annotated: Program) -> Program:
     if not has_stages(program):
         return annotated
     stage = _Assignment(program).run()
+    known = set(stage.values())
     nodes = []
     for node in annotated.nodes:
         mine = stage.get(node.name, "")
+        if not mine and stage_of(node.scope) not in known:
+            node = replace(node, scope="")  # a stage in which variables were made, and nothing else
         nodes.append(node if not mine or stage_of(node.scope) == mine else replace(node, scope=mine))
     return annotated.with_nodes(tuple(nodes))
 
@@ -300,7 +303,9 @@ class _Assignment:
         now = sum(b for s, b in operands if s and s != here) + sum(map(self._bytes, node.refs()))
         then = sum(b for s, b in operands if s and s != there)
         fetched = any(r.node == node.name for r in self.program.outputs)
-        if then < now and not fetched:
+        # Equal for a sum of gradients of a tensor that several stages read; at a reader's, an earlier stage would have
+        # to send its part forward.
+        if then <= now and not fetched:
             self.stage[node.name] = there
 
 

@@ -79,6 +79,7 @@ def plan_context(context: Context) -> PlanContext:
         zero_ahead=config["zero.ahead"],
         mixed_precision=config["amp.level"] == "O1",
         micro_batches=config["pipeline.num_micro_batch"],
+        schedule=config["pipeline.schedule"],
         micro_statistics=config["pipeline.micro_batch_statistics"],
         dump=config["dump"] if context.rank == 0 else "",
     )
@@ -155,14 +156,7 @@ def _lowered(
     what: str,
 ) -> list[Program]:
     if plan.places:
-        if plan.micro_batches > 1:
-            raise PlanError(
-                "the stages of a pipeline do not run in micro-batches yet",
-                given=f"pipeline.num_micro_batch={plan.micro_batches}, {len(plan.places)} stages",
-                expected="pipeline.num_micro_batch=1, or no wh.stage",
-                action="leave one of them out",
-            )
-        return lower_places(expanded, plan, ranks, comm, what)
+        return lower_places(expanded, plan, ranks, comm, what, settings)
     if plan.inner is not None:
         lowered = lower_mesh(program, plan, settings, ranks, comm, what)
     else:

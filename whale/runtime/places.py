@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
+from whale.ir.layout import Split
 from whale.ir.plan import Place, Plan
-from whale.ir.program import Program
+from whale.ir.program import Program, Ref
 from whale.lowering.local import localise
 from whale.lowering.places import Connector
 from whale.passes.annotate import task_graphs
@@ -15,6 +16,7 @@ from whale.passes.pipeline import PlanContext, expand, make_plan
 from whale.passes.places import FETCH_SENT, FETCHED, SENT, Cut, cut, edges_of, plan_of_part
 from whale.passes.stages import stage_of
 from whale.runtime.homes import Use
+from whale.runtime.pipelined import WholeInTime
 
 
 def plan_places(program: Program, context: PlanContext, places: tuple[Place, ...]) -> Plan:
@@ -32,12 +34,23 @@ def plan_places(program: Program, context: PlanContext, places: tuple[Place, ...
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
     devices = tuple("rank " + "+".join(str(place.ranks[i]) for place in places) for i in range(size))
     return replace(
-        plan, places=places, edges=edges_of(expanded, cut(expanded, places), plan), task_graphs=graphs, devices=devices
+        plan,
+        schedule=context.schedule if plan.micro_batches > 1 else "",
+        places=places,
+        edges=edges_of(expanded, cut(expanded, places), plan),
+        task_graphs=graphs,
+        devices=devices,
     )
 
 
-def lower_places(expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str) -> list[Program]:
-    """What each of ``ranks`` runs under a plan of ``plan_places``; ranks of no place take part in nothing."""
+def lower_places(
+    expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, context: PlanContext
+) -> list[Program]:
+    """What each of ``ranks`` runs under a plan of ``plan_places``.
+
+    Raises:
+      PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
+    """
     cuts = cut(expanded, plan.places)
     where = {rank: (k, c) for k, place in enumerate(plan.places) for c, rank in enumerate(place.ranks)}
     found = []
@@ -45,12 +58,24 @@ def lower_places(expanded: Program, plan: Plan, ranks: Sequence[int], comm: str,
         number, coordinate = where[rank]
         part = cuts[number]
         lowered = localise(part.program, plan_of_part(plan, part), coordinate, comm, None)
-        found.append(_connected(lowered, plan, cuts, number, coordinate, comm, what))
+        if plan.micro_batches == 1:
+            found.append(_connected(lowered, plan, cuts, number, coordinate, comm, what, {}))
+            continue
+        whole = WholeInTime(expanded, plan, coordinate, context)
+        connected = _connected(lowered, plan, cuts, number, coordinate, comm, what, whole.rows)
+        found.append(whole.pipelined(connected, number))
     return found
 
 
 def _connected(
-    lowered: Program, plan: Plan, cuts: Sequence[Cut], number: int, coordinate: int, comm: str, what: str
+    lowered: Program,
+    plan: Plan,
+    cuts: Sequence[Cut],
+    number: int,
+    coordinate: int,
+    comm: str,
+    what: str,
+    rows: Mapping[Ref, Split],
 ) -> Program:
     part = cuts[number]
     senders: dict[str, list[tuple[int, int, str]]] = {}
@@ -62,7 +87,8 @@ def _connected(
     for i in range(len(part.program.outputs)):
         readers = tuple(k for k, other in enumerate(cuts) if i in other.fetched)
         receivers[FETCH_SENT.format(i)] = (readers, f"fetched {i}")
-    connector = Connector(lowered, plan.places, number, coordinate, comm, senders, receivers)
+    in_rows = {str(ref) for ref in rows}
+    connector = Connector(lowered, plan.places, number, coordinate, comm, senders, receivers, in_rows)
     return connector.run((plan.fingerprint, what))
 
 

@@ -13,6 +13,7 @@ from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand
 from whale.runtime.mesh import lower_mesh
+from whale.runtime.places import lower_places
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ def rank_programs(planned: Planned) -> list[Program]:
       PlanError: the plan lacks a strategy or a reshard.
     """
     program, plan, settings = planned.program, planned.plan, planned.settings
+    if plan.places:
+        ranks = range(sum(len(place.ranks) for place in plan.places))
+        expanded = expand(program, plan.expanded, settings)
+        return lower_places(expanded, plan, ranks, "", "", settings)
     if plan.inner is not None:
         return lower_mesh(program, plan, settings, range(plan.size * plan.inner.size), "", "")
     expanded = expand(program, plan.expanded, settings)
