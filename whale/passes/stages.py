@@ -284,12 +284,15 @@ class _Assignment:
                 self.stage[member] = stage
 
     def _nearest(self, node: Node) -> str:
-        """The stage that has most of what the node reads."""
+        """The stage that has most of what the node reads; of several, the last one, or of gradients that are summed
+        (for a tensor that several stages read) the first one, where backward passes go.
+        """
         near: Counter[str] = Counter()
         for ref in dict.fromkeys(node.inputs):
             if self.stage.get(ref.node):
                 near[self.stage[ref.node]] += self._bytes(ref)
-        return max(near, key=lambda s: (near[s], self._number(s))) if near else ""
+        sign = -1 if node.op == "AddN" else 1
+        return max(near, key=lambda s: (near[s], sign * self._number(s))) if near else ""
 
     def _bytes(self, ref: Ref) -> int:
         tensor = self.program.type_of(ref)
@@ -303,8 +306,6 @@ class _Assignment:
         now = sum(b for s, b in operands if s and s != here) + sum(map(self._bytes, node.refs()))
         then = sum(b for s, b in operands if s and s != there)
         fetched = any(r.node == node.name for r in self.program.outputs)
-        # Equal for a sum of gradients of a tensor that several stages read; at a reader's, an earlier stage would have
-        # to send its part forward.
         if then <= now and not fetched:
             self.stage[node.name] = there
 
