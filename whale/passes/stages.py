@@ -306,7 +306,7 @@ class _Assignment:
         now = sum(b for s, b in operands if s and s != here) + sum(map(self._bytes, node.refs()))
         then = sum(b for s, b in operands if s and s != there)
         fetched = any(r.node == node.name for r in self.program.outputs)
-        if then <= now and not fetched:
+        if then < now and not fetched:
             self.stage[node.name] = there
 
 
