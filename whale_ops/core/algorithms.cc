@@ -168,8 +168,8 @@ void tree(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk
   lane->push_back(std::move(forward));
 }
 
-// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank. Measured within a machine of
-// two cores; between machines, what Ethernet of 10 Gbit/s has. They only have to rank the algorithms.
+// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank: estimates for ranks of one
+// machine, and for machines on Ethernet of 10 Gbit/s. They only have to rank the algorithms.
 struct Costs {
   double step_s, message_s, bytes_per_s;
 };
