@@ -26,7 +26,7 @@ SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
         pytest.param("convnet", "adam", "even,even,even,even", "split:2"),
         pytest.param("gpt", "adam", "5,3", "zero", marks=pytest.mark.core),
         pytest.param("mlp_metrics", "adam", "even,even,even,even", "stage:2"),
-        pytest.param("tf1_mlp", "adam", "even,even,even", "stage:3", marks=pytest.mark.core),
+        pytest.param("tf1_mlp", "adam", "even,even", "stage:2", marks=pytest.mark.core),
     ],
 )
 def test_processes_compute_what_one_device_computes(
