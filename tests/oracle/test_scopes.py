@@ -1,0 +1,60 @@
+"""Programs under scopes, in micro-batches and with state that lies split, against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.oracle.compare import compare
+from tests.oracle.matrix import Run, Spread
+from tests.oracle.pool import Pool, flavours
+from tests.zoo.catalogue import case_named
+
+# Under `wh.split`: dense, convolution (grouped, with batch norm), attention, embedding, recurrent layers, losses over
+# the batch, norms of all gradients and of each weight, a session; over all ranks, and over groups of two.
+SPLIT = (
+    ("mlp_clipped", "clipped", "split", Spread(3)),
+    ("mlp_lamb", "lamb", "split", Spread(2, (5, 3))),
+    ("mlp_adafactor", "adafactor", "split", Spread(2)),
+    ("mlp_metrics", "adam", "split:2", Spread(4)),
+    ("mlp_dense_labels", "sgd", "split", Spread(4)),
+    ("convnet", "adam", "split", Spread(3)),
+    ("convnet", "sgd", "split:2", Spread(4)),
+    ("grouped", "sgd", "split", Spread(2)),
+    ("gpt", "adam", "split:2", Spread(4)),
+    ("embedding", "sgd", "split", Spread(3)),
+    ("embedding", "adam", "split:2", Spread(4, (1, 3, 1, 3))),
+    ("lstm", "sgd", "split", Spread(2)),
+    ("contrastive", "sgd", "split", Spread(2, (5, 3))),
+    ("seeded_dropout", "sgd", "split:2", Spread(4)),
+    ("tf1_mlp", "adam", "split", Spread(2)),
+)
+
+# In micro-batches: as many as fit, more than there are rows, uneven ones; clipped gradients, metrics of the whole
+# batch, counts of a mask, loops, a session; with state that lies split, and under `wh.split`.
+MICRO = (
+    ("mlp_clipped", "clipped", "+micro:4", Spread(2, (5, 3))),
+    ("mlp_metrics", "adam", "+micro:7", Spread(3)),
+    ("weighted", "sgd", "+micro:3", Spread(2)),
+    ("lstm", "sgd", "+micro:3", Spread(1)),
+    ("tf1_mlp", "adam", "+micro:3", Spread(2, (5, 3))),
+    ("gpt", "adam", "+zero1+micro:2", Spread(2)),
+    ("embedding", "adam", "split:2+micro:2", Spread(4)),
+)
+
+
+def scopes() -> Sequence[object]:
+    native = flavours()[0]
+    found = []
+    for name, optimizer, scope, spread in (*SPLIT, *MICRO):
+        run = Run(case_named(name), name, native, "float64", optimizer, spread, scope=scope)
+        core = name in ("mlp_metrics", "embedding", "tf1_mlp")
+        found.append(pytest.param(run, id=str(run), marks=[pytest.mark.core] if core else []))
+    return found
+
+
+@pytest.mark.parametrize("run", scopes())
+def test_runs_as_one_device(pool: Pool, run: Run) -> None:
+    outcome = compare(pool, run)
+    assert not outcome.problems(run), (run, outcome)
