@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from whale.annotations import pipeline as pipeline
     from whale.annotations import replica as replica
     from whale.annotations import set_default_strategy as set_default_strategy
     from whale.annotations import split as split
@@ -65,6 +66,7 @@ _PUBLIC = {
     "replica": "whale.annotations",
     "split": "whale.annotations",
     "stage": "whale.annotations",
+    "pipeline": "whale.annotations",
     "Config": "whale.config",
     "WhaleError": "whale.errors",
     "ConfigError": "whale.errors",

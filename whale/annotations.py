@@ -104,6 +104,39 @@ class stage(ContextDecorator):
         self._entered.pop().__exit__(*exception)
 
 
+class pipeline(ContextDecorator):
+    """``with wh.pipeline(num_micro_batch=4):`` (or ``@wh.pipeline(...)``): the batch is computed in micro-batches.
+
+    Around ``wh.stage`` it makes the stages work at once, each on another micro-batch; without stages, gradients are
+    accumulated. The number holds for the whole step of which a part is inside, as ``pipeline.num_micro_batch`` does for
+    all steps; the result is that of one device either way. Enter it inside the step, or where layers are created.
+
+    Args:
+      num_micro_batch: into how many parts each rank cuts its rows; at least 1.
+
+    Raises:
+      ClusterError: entered before ``wh.init``.
+      PlanError: ``num_micro_batch`` is no positive integer; entered inside a stage, a split, or a pipeline with another
+        number; the configuration sets another number. Later, when the program is planned: it has scopes with different
+        numbers.
+    """
+
+    def __init__(self, num_micro_batch: int) -> None:
+        self.num_micro_batch = num_micro_batch
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> pipeline:
+        from whale.runtime.scopes import entered_pipeline
+
+        scope = entered_pipeline(self.num_micro_batch)
+        scope.__enter__()
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
 def _flat(devices: Iterable[Any]) -> tuple[int, ...]:
     """Ranks in order; a slice of a cluster is a list of groups of them."""
     return tuple(rank for item in devices for rank in ([item] if isinstance(item, int) else _flat(item)))

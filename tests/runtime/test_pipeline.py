@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import whale as wh
-from tests.runtime.test_stages import Chain, Tied, assert_equals_one_device, batch, trained
+from tests.runtime.test_stages import Chain, Tied, assert_equals_one_device, batch, trained, weight
 from whale.errors import PlanError
 from whale.ir.schedule import schedule
 from whale.ir.text import format_plan
@@ -77,3 +80,61 @@ def test_a_loss_over_the_whole_batch_is_refused(ranks: Start) -> None:
     ranks(3, **setting("1f1b", 4))
     with pytest.raises(PlanError, match="before the last one is through"):
         trained(Towers(wh.stage), wh.function)
+
+
+class Scoped(Chain):
+    """A chain in a pipeline that a scope makes; without stages, gradients are accumulated."""
+
+    def __init__(self, stage: Callable[..., Any], stages: int, micro_batches: int) -> None:
+        super().__init__(stage if stages else nullcontext, stages or 1)
+        self.pipeline = nullcontext() if stage is nullcontext else wh.pipeline(num_micro_batch=micro_batches)
+
+    def losses(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with self.pipeline:
+            return super().losses(x, y)
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "micro_batches", "config"),
+    [(2, 4, 4, {}), (0, 2, 2, {}), (2, 2, 2, {"pipeline.num_micro_batch": 2})],
+)
+def test_the_scope_says_how_many_micro_batches(
+    ranks: Start, stages: int, count: int, micro_batches: int, config: dict[str, Any]
+) -> None:
+    plan = assert_equals_one_device(
+        ranks, lambda stage: Scoped(stage, stages, micro_batches), count, stages > 0, **config
+    )
+    assert plan.micro_batches == micro_batches
+    assert len(plan.places) == stages
+
+
+def test_a_pipeline_holds_for_what_is_created_under_it_and_for_what_it_decorates(ranks: Start) -> None:
+    def loss_of(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(x @ inside)
+
+    ranks(2)
+    with wh.pipeline(num_micro_batch=4), wh.stage():
+        inside = weight(0, 6, 6)
+    x, _ = batch(0)
+    for step in (loss_of, wh.pipeline(4)(loss_of)):
+        assert wh.function(step).plan(x).micro_batches == 4
+    outside = wh.function(lambda x: tf.reduce_sum(x))
+    with wh.pipeline(2):
+        np.testing.assert_allclose(outside(x), tf.reduce_sum(x), rtol=1e-12)
+    assert outside.plan(x).micro_batches == 2
+    with pytest.raises(PlanError, match=r"(?s)different numbers.*given: wh\.pipeline\(num_micro_batch=3\), .*=4\)"):
+        wh.function(lambda x: wh.pipeline(3)(tf.reduce_sum)(x) + loss_of(x)).plan(x)
+
+
+def test_numbers_that_contradict_each_other_are_refused(ranks: Start) -> None:
+    ranks(2, **{"pipeline.num_micro_batch": 1})
+    with pytest.raises(PlanError, match=r"num_micro_batch=4\), pipeline.num_micro_batch=1 \(code\)"), wh.pipeline(4):
+        pass
+    for wrong in (0, True, 2.0):
+        with pytest.raises(PlanError, match="integer of at least 1"), wh.pipeline(wrong):  # type: ignore[arg-type]
+            pass
+    for outer in (wh.stage(), wh.split()):
+        with pytest.raises(PlanError, match="inside a stage or a split"), outer, wh.pipeline(1):
+            pass
+    with wh.pipeline(1), wh.pipeline(1):
+        pass

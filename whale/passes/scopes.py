@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
+from whale.ir.program import Program
+
+_PIPELINE = re.compile(r"pipeline_\d+\(micro_batches=(\d+)\)$")
 _SCOPE = re.compile(r"split_\d+(?:\(dim=(?P<dim>-?\d+)\))?$")
 
 # What passes a variable's elements on, so that what reads the result reads the variable.
@@ -16,3 +20,15 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
     """(path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one counts."""
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
     return None if match is None else (path, int(match["dim"]) if match["dim"] else None)
+
+
+def micro_batches_in(paths: Iterable[str]) -> dict[int, str]:
+    """The numbers of micro-batches that the pipelines in scopes' paths ask for, each with such a scope."""
+    parts = sorted({part for path in set(paths) for part in path.split("/")})
+    return {int(match[1]): part for part in parts if (match := _PIPELINE.match(part))}
+
+
+def all_paths(program: Program) -> set[str]:
+    """The paths of the scopes that a program, as it was captured, has anything in."""
+    bodies = (program, *program.functions.values())
+    return {x.scope for body in bodies for x in body.nodes} | {v.scope for body in bodies for v in body.variables}

@@ -20,12 +20,14 @@ from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.footprint import CATEGORIES, footprint, variable_kinds
 from whale.passes.pipeline import PlanContext, expand, normalise
+from whale.passes.scopes import all_paths
 from whale.passes.stages import places_of
 from whale.runtime.auto import spread_program
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
 from whale.runtime.micro import in_micro_batches
 from whale.runtime.places import lower_places, plan_places
+from whale.runtime.scopes import one_number
 
 _MOST_RANKS_SHOWN = 8
 
@@ -116,6 +118,9 @@ def compile_program(
         start_ns = now_ns
 
     settings = replace(plan_context(context), variables=variables or {}, split_variables=variables is not None)
+    # A step that is traced while a pipeline is entered belongs to it as well.
+    number_of_parts = one_number(context, all_paths(program).union(context.scopes[-1:]))
+    settings = replace(settings, micro_batches=number_of_parts)
     program = normalise(program, settings)
     lap("normalise")
     if context.dry is not None:

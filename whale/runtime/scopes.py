@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
+from whale.passes.scopes import micro_batches_in, split_scope
 from whale.passes.stages import stage_of
 from whale.runtime.context import Context, current
 
@@ -65,6 +66,57 @@ def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
         )
     with _in_scope(context, "stage", "" if devices is None else f"(ranks={'+'.join(map(str, devices))})"):
         yield
+
+
+@contextmanager
+def entered_pipeline(num_micro_batch: int) -> Iterator[None]:
+    """Annotates what is built inside with a new pipeline.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: no positive integer; a pipeline inside a stage or split, or where another number holds.
+    """
+    context = current("the scope wh.pipeline")
+    if not isinstance(num_micro_batch, int) or isinstance(num_micro_batch, bool) or num_micro_batch < 1:
+        raise PlanError(
+            "a batch cannot be cut into that many micro-batches",
+            given=f"num_micro_batch={num_micro_batch!r}",
+            expected="an integer of at least 1",
+            action="correct num_micro_batch",
+        )
+    path = "".join(context.scopes[-1:])
+    if stage_of(path) or any(map(split_scope, path.split("/"))):
+        raise PlanError(
+            "a pipeline inside a stage or a split",
+            given=path,
+            expected="replica, pipeline, stage and split inside each other in this order",
+            action="enter wh.pipeline around them",
+        )
+    settings = f"(micro_batches={num_micro_batch})"
+    one_number(context, [*context.scopes[-1:], f"pipeline_0{settings}"])
+    with _in_scope(context, "pipeline", settings):
+        yield
+
+
+def one_number(context: Context, paths: Iterable[str]) -> int:
+    """Into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
+
+    Raises:
+      PlanError: scopes ask for different numbers, or for another one than the configuration sets.
+    """
+    key = "pipeline.num_micro_batch"
+    asked = {n: f"wh.pipeline(num_micro_batch={n})" for n in micro_batches_in(paths)}
+    origin = context.config.origin(key)
+    if origin != "default" or not asked:
+        asked.setdefault(context.config[key], f"{key}={context.config[key]} ({origin})")
+    if len(asked) > 1:
+        raise PlanError(
+            "a step cannot be computed in different numbers of micro-batches",
+            given=", ".join(asked.values()),
+            expected="one number for the whole step",
+            action=f"give every wh.pipeline of the step the same number, and leave {key} out or set it to that",
+        )
+    return next(iter(asked))
 
 
 @contextmanager
