@@ -14,15 +14,16 @@ class replica(ContextDecorator):
     shares are as equal as possible, or those of ``replica.shares``.
 
     Args:
-      devices: ranks that take part; None means all.
+      devices: ranks (or a slice of ``wh.cluster``) among which the rows of the code inside are divided; None means all.
+        The others have no rows of it, but its variables as well.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are not all ranks.
+      PlanError: entered with devices that are no ranks of the run.
     """
 
-    def __init__(self, devices: Iterable[int] | None = None) -> None:
-        self.devices = None if devices is None else tuple(devices)
+    def __init__(self, devices: Iterable[Any] | None = None) -> None:
+        self.devices = None if devices is None else _flat(devices)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> replica:
@@ -45,25 +46,26 @@ class split(ContextDecorator):
     scope where layers are called (losses over many classes belong inside as well).
 
     Args:
-      devices: ranks that take part; None means all.
+      devices: ranks (or a slice of ``wh.cluster``) that hold the parts; None means all. Other scopes may be on the same
+        ranks, on others, or on some of them.
       dim: the dimension of their result along which products that read a weight are split: -1 divides the outputs of a
         dense layer. None leaves it to what is communicated.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are not all ranks. Later, when the program is planned: nothing inside can be
-        split, or not along ``dim``.
+      PlanError: entered with devices that are no ranks of the run. Later, when the program is planned: nothing inside
+        can be split, or not along ``dim``.
     """
 
-    def __init__(self, devices: Iterable[int] | None = None, dim: int | None = None) -> None:
-        self.devices = None if devices is None else tuple(devices)
+    def __init__(self, devices: Iterable[Any] | None = None, dim: int | None = None) -> None:
+        self.devices = None if devices is None else _flat(devices)
         self.dim = dim
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
         from whale.runtime.scopes import entered
 
-        scope = entered("split", self.devices, "" if self.dim is None else f"(dim={self.dim})")
+        scope = entered("split", self.devices, self.dim)
         scope.__enter__()
         self._entered.append(scope)
         return self

@@ -17,6 +17,7 @@ from tests.programs import Builder
 from whale.ir.layout import P_MAX, P_SUM, B, O, Placement, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
+from whale.passes.groups import RowGroups
 from whale.passes.own import Semantics
 from whale.passes.propagate import GraphLayout, _Propagation
 from whale.passes.propagate import Strategy as Choice
@@ -203,7 +204,7 @@ class RandomPropagation(_Propagation):
     """Propagation in which every strategy whose operands can be had costs a random amount."""
 
     def __init__(self, program: Program, parts: int, seed: random.Random):
-        super().__init__(program, program, "", parts, {}, set(), Semantics(), {})
+        super().__init__(program, program, "", parts, {}, set(), Semantics(), {}, RowGroups(program, parts, {}))
         self.seed = seed
 
     def _all_broadcast(self, node: Node) -> Choice:

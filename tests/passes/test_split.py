@@ -227,7 +227,7 @@ def test_planted_faults_are_found() -> None:
 
     with pytest.raises(PlanError, match=r"w1 \(VarHandleOp\)(.|\n)*B, as it is passed in"):
         check_with(variables={n: p for n, p in plan.variables.items() if n != "w1"})
-    for wrong in (split(1, (24, 0)), split(1, (12, 11)), split(2, (12, 12)), P_SUM):
+    for wrong in (split(1, (24,)), split(1, (25, -1)), split(1, (12, 11)), split(2, (12, 12)), P_SUM):
         nodes = {**plan.strategies[""], "w1": Strategy((), (wrong,), "planted")}
         with pytest.raises(PlanError, match="2 parts that make it up"):
             check_with(variables={**plan.variables, "w1": wrong}, strategies={"": nodes})

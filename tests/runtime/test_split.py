@@ -217,9 +217,6 @@ def test_labels_that_are_no_class_give_nan(ranks: Callable[..., None]) -> None:
 
 def test_mistakes_name_what_to_do(ranks: Callable[..., None]) -> None:
     ranks(2)
-    with pytest.raises(PlanError, match=r"wh\.split divides tensors over all ranks(.|\n)*devices=\[0\]"):
-        with wh.split(devices=[0]):
-            pass
     wide = Classifier(wh.function, wh.replica, lambda: wh.split(dim=3))
     with pytest.raises(PlanError, match=r"dim=3 of \[16, 2000\](.|\n)*one of dimensions \[1\]"):
         wide.step(*wide.batch(0))

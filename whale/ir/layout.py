@@ -67,6 +67,11 @@ class Split:
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
     @cached_property
+    def holders(self) -> frozenset[int]:
+        """Coordinates that hold something."""
+        return frozenset(i for i, size in enumerate(self.sizes) if size)
+
+    @cached_property
     def largest(self) -> int:
         """Size of the largest part."""
         return max(self.sizes, default=0)

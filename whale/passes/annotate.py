@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Program
-from whale.passes.scopes import PASSED_ON, split_scope
+from whale.passes.scopes import PASSED_ON, ranks_of_scope, split_scope
 from whale.passes.stages import assign_stages
 
 
@@ -97,5 +97,7 @@ def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, 
     rows = []
     for path in order:
         kind = path.rsplit("/", 1)[-1].split("_")[0].split("(")[0] if path else "replica"
-        rows.append(TaskGraph(path or "(default)", kind, devices, counts[path]))
+        named = ranks_of_scope(path)
+        mine = devices if named is None else tuple(sorted(named))
+        rows.append(TaskGraph(path or "(default)", kind, mine, counts[path]))
     return tuple(rows)

@@ -96,12 +96,12 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
 
 
 def _check_variable(variable: Variable, node: Node, placement: Placement, parts: int) -> None:
-    """A variable lies whole, or split with a part on every rank."""
+    """A variable lies whole, or split; a rank outside the group that its scope names has an empty part."""
     if placement == B:
         return
     shape = variable.type.shape or ()
     fits = isinstance(placement, Split) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
-    if not fits or len(placement.sizes) != parts or placement.smallest < 1:  # type: ignore[union-attr]
+    if not fits or len(placement.sizes) != parts or placement.smallest < 0:  # type: ignore[union-attr]
         raise _fail(node, f"{variable.name} {variable.type} laid out {placement}", f"{parts} parts that make it up")
 
 

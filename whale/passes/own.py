@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from whale.ir.layout import B, Own, Partial, Placement, Split, Strategy, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING
+from whale.passes.groups import RowGroups
 from whale.passes.statistics import OwnStatistics
 from whale.rules import rule_of
 from whale.rules.base import OpView, as_whole, with_own
@@ -37,7 +38,7 @@ class OwnRows:
     """The part of one graph's propagation that knows of ranks' own values.
 
     Attributes:
-      rows: size of the batch -> how it is divided.
+      rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
       lies: mean of own moments -> how the rows lie that they are of.
     """
 
@@ -45,6 +46,7 @@ class OwnRows:
     parts: int
     semantics: Semantics
     rows: Mapping[int, Split]
+    groups: RowGroups
     lies: dict[Ref, Split] = field(default_factory=dict)
 
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
@@ -103,7 +105,7 @@ class OwnRows:
             rows = self.rows.get(size or 0)
             if rows is None:
                 continue
-            wanted = split(dim, rows.sizes, rows.blocks)
+            wanted = self.groups.placed(op.node.scope, split(dim, rows.sizes, rows.blocks))
             for option in rule.strategies(op, current, (wanted,)):
                 if option.outputs == (wanted,):
                     return option

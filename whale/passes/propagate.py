@@ -18,6 +18,7 @@ from whale.ir.layout import B, Broadcast, O, Own, Owner, Partial, Placement, Spl
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.cost import change_cost, compute_cost, matmul_flops, move_cost
+from whale.passes.groups import RowGroups
 from whale.passes.meet import at_next_turn, behind_branches
 from whale.passes.own import AS_ONE_DEVICE, OwnRows, Semantics
 from whale.passes.unsendable import NeededWhole, cannot_be_sent
@@ -100,7 +101,8 @@ def _propagate(
     """``propagate``, given which tensors have to be made whole."""
     graphs: dict[str, GraphLayout] = {}
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
-    main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows, fixed, gathered)
+    groups = RowGroups(program, parts, rows)
+    main = _Propagation(program, program, "", parts, graphs, whole, semantics, rows, groups, fixed, gathered)
     for name in program.inputs:
         ref = Ref(name)
         passed = batch[name] if name in local else B
@@ -132,12 +134,14 @@ class _Propagation:
         whole: set[tuple[str, Ref]],
         semantics: Semantics,
         rows: Mapping[int, Split],
+        groups: RowGroups,
         fixed: Mapping[str, Strategy] = _NOTHING,
         gathered: Collection[str] = (),
     ):
         self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs
         self.whole, self.fixed, self.gathered = whole, fixed, gathered
-        self.own = OwnRows(program, parts, semantics if name == "" else replace(semantics, statistics=None), rows)
+        mine = semantics if name == "" else replace(semantics, statistics=None)
+        self.own = OwnRows(program, parts, mine, rows, groups)
         self.result = GraphLayout()
         self.remakable: set[Ref] = set()  # tensors that may take any placement for nothing
         self.origins: dict[Ref, tuple[Split, ...]] = {}  # whole tensors made from divided ones: how these lay
@@ -153,6 +157,8 @@ class _Propagation:
             if node.name in strategies:
                 continue
             current = [preferred.get(r) or produced[r] for r in node.inputs]
+            if self.own.groups.active:
+                current = [self.own.groups.placed(node.scope, p) for p in current]
             if (given := self.fixed.get(node.name)) is not None:
                 strategy = given
             elif (spread := self.own.spread(node, [produced[r] for r in node.inputs])) is not None:
@@ -359,8 +365,9 @@ class _Propagation:
     def body(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> _Propagation:
         program = self.root.functions[name]
         inner = _Propagation(
-            self.root, program, name, self.parts, self.graphs, self.whole, self.own.semantics, self.own.rows
-        )
+            self.root, program, name, self.parts, self.graphs, self.whole, self.own.semantics, self.own.rows,
+            self.own.groups,
+        )  # fmt: skip
         for argument, placement, free in zip(program.inputs, arguments, remakable):
             ref = Ref(argument)
             inner.result.strategies[argument] = Strategy((), (placement,), "argument")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from whale.ir.program import Program
 
 _PIPELINE = re.compile(r"pipeline_\d+\(micro_batches=(\d+)\)$")
-_SCOPE = re.compile(r"split_\d+(?:\(dim=(?P<dim>-?\d+)\))?$")
+_SCOPE = re.compile(
+    r"(?P<kind>split|replica)_\d+(?:\((?:dim=(?P<dim>-?\d+))?,?(?:ranks=(?P<ranks>\d+(?:\+\d+)*))?\))?$"
+)
 
 # What passes a variable's elements on, so that what reads the result reads the variable.
 PASSED_ON = frozenset(
@@ -19,7 +22,19 @@ PASSED_ON = frozenset(
 def split_scope(path: str) -> tuple[str, int | None] | None:
     """(path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one counts."""
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
-    return None if match is None else (path, int(match["dim"]) if match["dim"] else None)
+    if match is None or match["kind"] != "split":
+        return None
+    return path, int(match["dim"]) if match["dim"] else None
+
+
+@lru_cache(maxsize=4096)
+def ranks_of_scope(path: str) -> frozenset[int] | None:
+    """Ranks that a node's ``wh.split`` or ``wh.replica`` scopes name, the innermost that names some; None: all."""
+    for part in reversed(path.split("/")):
+        match = _SCOPE.match(part)
+        if match is not None and match["ranks"]:
+            return frozenset(map(int, match["ranks"].split("+")))
+    return None
 
 
 def micro_batches_in(paths: Iterable[str]) -> dict[int, str]:

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split, Strategy, even_sizes, split
+from whale.ir.layout import B, Broadcast, Own, Owner, Partial, Placement, Split, Strategy, split
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.choose import Edge, choose
 from whale.passes.cost import LOOKUPS, change_cost, compute_cost, fraction, matmul_flops
+from whale.passes.groups import sizes_within
 from whale.passes.propagate import GraphLayout
-from whale.passes.scopes import PASSED_ON, split_scope
+from whale.passes.scopes import PASSED_ON, ranks_of_scope, split_scope
 from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, takes, view
 from whale.rules.registry import LineRule
@@ -87,6 +88,9 @@ class _Chooser:
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*self.handles, *self.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
         self.weights = self._weights()
+        everyone = frozenset(range(parts))
+        self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
+        self.groups = {everyone, *self.group.values()}
 
     def run(self) -> Division:
         self._seed()
@@ -154,14 +158,17 @@ class _Chooser:
 
     def _seed(self) -> None:
         """Where weights can be cut, and how tensors arrive."""
-        weights = {handle for uses in self.weights.values() for _, handle in uses}
+        weights: dict[str, dict[frozenset[int], None]] = {}
+        for reader, uses in self.weights.items():
+            for _, handle in uses:
+                weights.setdefault(handle, {})[self.group[reader]] = None
         for name, variable in self.handles.items():
             if name in self.known:
                 self._note(Ref(name), self.known[name])
-            elif name in weights:
+            for group in weights.get(name, ()) if name not in self.known else ():
                 for dim, size in enumerate(variable.type.shape or ()):
-                    if size is not None and size >= self.parts:
-                        self._note(Ref(name), split(dim, even_sizes(size, self.parts)))
+                    if size is not None and size >= len(group):
+                        self._note(Ref(name), split(dim, sizes_within(size, group, self.parts)))
         for name in self.weights:
             if (cut := self._rows(name)) is not None:
                 self._note(Ref(name), cut)
@@ -182,7 +189,8 @@ class _Chooser:
         )
         at = scope[1] + len(shape) if scope[1] < 0 else scope[1]
         size = shape[at] if at in spatial else None
-        return split(at, even_sizes(size, self.parts)) if size is not None and size >= self.parts else None
+        group = self.group[name]
+        return split(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
 
     def _note(self, ref: Ref, placement: Placement) -> bool:
         """Adds a candidate; False when it is none, or known already."""
@@ -192,10 +200,14 @@ class _Chooser:
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
             return False
-        if isinstance(placement, Split) and not placement.smallest:
+        if isinstance(placement, Split) and not any(self._within(placement, group) for group in self.groups):
             return False
         forms[placement] = None
         return True
+
+    def _within(self, placement: Split, group: frozenset[int]) -> bool:
+        """Whether the ranks of a group have a part each, and no others."""
+        return placement.smallest > 0 if len(group) == self.parts else placement.holders == group
 
     def _spread(self) -> None:
         """Each candidate of a tensor brings about options of the nodes around it, and these bring candidates."""
@@ -234,7 +246,7 @@ class _Chooser:
             key = (option.inputs, option.outputs)
             if key in self.options[node.name]:
                 continue
-            if any(not p.smallest for p in key[0] + key[1] if isinstance(p, Split)):
+            if any(not self._within(p, self.group[node.name]) for p in key[0] + key[1] if isinstance(p, Split)):
                 continue
             self.options[node.name][key] = option
             for ref, p in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
@@ -329,17 +341,19 @@ class _Chooser:
         if self._keep(node.name, lambda o: isinstance(o.outputs[0], Split) and o.outputs[0].dim == at):
             return
         size = shape[at] if 0 <= at < len(shape) else None
+        parts = len(self.group[node.name])
         works = sorted({o.outputs[0].dim for o in self.options[node.name].values() if isinstance(o.outputs[0], Split)})
         raise PlanError(
             "a result cannot be split along the dimension that wh.split names",
             op=f"{node.name} ({node.op}), which reads {self.handles[handle].name}",
-            given=f"dim={dim} of {list(shape)}" + (f", of size {size} over {self.parts} ranks" if size else ""),
-            expected=f"a size of {self.parts} or more" if size and size < self.parts else f"one of dimensions {works}",
+            given=f"dim={dim} of {list(shape)}" + (f", of size {size} over {parts} ranks" if size else ""),
+            expected=f"a size of {parts} or more" if size and size < parts else f"one of dimensions {works}",
             action="name another dimension, leave dim out, or use fewer ranks",
         )
 
     def _nothing(self, scope: str) -> PlanError:
-        ranks = f"over {self.parts} ranks"
+        parts = len(ranks_of_scope(scope) or range(self.parts))
+        ranks = f"over {parts} ranks"
         rows: dict[str, str] = {}
         for name, uses in self.weights.items():
             for weight in (self.handles[handle] for _, handle in uses):
@@ -357,7 +371,7 @@ class _Chooser:
         return PlanError(
             "nothing under a split scope can be divided",
             given="; ".join(list(rows.values())[:4]),
-            expected=f"weights with a dimension of size {self.parts} or more",
+            expected=f"weights with a dimension of size {parts} or more",
             action="use fewer ranks or larger layers, or take the scope away",
         )
 

@@ -19,6 +19,7 @@ from whale.lowering.compiled import compile_marked
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.footprint import CATEGORIES, footprint, variable_kinds
+from whale.passes.groups import refuse_groups
 from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.passes.scopes import all_paths
 from whale.passes.stages import places_of
@@ -276,6 +277,12 @@ def make_any_plan(program: Program, settings: PlanContext) -> Plan:
       PlanError: see ``plan_program`` and ``plan_places``.
     """
     places = places_of(program, settings.size)
+    unable = {
+        "wh.stage": bool(places),
+        f"split.ranks={settings.split_ranks}": 0 < settings.split_ranks < settings.size,
+        f"pipeline.num_micro_batch={settings.micro_batches}": settings.micro_batches > 1,
+    }
+    refuse_groups(program, settings.size, unable)
     return plan_places(program, settings, places) if places else plan_program(program, settings)
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
-from whale.passes.scopes import micro_batches_in, split_scope
+from whale.passes.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.stages import stage_of
 from whale.runtime.context import Context, current
 
@@ -18,23 +18,20 @@ SCOPE_ATTRIBUTE = "_whale_scope"
 
 
 @contextmanager
-def entered(kind: str, devices: tuple[int, ...] | None, settings: str = "") -> Iterator[None]:
-    """Annotates what is built inside with a new scope of ``kind``; ``settings`` become part of its name.
+def entered(kind: str, devices: tuple[int, ...] | None, dim: int | None = None) -> Iterator[None]:
+    """Annotates what is built inside with a new scope of ``kind``; ``dim`` and some of the ranks go into its name.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: the devices are not all ranks of the run.
+      PlanError: devices that are no ranks of the run.
     """
     context = current(f"the scope wh.{kind}")
-    if devices is not None and sorted(devices) != list(range(context.size)):
-        raise PlanError(
-            f"wh.{kind} divides {'tensors' if kind == 'split' else 'the batch'} over all ranks of the run",
-            given=f"devices={list(devices)}",
-            expected=f"all of {list(range(context.size))}, or devices=None",
-            action="leave devices out"
-            + (", and give ranks without a share size 0 in replica.shares" if kind == "replica" else ""),
-        )
-    with _in_scope(context, kind, settings):
+    size = _checked(kind, devices, context)
+    settings = [f"dim={dim}"] if dim is not None else []
+    inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
+    if devices is not None and (len(devices) < size or inside_of is not None):
+        settings.append(_ranks(sorted(devices)))
+    with _in_scope(context, kind, f"({','.join(settings)})" if settings else ""):
         yield
 
 
@@ -47,16 +44,7 @@ def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
       PlanError: a stage inside a stage, or devices that are no ranks of the run.
     """
     context = current("the scope wh.stage")
-    size = context.size if context.dry is None else context.dry.size
-    if devices is not None and (
-        not devices or not set(devices) <= set(range(size)) or len(set(devices)) < len(devices)
-    ):
-        raise PlanError(
-            "a stage is on ranks that do not exist, or on one twice",
-            given=f"devices={list(devices)}, {size} ranks",
-            expected=f"different ranks below {size}",
-            action="correct devices, or leave them out",
-        )
+    _checked("stage", devices, context)
     if stage_of("/".join(context.scopes[-1:])):
         raise PlanError(
             "a stage inside a stage",
@@ -64,8 +52,27 @@ def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
             expected="stages beside each other",
             action="leave the inner wh.stage out",
         )
-    with _in_scope(context, "stage", "" if devices is None else f"(ranks={'+'.join(map(str, devices))})"):
+    with _in_scope(context, "stage", "" if devices is None else f"({_ranks(devices)})"):
         yield
+
+
+def _ranks(devices: Iterable[int]) -> str:
+    return f"ranks={'+'.join(map(str, devices))}"
+
+
+def _checked(kind: str, devices: tuple[int, ...] | None, context: Context) -> int:
+    """The number of ranks; raises PlanError for devices that are none of them."""
+    size = context.size if context.dry is None else context.dry.size
+    if devices is not None and (
+        not devices or not set(devices) <= set(range(size)) or len(set(devices)) < len(devices)
+    ):
+        raise PlanError(
+            f"wh.{kind} is on ranks that do not exist, on one twice, or on none",
+            given=f"devices={list(devices)}, {size} ranks",
+            expected=f"different ranks below {size}",
+            action="correct devices, or leave them out",
+        )
+    return size
 
 
 @contextmanager
