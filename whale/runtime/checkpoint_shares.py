@@ -67,8 +67,10 @@ def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]
             elif isinstance(value, dict):
                 found += [Entry(key, spec, (0,), 0, partial(_read, v)) for spec, v in value.items()]
             elif variable is not None and context.variables.owns(variable):
-                everyone = tuple(range(context.size))
-                found.append(Entry(key, "", everyone, _bytes(variable.shape, variable.dtype), partial(_read, value)))
+                who = context.variables.holders(variable, context)
+                # Read as ever, a variable of a stage would be sent first, which takes all ranks.
+                read = value if len(who) == context.size else partial(context.variables.own_value, variable)
+                found.append(Entry(key, "", who, _bytes(variable.shape, variable.dtype), partial(_read, read)))
             else:  # Whatever no step has used may differ between ranks: the first one's counts.
                 found.append(Entry(key, "", (0,), 0, partial(_read, value)))
     text = graph.SerializeToString()

@@ -41,7 +41,7 @@ class Context:
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
-      split_scope_seen: whether a scope that divides tensors was entered: variables may come to lie split.
+      dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
       footprints: name of a program -> category -> bytes that its step takes on the first rank here, predicted.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
@@ -59,7 +59,7 @@ class Context:
     elements: int = 0
     scopes: list[str] = field(default_factory=list)
     scope_count: int = 0
-    split_scope_seen: bool = False
+    dividing_scope_seen: bool = False
     footprints: dict[str, dict[str, int]] = field(default_factory=dict)
     failed: bool = False
     dry: DryRun | None = None

@@ -54,7 +54,7 @@ def _may_lie_split(context: Context) -> bool:
     if context.size == 1 or context.dry is not None:
         return False
     config = context.config
-    return bool(config.zero_level or config["auto_parallel"] or context.scopes or context.split_scope_seen)
+    return bool(config.zero_level or config["auto_parallel"] or context.scopes or context.dividing_scope_seen)
 
 
 def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:

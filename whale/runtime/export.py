@@ -80,16 +80,20 @@ def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
 
 
 def _gather(module: Any, context: Context) -> list[Any]:
-    """Whole values of the variables that lie split, on the first rank; returns these variables."""
+    """Whole values of the variables that lie split, on the first rank; returns these variables. Those of stages too."""
     found: list[Any] = []
+    of_stages: list[Any] = []
     for trackable in ObjectGraphView(module).breadth_first_traversal()[0]:
         variable = variable_of(trackable)
         make_whole(variable)  # if no step has used it
+        if variable is not None:
+            of_stages.append(variable)
         if lies_split(variable) and not any(variable is other for other in found):
             whole = variable._whale_parts.whole()
             if context.rank == 0:
                 found.append(variable)
                 variable._whale_parts.hold(whole)
+    context.variables.bring_home(of_stages, context)
     return found
 
 

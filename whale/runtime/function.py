@@ -28,6 +28,7 @@ from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
 from whale.runtime.deferred import capturing
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.homes import Use
 from whale.runtime.parts import local_arguments
 from whale.runtime.places import uses_of_places
 from whale.runtime.trace import span
@@ -203,11 +204,12 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
     compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))
     with span(context.trace, "send variables", "compile"):
-        context.variables.adopt(captured.variables, context, compiled.plan.variables)
+        uses = uses_of_places(compiled.program, compiled.plan)
+        context.variables.adopt(captured.variables, context, compiled.plan.variables, uses)
         context.variables.classify(captured.variables, compiled.kinds)
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"), no_garbage_collection():
-        call = _callable(captured, compiled, context)
+        call = _callable(captured, compiled, context, uses)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return _Step(call, captured, compiled, seconds)
 
@@ -221,7 +223,9 @@ def _with_scopes(captured: Captured) -> Captured:
     return replace(captured, program=replace(captured.program, variables=variables))
 
 
-def _callable(captured: Captured, compiled: Compiled, context: Context) -> Callable[[list[Any]], Any]:
+def _callable(
+    captured: Captured, compiled: Compiled, context: Context, used: Mapping[str, Use]
+) -> Callable[[list[Any]], Any]:
     """A closure that calls the lowered function: tensors in, the user's return structure out."""
     if context.size > 1:
         import whale_ops
@@ -240,7 +244,7 @@ def _callable(captured: Captured, compiled: Compiled, context: Context) -> Calla
         h for i, nodes in enumerate(lowered.handles) for h in context.variables.handles(captured.variables, nodes, i)
     ]
     fixed = extra + handles
-    uses = context.variables.uses(captured.variables, uses_of_places(compiled.program, compiled.plan), context)
+    uses = context.variables.uses(captured.variables, used, context)
     name, outputs = lowered.name.encode(), lowered.outputs
     pack = _packer(captured)
     what = compiled.program.name

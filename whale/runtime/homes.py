@@ -2,7 +2,7 @@
 
 Every rank knows of every variable on which ranks its value is the present one, since that follows from the plans of the
 steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
-collective, as for variables that lie split.
+collective, as for variables that lie split. Between processes the other ranks hold no value after a step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
 from whale.errors import CommError
 from whale.runtime.faults import raise_comm_error
+from whale.runtime.split_variable import NEED_WHOLE
 
 if TYPE_CHECKING:
     from whale.runtime.context import Context
@@ -35,11 +37,20 @@ class Home:
 
     Attributes:
       ranks: those ranks; None: all.
+      held: whether the variable itself has a value here, be it the present one or not.
     """
 
-    def __init__(self, name: str, variable: Any, copies: Sequence[Any], context: Context):
+    def __init__(
+        self,
+        name: str,
+        variable: Any,
+        copies: Sequence[Any],
+        context: Context,
+        ranks: frozenset[int] | None = None,
+        held: bool = True,
+    ):
         self.name, self.variable, self.copies, self.context = name, variable, tuple(copies), context
-        self.ranks: frozenset[int] | None = None
+        self.ranks, self.held = ranks, held
         if context.between_processes:
             variable._whale_home = self
             kind: type = type(variable)
@@ -53,9 +64,34 @@ class Home:
         if not use.writes:
             return
         self.ranks = use.ranks if len(use.ranks) < self.context.size else None
-        if not self.context.between_processes and 0 not in use.ranks:
+        if self.context.between_processes:
+            if self.held and self.ranks is not None and self.context.rank not in self.ranks:
+                hold_nothing(self.variable)
+                self.held = False
+        elif 0 not in use.ranks:
             self.variable.assign(self.of_position(min(use.ranks)).read_value())
             self.ranks = use.ranks | {0}
+
+    def make_room(self) -> None:
+        """Any value, so that another can be assigned."""
+        if not self.held:
+            self.hold(tf.zeros(self.variable.shape, self.variable.dtype))
+
+    def hold(self, value: tf.Tensor) -> None:
+        """A value into the variable itself."""
+        gen_resource_variable_ops.assign_variable_op(self.variable.handle, value)
+        self.held = True
+
+    def own_value(self) -> tf.Tensor:
+        """What this rank's variable holds, or zeros."""
+        if not self.held:
+            return tf.zeros(self.variable.shape, self.variable.dtype)
+        return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
+
+
+def hold_nothing(variable: Any) -> None:
+    """Frees the memory of a variable. It stays initialised, with no elements."""
+    gen_resource_variable_ops.assign_variable_op(variable._handle, tf.zeros((0,), variable.dtype))
 
 
 def refresh(homes: Sequence[Home], context: Context) -> None:
@@ -79,7 +115,7 @@ def refresh(homes: Sequence[Home], context: Context) -> None:
         for (root, dtype), group in together.items():
             values = ops.whale_broadcast(
                 comm=comm,
-                inputs=[_own_value(home.variable) for home in group],
+                inputs=[home.own_value() for home in group],
                 key=f"whale/present_values/{root}/{dtype}",
                 root=root,
                 shapes=[home.variable.shape for home in group],
@@ -87,7 +123,7 @@ def refresh(homes: Sequence[Home], context: Context) -> None:
             )
             for home, value in zip(group, values):
                 if context.rank not in home.ranks:  # type: ignore[operator]
-                    home.variable.assign(value)
+                    home.hold(value)
                 home.ranks = None
     except tf.errors.OpError as error:
         raise_comm_error(error, context)
@@ -103,12 +139,6 @@ def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, Use]], cont
             stale.append(home)
     if stale:
         refresh(stale, context)
-
-
-def _own_value(variable: Any) -> tf.Tensor:
-    from tensorflow.python.ops import gen_resource_variable_ops
-
-    return gen_resource_variable_ops.read_variable_op(variable.handle, variable.dtype)
 
 
 def _read_by_script(home: Home) -> None:
@@ -153,4 +183,22 @@ def _homed_class(kind: type) -> type:
             _read_by_script(self._whale_home)
         return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
 
-    return type(kind.__name__, (kind,), {"_read_variable_op": read})
+    def given(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                self._whale_home.make_room()
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    def value_first(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                _read_by_script(self._whale_home)
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    methods = {name: value_first(name) for name in NEED_WHOLE if hasattr(kind, name)}
+    methods.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))
+    return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read})

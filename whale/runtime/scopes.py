@@ -142,7 +142,7 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
         variable._whale_scope = path
         return variable
 
-    context.split_scope_seen |= kind == "split"
+    context.dividing_scope_seen |= kind in ("split", "stage")
     context.scopes.append(path)
     with ExitStack() as stack:
         stack.callback(context.scopes.pop)

@@ -17,7 +17,7 @@ from whale.errors import CommError
 from whale.ir.layout import B, Placement, Split
 from whale.runtime.deferred import deferred_of, forget, make_whole
 from whale.runtime.faults import raise_comm_error
-from whale.runtime.homes import Home, Use, refresh, refresh_for
+from whale.runtime.homes import Home, Use, hold_nothing, refresh, refresh_for
 from whale.runtime.initial import Initial
 from whale.runtime.split_variable import Parts
 
@@ -72,17 +72,33 @@ class VariableOwner:
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         return {node: entry.layout for node, entry in known if entry is not None}
 
-    def adopt(self, captured: Sequence[CapturedVariable], context: Context, placed: Mapping[str, Placement]) -> None:
+    def adopt(
+        self,
+        captured: Sequence[CapturedVariable],
+        context: Context,
+        placed: Mapping[str, Placement],
+        uses: Mapping[str, Use],
+    ) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
+
+        One that holds no value yet, and that a pipeline's stage has, gets it on the ranks of that stage only.
 
         Args:
           placed: handle node -> placement of those that lie split.
+          uses: handle node -> the ranks that use it, where they are not all.
 
         Raises:
           CommError: the ranks cannot exchange the values.
         """
         new = [c for c in captured if id(c.handle) not in self._entries]
         initials = _agreed_initials(new, context)
+        if context.between_processes:
+            for c, initial in zip(new, initials):
+                ranks = uses[c.node].ranks if c.node in uses else frozenset()
+                if initial is not None and 0 < len(ranks) < context.size:
+                    self._give_home(c, initial, ranks, context)
+            rest = [i for i, c in enumerate(new) if id(c.handle) not in self._entries]
+            new, initials = [new[i] for i in rest], [initials[i] for i in rest]
         for c, initial in zip(new, initials):
             if initial is None or not isinstance(placed.get(c.node), Split):
                 make_whole(c.variable)
@@ -122,6 +138,17 @@ class VariableOwner:
                 _broadcast_values([c], context)
                 self._divide(c, placement, None, context)
 
+    def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Context) -> None:
+        """The value of a variable that holds none, on ``ranks`` only."""
+        forget(c.variable)
+        held = context.rank in ranks
+        if held:
+            gen_resource_variable_ops.assign_variable_op(c.handle, initial.whole())
+        else:
+            hold_nothing(c.variable)
+        self._entries[id(c.handle)] = _Entry(c, ())
+        self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
+
     def _divide(self, c: CapturedVariable, placement: Split, initial: Initial | None, context: Context) -> None:
         """Parts of the variable on the ranks of this process, unless it has them."""
         if id(c.handle) in self._entries:
@@ -147,7 +174,9 @@ class VariableOwner:
         """Kind -> bytes that the ranks of this process hold of the variables that programs have used."""
         found: Counter[str] = Counter()
         for entry in self._entries.values():
-            held = entry.parts.bytes if entry.parts else (1 + len(entry.copies)) * _bytes(entry.variable)
+            home = self._homes.get(id(entry.handle))
+            whole = 1 + len(entry.copies) if home is None or home.held else 0
+            held = entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
             found[entry.kind or "buffers"] += held
         return dict(found)
 
@@ -181,13 +210,18 @@ class VariableOwner:
         for parts in self._split:
             parts.settle()
 
-    def bring_home(self) -> None:
-        """Whole values into the split variables themselves, until the next step. Collective between processes."""
-        for parts in self._split:
-            parts.bring_home()
-        stale = [home for home in self._homes.values() if home.ranks is not None]
-        if stale:
-            refresh(stale, stale[0].context)
+    def holders(self, variable: tf.Variable, context: Context) -> tuple[int, ...]:
+        """The ranks that have the present value of a variable that programs of this run use."""
+        return tuple(sorted(self._holders(self._entries[id(variable._handle)], context)))
+
+    def own_value(self, variable: tf.Variable) -> tf.Tensor:
+        """What this rank holds of it; not collective."""
+        return self._entries[id(variable._handle)].read()
+
+    def bring_home(self, variables: Sequence[tf.Variable], context: Context) -> None:
+        """Present values of those that stages have on every rank, until the next step. Collective."""
+        homes = dict.fromkeys(self._homes.get(id(v._handle)) for v in variables)
+        refresh([home for home in homes if home is not None], context)
 
     def follow(self) -> None:
         """Gives what a script assigned since the last step to the copies too: it knows the first rank's variable only.
