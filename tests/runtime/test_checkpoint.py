@@ -270,3 +270,9 @@ def test_the_position_in_a_dataset(ranks: Start, tmp_path: Path) -> None:
     free = wh.CheckpointManager(tf.train.Checkpoint(data=iter(numbers(None))), tmp_path, 1)
     with pytest.raises(wh.ProgramError, match="a shuffle without a seed"):
         free.save()
+
+
+def test_an_object_store_is_refused(ranks: Start) -> None:
+    ranks(1)
+    with pytest.raises(wh.CheckpointError, match="given: gs://bucket/run"):
+        wh.CheckpointManager(tf.train.Checkpoint(), "gs://bucket/run", 2)

@@ -56,7 +56,7 @@ class CheckpointManager:
 
     Raises:
       ClusterError: made before ``wh.init``.
-      CheckpointError: the first rank cannot use the directory.
+      CheckpointError: the directory is not one of the file system, or the first rank cannot use it.
       ValueError: ``max_to_keep`` is not positive, or an interval without a counter.
     """
 
@@ -80,6 +80,13 @@ class CheckpointManager:
             raise ValueError("checkpoint_interval needs a step_counter")
         self._checkpoint, self._directory, self._name = checkpoint, os.fspath(directory), checkpoint_name
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
+        if "://" in self._directory:
+            raise CheckpointError(
+                "checkpoints are written to a file system that all ranks see",
+                given=self._directory,
+                expected="a path: files are renamed once they are complete, which object stores do not do",
+                action="give a folder on a shared disk, and copy complete checkpoints from there",
+            )
         self._last_step: int | None = None
         self._asynchronous = asynchronous
         self._folder: CheckpointFolder | None = None
