@@ -340,17 +340,25 @@ class _Relay:
             pass
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """mpirun ends this rank: the script is told, and has a moment.
+        """mpirun ends this rank: the script is told, and has a moment unless the launcher is gone.
 
         mpirun kills this process after a second; the script's children would then be nobody's.
         """
         self._kill(number)
         deadline_s = time.monotonic() + 0.5
-        while self._running and time.monotonic() < deadline_s:
+        while self._running and time.monotonic() < deadline_s and not self._launcher_is_gone():
             if os.waitid(os.P_PID, self._script, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return
             time.sleep(0.02)
         self._kill(signal.SIGKILL)
+
+    def _launcher_is_gone(self) -> bool:
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
 
 if __name__ == "__main__":
