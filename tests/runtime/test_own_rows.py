@@ -218,3 +218,34 @@ def test_ranks_draw_from_streams_of_their_own(ranks: Any, draw: Any, shares: tup
 def test_without_a_seed_rows_differ_too(ranks: Any) -> None:
     values = drawn(unseeded, ranks, (4, 4), "local")
     assert len(np.unique(values)) == values.size
+
+
+def dropped_and_normalised(rate: float | None) -> list[np.ndarray]:
+    """Weights after two steps of normalised rows, dropout unless ``rate`` is None, and a classifier in parts."""
+    draw = np.random.default_rng(7)
+    scale, shift = (tf.Variable(np.full(FEATURES, value)) for value in (1.5, 0.2))
+    weight = tf.Variable(draw.normal(size=(FEATURES, 9)))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with wh.replica():
+                mean, variance = tf.nn.moments(x, [0])
+                h = tf.nn.batch_normalization(x, mean, variance, shift, scale, EPSILON)
+                h = h if rate is None else tf.nn.experimental.stateless_dropout(h, rate, [1, 2])
+            with wh.split():
+                loss = tf.reduce_mean(tf.square(tf.nn.log_softmax(h @ weight)))
+        for v, g in zip((scale, shift, weight), tape.gradient(loss, (scale, shift, weight))):
+            v.assign_sub(RATE * g)
+        return loss
+
+    for _ in range(2):
+        step(draw.normal(size=(ROWS, FEATURES)))
+    return [v.numpy() for v in (scale, shift, weight)]
+
+
+def test_gradients_of_dropout_reach_a_rank_s_own_statistics(ranks: Callable[..., None]) -> None:
+    ranks(3)
+    nothing_dropped, without = dropped_and_normalised(1e-12), dropped_and_normalised(None)
+    for a, b in zip(nothing_dropped, without):
+        np.testing.assert_allclose(a, b, rtol=1e-9)

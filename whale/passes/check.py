@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
+import numpy as np
+
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy
 from whale.ir.plan import Plan
@@ -194,6 +196,9 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
         seen.add((ref, placement))
         made = program.by_name[ref.node]
         before = plan.reshard_of.get((graph, ref, placement))
+        value = program.const(ref)
+        if placement == P_SUM and value is not None and not np.any(value):
+            continue  # zeros (dropout's gradient has them) are nobody's contribution
         if before is not None and not {type(before.source), type(placement)} <= {Own, Partial}:
             raise _fail(made, f"{ref}, {before.source} made {placement} on the way to {node.name}", "no reduction")
         if (
