@@ -77,7 +77,8 @@ def function_definitions(program: Program) -> list[Any]:
     for name, body in program.functions.items():
         definition = to_function_def(body, name)
         if name in kept:
-            definition.attr[NO_INLINE].b = True
+            # Nor is it copied for each of its calls, which TensorFlow would do to leave out results that nobody reads.
+            definition.attr[NO_INLINE].b = definition.attr["_nospecialize"].b = True
         found.append(definition)
     return found
 
