@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from whale.annotations import checkpoint as checkpoint
     from whale.annotations import pipeline as pipeline
     from whale.annotations import replica as replica
     from whale.annotations import set_default_strategy as set_default_strategy
@@ -54,6 +55,7 @@ _PUBLIC = {
     "check_replicas": "whale.runtime.context",
     "restarts": "whale.started",
     "cluster": "whale.runtime.cluster",
+    "checkpoint": "whale.annotations",
     "set_default_strategy": "whale.annotations",
     "CheckpointManager": "whale.runtime.checkpoint",
     "export": "whale.runtime.export",

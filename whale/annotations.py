@@ -139,6 +139,23 @@ class pipeline(ContextDecorator):
         self._entered.pop().__exit__(*exception)
 
 
+def checkpoint(tensor: Any) -> Any:
+    """Marks an activation that is held until the backward pass, with ``gradient_checkpoint.type="collection"``.
+
+    What lies between two marked tensors is computed again when the backward pass reads it. In a session's graph
+    ``tf.compat.v1.add_to_collection("checkpoints", tensor)`` does the same.
+
+    Args:
+      tensor: a tensor of the forward pass.
+
+    Returns:
+      ``tensor``, which the model has to go on with; outside of a graph nothing is marked.
+    """
+    from whale.runtime.scopes import held
+
+    return held(tensor)
+
+
 def _flat(devices: Iterable[Any]) -> tuple[int, ...]:
     """Ranks in order; a slice of a cluster is a list of groups of them."""
     return tuple(rank for item in devices for rank in ([item] if isinstance(item, int) else _flat(item)))

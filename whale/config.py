@@ -169,6 +169,14 @@ KEYS: tuple[Key, ...] = (
         choices=("", "O1"),
     ),
     Key(
+        "gradient_checkpoint.type",
+        "str",
+        "",
+        "activations that are held until the backward pass, which computes the others again: collection: those that "
+        "the program marks; auto: some, chosen by bytes; empty = all",
+        choices=("", "collection", "auto"),
+    ),
+    Key(
         "pipeline.num_micro_batch",
         "int",
         1,

@@ -34,6 +34,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
     scope, _, count = scope.partition(":")
     zero = "".join(part.removeprefix("zero") for part in more if part.startswith("zero"))
     micro_batches = "".join(part.removeprefix("micro:") for part in more if part.startswith("micro:"))
+    recompute = "auto" if "recompute" in more else ""
     config = {
         "communication.transport": "in-process",
         "cluster.ranks": job["ranks"],
@@ -42,6 +43,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "zero.level": zero or "0",
         "pipeline.num_micro_batch": int(micro_batches or 1),
         "zero.min_bytes": 0,
+        "gradient_checkpoint.type": recompute,
         "auto_parallel": scope == "auto",
         "sync_batch_norm": True,
         "random": "global",

@@ -44,10 +44,17 @@ MICRO = (
 )
 
 
+# Activations computed again: a session with uneven rows in micro-batches; batch norm.
+RECOMPUTED = (
+    ("tf1_mlp", "adam", "+recompute+micro:3", Spread(2, (5, 3))),
+    ("convnet", "sgd", "+recompute", Spread(2)),
+)
+
+
 def scopes() -> Sequence[object]:
     native = flavours()[0]
     found = []
-    for name, optimizer, scope, spread in (*SPLIT, *MICRO):
+    for name, optimizer, scope, spread in (*SPLIT, *MICRO, *RECOMPUTED):
         run = Run(case_named(name), name, native, "float64", optimizer, spread, scope=scope)
         core = name in ("mlp_metrics", "embedding", "tf1_mlp")
         found.append(pytest.param(run, id=str(run), marks=[pytest.mark.core] if core else []))

@@ -23,7 +23,11 @@ _LARGEST_CONSTANT_BYTES = 64 * 2**20
 
 
 def capture_function(
-    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, name: str | None = None
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    mark_gradients: bool = False,
 ) -> Captured:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -35,6 +39,7 @@ def capture_function(
       args: positional arguments; tensors, arrays and TensorSpecs become the program's inputs, other values are
         constants of the trace.
       name: name of the program; default the function's.
+      mark_gradients: nodes that compute gradients carry a mark.
 
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
@@ -52,7 +57,7 @@ def capture_function(
         return called(*positional, **keywords)
 
     call.__name__ = program_name
-    with gradient_scopes():
+    with gradient_scopes(mark_gradients):
         concrete = tf.function(call, autograph=autograph).get_concrete_function(*specs)
     traced_s = time.perf_counter()
     captured = _captured(concrete, program_name)

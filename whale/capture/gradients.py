@@ -19,21 +19,28 @@ try:
     from tensorflow.python import pywrap_tfe
 except ImportError:
     from tensorflow.python.eager import pywrap_tfe
+from tensorflow.core.framework import attr_value_pb2
+
 from whale.capture.attrs import SCOPE_ATTR
+from whale.ir.program import BACKWARD
 
 
 @contextmanager
-def gradient_scopes() -> Iterator[None]:
-    """While active, gradient nodes carry the scope of their forward op. Restores what was there; may be nested."""
+def gradient_scopes(marked: bool = False) -> Iterator[None]:
+    """While active, gradient nodes carry the scope of their forward op. Restores what was there; may be nested.
+
+    Args:
+      marked: they carry the mark of gradient nodes as well.
+    """
     tape_function = backprop._gradient_function
     graph_function = gradients_util._MaybeCompile
 
     def of_tape(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any) -> Any:
-        with _entered(_scope_of_call(op_name, inputs, outputs)):
+        with _entered(_scope_of_call(op_name, inputs, outputs), marked):
             return tape_function(op_name, attrs, count, inputs, outputs, *rest)
 
     def of_graph(scope: str, op: tf.Operation, func: Any, gradient: Callable[[], Any]) -> Any:
-        with _entered(_scope_of(op)):
+        with _entered(_scope_of(op), marked):
             return graph_function(scope, op, func, gradient)
 
     _install(of_tape, of_graph)
@@ -49,10 +56,11 @@ def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any]) -> None:
     gradients_util._MaybeCompile = of_graph
 
 
-def _entered(scope: Any) -> Any:
-    if scope is None:
-        return nullcontext()
-    return tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: scope})
+def _entered(scope: Any, marked: bool) -> Any:
+    attributes = {} if scope is None else {SCOPE_ATTR: scope}
+    if marked:
+        attributes[BACKWARD] = attr_value_pb2.AttrValue(b=True)
+    return tf.compat.v1.get_default_graph()._attr_scope(attributes) if attributes else nullcontext()
 
 
 def _scope_of(op: tf.Operation) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,7 @@ from whale.capture.graph import program_from_graph
 from whale.capture.loops import import_settled
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.program import Ref
+from whale.ir.program import BACKWARD, CHECKPOINT, Program, Ref
 from whale.ir.values import Dims, TensorType
 
 _FRAMES = frozenset(
@@ -61,10 +61,14 @@ class Source:
 
 
 class GraphCapture:
-    """Captures of one graph. The graph is read once (and again after it grew), shapes are inferred once per feed."""
+    """Captures of one graph. The graph is read once (and again after it grew), shapes are inferred once per feed.
 
-    def __init__(self, graph: tf.Graph) -> None:
-        self.graph = graph
+    Args:
+      mark_gradients: nodes that compute gradients carry a mark, and those of the collection "checkpoints" another one.
+    """
+
+    def __init__(self, graph: tf.Graph, mark_gradients: bool = False) -> None:
+        self.graph, self._mark_gradients = graph, mark_gradients
         self._version = -1
         self._graph_def: Any = None
         self._defs: dict[str, Any] = {}
@@ -163,6 +167,8 @@ class GraphCapture:
             effects=[graph.get_operation_by_name(o.name) for o in effects],
             types=typed.better,
         )
+        if self._mark_gradients:
+            program = self._marked(program)
         present = {v.node for v in program.variables}
         return Captured(
             program=program,
@@ -178,6 +184,19 @@ class GraphCapture:
             self._graph_def = self.graph.as_graph_def()
             self._defs = {n.name: n for n in self._graph_def.node}
             self._typed.clear()
+
+    def _marked(self, program: Program) -> Program:
+        held = {t.op.name for t in self.graph.get_collection("checkpoints")}
+        nodes = []
+        for node in program.nodes:
+            op = self._operation(node.name)
+            if op is not None and op._original_op is not None:  # the op that tf.gradients has made it for
+                node = replace(node, attrs={**node.attrs, BACKWARD: True})
+            nodes.append(replace(node, attrs={**node.attrs, CHECKPOINT: True}) if node.name in held else node)
+        return program.with_nodes(tuple(nodes))
+
+    def _operation(self, name: str) -> tf.Operation | None:
+        return self.graph.get_operation_by_name(name) if name in self._defs else None
 
     def _refuse(self, needed: Sequence[str]) -> None:
         for name in needed:

@@ -12,6 +12,8 @@ from whale.ir.values import Func, Tensor, TensorType
 
 # TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
 COMPILED = "_XlaMustCompile"
+# Marks of nodes that compute gradients, of activations that the user wants held, and of what is computed again.
+BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
 
 
 class Ref(NamedTuple):

@@ -23,7 +23,7 @@ from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import B, Broadcast, O, Own, Partial, Placement, Split, Strategy
 from whale.ir.plan import BatchInput, Plan, Reshard
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import RECOMPUTED, Node, Program, Ref
 from whale.ir.values import UNMOVABLE, DType, Tensor, TensorType, numpy_dtype
 from whale.passes.check import check
 from whale.passes.in_place import make_in_place
@@ -42,12 +42,13 @@ _READS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Variable
 
 def prepared(program: Program) -> Program:
     """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
-    something without effects waits for something without effects, what ones and zeros are like.
+    something without effects waits for something without effects, what ones and zeros are like. What is computed again
+    for the backward pass waits for it.
     """
     nodes: list[Node] = []
     behind_effects: set[str] = set()
     for node in program.nodes:
-        if node.controls and not node.stateful:
+        if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
             node = replace(node, controls=tuple(c for c in node.controls if c in behind_effects))
         acts = node.stateful and node.op not in _READS and not communicates(node.op)
         if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
@@ -181,7 +182,9 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
     strategies, level = plan.strategies[""], dict[str, int]()
     for node in program.nodes:
         strategy = strategies[node.name]
-        base = max((level[c] for c in node.controls), default=0)
+        # What is computed again goes where its operands are: it waits for gradients of its own micro-batch.
+        waits_for = () if RECOMPUTED in node.attrs else node.controls
+        base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))
         acts = node.stateful and node.op not in _READS and not communicates(node.op)

@@ -26,6 +26,7 @@ from whale.passes.inline import inline
 from whale.passes.mixed import mixed_precision
 from whale.passes.own import Semantics
 from whale.passes.propagate import GraphLayout, propagate
+from whale.passes.recompute import recompute
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
 from whale.passes.scopes import split_scope
@@ -54,6 +55,7 @@ class PlanContext:
     ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``; from 3 on
     weights as well, of which ``zero_ahead`` are gathered while another is used.
     ``mixed_precision``: products are computed in bfloat16.
+    ``recompute``: which activations are held, the others being computed again (see whale.passes.recompute); "": all.
     ``micro_batches``: into how many parts each rank cuts its rows; ``micro_statistics``: batch statistics are of each.
     """
 
@@ -76,6 +78,7 @@ class PlanContext:
     zero_min_bytes: int = 0
     zero_ahead: int = 1
     mixed_precision: bool = False
+    recompute: str = ""
     micro_batches: int = 1
     micro_statistics: bool = False
     schedule: str = "1f1b"
@@ -97,6 +100,9 @@ def normalise(program: Program, context: PlanContext) -> Program:
         for step in NORMALISE:
             program = step(program)
             _dump(context, step.__name__, program)
+        if context.recompute:
+            program = recompute(program, context.recompute)
+            _dump(context, "recompute", program)
         if context.zero_level >= 3:
             program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)
             _dump(context, "separate_uses", program)

@@ -81,6 +81,7 @@ def plan_context(context: Context) -> PlanContext:
         zero_min_bytes=config["zero.min_bytes"],
         zero_ahead=config["zero.ahead"],
         mixed_precision=config["amp.level"] == "O1",
+        recompute=config["gradient_checkpoint.type"],
         micro_batches=config["pipeline.num_micro_batch"],
         schedule=config["pipeline.schedule"],
         micro_statistics=config["pipeline.micro_batch_statistics"],

@@ -33,10 +33,11 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
       CaptureError: the step cannot be captured.
       PlanError: the batch cannot be split as asked.
     """
-    captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs)
     settings = PlanContext(size=ranks)
     if runtime_context._current is not None:
         settings = replace(plan_context(runtime_context._current), size=ranks)
+    marked = bool(settings.recompute)
+    captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked)
     program = normalise(captured.program, settings)
     return with_memory(program, make_any_plan(program, settings), settings)
 

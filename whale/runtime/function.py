@@ -199,7 +199,7 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
         for tensor in arguments.tensors:
             _own_rows(tensor, context)
     with captures_steps(), span(context.trace, "capture", "compile"):
-        captured = capture_function(fn, args, kwargs)
+        captured = capture_function(fn, args, kwargs, mark_gradients=bool(context.config["gradient_checkpoint.type"]))
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
     compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
+from whale.ir.program import CHECKPOINT
 from whale.passes.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.stages import stage_of
 from whale.runtime.context import Context, current
@@ -151,3 +152,11 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
             attribute = attr_value_pb2.AttrValue(s=path.encode())
             stack.enter_context(graph._attr_scope({SCOPE_ATTRIBUTE: attribute}))
         yield
+
+
+def held(tensor: Any) -> Any:
+    """``tensor`` with the mark of what is held until the backward pass; outside of a graph as it is."""
+    if tf.executing_eagerly():
+        return tensor
+    with tf.compat.v1.get_default_graph()._attr_scope({CHECKPOINT: attr_value_pb2.AttrValue(b=True)}):
+        return tf.identity(tensor, "checkpoint")

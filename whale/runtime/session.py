@@ -74,7 +74,7 @@ class Session(tf.compat.v1.Session):
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
         self._lock = threading.Lock()  # queue runners run beside the main thread
-        self._captures = GraphCapture(self.graph)
+        self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._capture_only = False
         self._present = Present(self._whale.size)
         self._uses: dict[Hashable, dict[str, Use]] = {}
