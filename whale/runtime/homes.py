@@ -18,7 +18,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.errors import CommError
 from whale.runtime.faults import raise_comm_error
-from whale.runtime.split_variable import NEED_WHOLE
+from whale.runtime.split_variable import NEED_WHOLE, hold_nothing
 
 if TYPE_CHECKING:
     from whale.runtime.context import Context
@@ -66,7 +66,7 @@ class Home:
         self.ranks = use.ranks if len(use.ranks) < self.context.size else None
         if self.context.between_processes:
             if self.held and self.ranks is not None and self.context.rank not in self.ranks:
-                hold_nothing(self.variable)
+                hold_nothing(self.variable._handle, self.variable.dtype)
                 self.held = False
         elif 0 not in use.ranks:
             self.variable.assign(self.of_position(min(use.ranks)).read_value())
@@ -87,11 +87,6 @@ class Home:
         if not self.held:
             return tf.zeros(self.variable.shape, self.variable.dtype)
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
-
-
-def hold_nothing(variable: Any) -> None:
-    """Frees the memory of a variable. It stays initialised, with no elements."""
-    gen_resource_variable_ops.assign_variable_op(variable._handle, tf.zeros((0,), variable.dtype))
 
 
 def refresh(homes: Sequence[Home], context: Context) -> None:

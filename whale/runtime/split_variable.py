@@ -52,7 +52,7 @@ class Parts:
         else:
             for rank in context.ranks:
                 self._parts.append(initial.part(placement, rank % len(placement.sizes), f"part{rank}"))
-            gen_resource_variable_ops.assign_variable_op(self._handle, tf.zeros((0,), initial.dtype))
+            hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
         self._variable.__class__ = _split_class(kind)
@@ -75,7 +75,7 @@ class Parts:
             return
         for i, rank in enumerate(self._context.ranks):
             self._set(i, _cut(whole, self.placement, rank % len(self.placement.sizes)))
-        gen_resource_variable_ops.assign_variable_op(self._handle, tf.zeros((0,), whole.dtype))
+        hold_nothing(self._handle, whole.dtype)
 
     def _set(self, i: int, part: tf.Tensor) -> None:
         if i < len(self._parts):
@@ -116,6 +116,17 @@ class Parts:
     def _held(self) -> tf.Tensor | None:
         value = gen_resource_variable_ops.read_variable_op(self._handle, self._variable.dtype)
         return value if value.shape == self._variable.shape else None
+
+
+def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
+    """Frees the memory of a variable whose value lies elsewhere. It stays initialised.
+
+    TensorFlow's eager operations read a variable that they are given past its methods. They must not find a number that
+    passes for its value: NaN, of a rank that no variable has, gives NaN or an error.
+    """
+    nan = tf.as_dtype(dtype).is_floating
+    nothing = tf.constant(float("nan"), dtype, (1,) * 9) if nan else tf.zeros((0,), dtype)
+    gen_resource_variable_ops.assign_variable_op(handle, nothing)
 
 
 def _cut(whole: tf.Tensor, placement: Split, rank: int) -> tf.Tensor:

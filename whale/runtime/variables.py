@@ -17,9 +17,9 @@ from whale.errors import CommError
 from whale.ir.layout import B, Placement, Split
 from whale.runtime.deferred import deferred_of, forget, make_whole
 from whale.runtime.faults import raise_comm_error
-from whale.runtime.homes import Home, Use, hold_nothing, refresh, refresh_for
+from whale.runtime.homes import Home, Use, refresh, refresh_for
 from whale.runtime.initial import Initial
-from whale.runtime.split_variable import Parts
+from whale.runtime.split_variable import Parts, hold_nothing
 
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
@@ -145,7 +145,7 @@ class VariableOwner:
         if held:
             gen_resource_variable_ops.assign_variable_op(c.handle, initial.whole())
         else:
-            hold_nothing(c.variable)
+            hold_nothing(c.variable._handle, c.variable.dtype)
         self._entries[id(c.handle)] = _Entry(c, ())
         self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
 

@@ -339,7 +339,8 @@ double all_reduce_s(const Problem& p, Algorithm algorithm) {
   const double parts_s = 2 * others / p.size * all_s;
   const bool power_of_two = (p.size & (p.size - 1)) == 0;
   switch (algorithm) {
-    case Algorithm::kDirect: return costs.step_s + others * (costs.message_s + all_s);
+    // Each rank adds all of it, once it has arrived; the others add their part of one block while the next one arrives.
+    case Algorithm::kDirect: return costs.step_s + others * (costs.message_s + 2 * all_s);
     case Algorithm::kPairwise:
       // Between machines as many flows as ranks meet at each receiver: they get less of its link than one after the other.
       return 2 * (costs.step_s + others * costs.message_s) + (p.one_machine || p.size == 2 ? 1.0 : 1.2) * parts_s;
