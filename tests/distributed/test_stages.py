@@ -53,7 +53,8 @@ def tf_variable(v):
     return v if isinstance(v, tf.Variable) else v.value
 
 def elements(v):
-    return int(tf.size(tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)))
+    held = tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)  # one NaN where there is nothing
+    return int(tf.size(held)) * (held.shape == v.shape)
 
 def values(net):
     return [v.numpy() for v in (*net.kernels, *net.slots, *net.free)]
