@@ -75,10 +75,28 @@ def plan_mesh(program: Program, context: PlanContext, group: int) -> Plan:
     inner = make_plan(base, second)
     inner = replace(inner, fingerprint=fingerprint(program))
     # The first group has what the others lack: nodes that run once.
-    other = complete_plan(_first_axis(program, outer, first, 1), second, inner)
+    other = _plan_of_others(_first_axis(program, outer, first, 1), second, inner, outer)
     moved = inner.logical_bytes + (groups - 1) * other.logical_bytes
     outer = replace(outer, batch_inputs=rows, inner=inner, inner_bytes=moved, variables=inner.variables)
     return replace(outer, repeats=_repeats(base, outer, inner))
+
+
+def _plan_of_others(base: Program, second: PlanContext, inner: Plan, outer: Plan) -> Plan:
+    """The first group's plan for what the other groups run."""
+    try:
+        return complete_plan(base, second, inner)
+    except PlanError as error:
+        for name, strategy in outer.strategies[""].items():
+            for p in strategy.outputs:
+                if isinstance(p, Split) and len(set(p.sizes)) > 1:
+                    raise PlanError(
+                        "the groups of ranks do not get equal rows of a tensor",
+                        op=name,
+                        given=f"{sum(p.sizes)} in dimension {p.dim}, divided {list(p.sizes)} over {outer.size} groups",
+                        expected=f"a multiple of {outer.size}",
+                        action="change that size, or leave split.ranks out",
+                    ) from error
+        raise
 
 
 def lower_mesh(
