@@ -18,10 +18,11 @@ from cost_model.describe import Transformer
 from cost_model.predict import chunk_layers
 from cost_model.stacks import stack
 from whale.errors import PlanError
+from whale.planner.estimate import Limits
 from whale.planner.evaluate import evaluate
 from whale.planner.model import TransformerModel
 from whale.planner.pools import Machines
-from whale.planner.search import Limits, search
+from whale.planner.search import search
 from whale.planner.spread import Part, Spread, Stage
 from whale.planner.whale22 import flops_of, formula_1
 

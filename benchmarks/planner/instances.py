@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from cost_model.cluster import Cluster, parse
 from cost_model.stacks import stack
+from whale.planner.estimate import divisors
 from whale.planner.evaluate import evaluate, part_memory
 from whale.planner.pools import Machines
-from whale.planner.search import divisors
 from whale.planner.spread import Part, Spread, Stage
 from whale.planner.tables import Measured, Table, TableLayer, TableModel
 

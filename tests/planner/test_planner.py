@@ -13,10 +13,11 @@ from cost_model.stacks import stack
 from whale.cli import main
 from whale.errors import PlanError
 from whale.planner import ask, planfile
+from whale.planner.estimate import Limits
 from whale.planner.evaluate import check, evaluate
 from whale.planner.model import TransformerModel
 from whale.planner.pools import Machines
-from whale.planner.search import Limits, search
+from whale.planner.search import search
 from whale.planner.show import diff, explain, show
 from whale.planner.spread import Part, Spread, Stage
 from whale.planner.whale22 import algorithm_1, formula_1

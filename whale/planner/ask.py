@@ -11,10 +11,11 @@ from cost_model.describe import Transformer
 from cost_model.stacks import stack
 from whale.errors import PlanError
 
+from .estimate import Limits
 from .model import Model, TransformerModel
 from .planfile import PlanFile, of_search
 from .pools import Machines
-from .search import Limits, search
+from .search import search
 from .tables import Table, TableModel
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}

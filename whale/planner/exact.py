@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .estimate import divisors
 from .evaluate import layers_of, part_memory, reduction_s
-from .search import divisors
 from .shares import shares, variants
 from .spread import Part, Spread, Stage
 

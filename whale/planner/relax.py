@@ -11,7 +11,8 @@ from .evaluate import Evaluation, evaluate
 from .spread import Part, Spread, Stage
 
 if TYPE_CHECKING:
-    from .search import Candidate, Search
+    from .estimate import Candidate
+    from .search import Search
 
 
 def nothing_fits(search: Search, candidates: Sequence[Candidate]) -> PlanError:

@@ -152,7 +152,7 @@ def explain(plan: PlanFile, layer: int) -> str:
     from whale.errors import PlanError
 
     from .evaluate import evaluate
-    from .search import move_cut
+    from .neighbours import move_cut
 
     model, machines, found = plan.evaluate()
     if not 0 <= layer < model.count:

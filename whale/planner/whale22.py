@@ -13,10 +13,11 @@ from itertools import accumulate
 
 from whale.errors import PlanError
 
+from .estimate import divisors
 from .evaluate import evaluate
 from .model import Model
 from .pools import Machines
-from .search import Found, divisors
+from .search import Found
 from .spread import Part, Spread, Stage
 
 
