@@ -1,7 +1,7 @@
 """Seconds from a traced step to a callable one: ResNet50 (Keras 3) with Adam at 64x64, in one process.
 
-    python benchmarks/lowering.py [--ranks 2] [--repeats 3]
-    python benchmarks/lowering.py --rank-0-of 4 64 1024 [--repeats 5]
+    python -m benchmarks.lowering [--ranks 2] [--repeats 3]
+    python -m benchmarks.lowering --rank-0-of 4 64 1024 [--repeats 5]
 
 The ranks live in this process, so `localise` and `import` are those of all of them. Tracing is TensorFlow's own time;
 what is printed is the fastest of the repeats for each phase after it.
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -24,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from benchmarks.steps import train_step
 from whale.capture.encode import to_function_def
 from whale.capture.function import capture_function
 from whale.ir.collector import no_garbage_collection
@@ -41,7 +43,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rank-0-of", type=int, nargs="+", metavar="RANKS")
     options = parser.parse_args()
-    step = train_step()
+    step = train_step(resnet50())
     if options.rank_0_of:
         return first_rank(step, options.rank_0_of, options.repeats)
     x, y = np.zeros((8, 64, 64, 3), np.float32), np.zeros(8, np.int32)
@@ -65,22 +67,8 @@ def main() -> int:
     return 0
 
 
-def train_step() -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    model = tf.keras.applications.ResNet50(
-        weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation=None
-    )
-    optimizer = tf.keras.optimizers.Adam(1e-4)
-    optimizer.build(model.trainable_variables)
-
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        return loss
-
-    return step
+def resnet50() -> Any:
+    return tf.keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation=None)
 
 
 def first_rank(step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], sizes: Sequence[int], repeats: int) -> int:

@@ -1,6 +1,6 @@
 """Step time of `wh.function` on one rank beside plain `tf.function`, in one process, interleaved.
 
-    python benchmarks/one_process.py [--pairs 40]
+    python -m benchmarks.one_process [--pairs 40]
 
 Two copies of the same model are stepped alternately, so that what else the machine does meets both. Prints the
 median step time of each and their ratio.
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from benchmarks.steps import train_step
 
 
 def mlp() -> tuple[Any, np.ndarray]:
@@ -42,18 +43,7 @@ def make_step(
     """A training step with Adam, already traced; returns its loss."""
     tf.keras.utils.set_random_seed(1)
     model, x = make_model()
-    optimizer = tf.keras.optimizers.Adam(1e-4)
-    optimizer.build(model.trainable_variables)
-
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        return loss
-
-    wrapped = function(step)
+    wrapped = function(train_step(model))
     inputs = tf.constant(x), tf.constant(np.arange(len(x)) % 10, tf.int32)
     wrapped(*inputs)
     return lambda: float(wrapped(*inputs))

@@ -21,7 +21,7 @@ from .describe import Parallel, Transformer
 from .memory import Footprint, footprint, layer_activation_bytes
 from .place import Place, places
 from .profile import Profile
-from .simulate import Tasks, Timeline, memory_curve, simulate
+from .simulate import Tasks, Timeline, memory_curve, pipeline_tasks, simulate
 from .stacks import Stack
 
 
@@ -177,35 +177,16 @@ def _tasks(
     kept: list[float],
 ) -> Tasks:
     """One task per phase on its stage's stream; a send that the stage waits for is a part of its phase."""
-    tasks = Tasks()
-    stages, chunks, last = p.pipeline, p.chunks, p.pipeline * p.chunks - 1
-    # A task waits for tasks of other stages that are added later: their numbers come first.
-    count = p.micro_batches
-    forward, backward_of = [0] * (count * (last + 1)), [0] * (count * (last + 1))
-    number = 0
-    for stage, order in enumerate(orders):
-        for chunk, micro_batch, backward in order:
-            (backward_of if backward else forward)[(chunk * stages + stage) * count + micro_batch] = number
-            number += 1
-    for stage, order in enumerate(orders):
-        send = send_s(t, p, stack, at[stage]) if stages > 1 else 0.0
-        parts = [chunk * stages + stage for chunk in range(chunks)]
-        held = [layers[part] * kept[stage] for part in parts]
-        ahead = [costs[stage, c, False].seconds + (send if part < last else 0.0) for c, part in enumerate(parts)]
-        back = [costs[stage, c, True].seconds + (send if part > 0 else 0.0) for c, part in enumerate(parts)]
-        # By whole columns, which is several times faster than pass by pass.
-        tasks.resource += [stage] * len(order)
-        tasks.seconds += [back[chunk] if backward else ahead[chunk] for chunk, _, backward in order]
-        tasks.held_bytes += [-held[chunk] if backward else held[chunk] for chunk, _, backward in order]
-        places_of = [part * count for part in parts]
-        from_next = forward[last * count :] if parts[-1] == last else []
-        for chunk, micro_batch, backward in order:
-            part, index = parts[chunk], places_of[chunk] + micro_batch
-            if backward:
-                tasks.after.append((from_next[micro_batch] if part == last else backward_of[index + count],))
-            else:
-                tasks.after.append((forward[index - count],) if part else ())
-    return tasks
+    stages, chunks = range(p.pipeline), range(p.chunks)
+    send = [send_s(t, p, stack, place) if p.pipeline > 1 else 0.0 for place in at]
+    last = p.pipeline * p.chunks - 1
+
+    def seconds(stage: int, chunk: int, backward: bool) -> float:
+        end = 0 if backward else last
+        return costs[stage, chunk, backward].seconds + (send[stage] if chunk * p.pipeline + stage != end else 0.0)
+
+    ahead, back = ([[seconds(s, c, b) for c in chunks] for s in stages] for b in (False, True))
+    return pipeline_tasks(orders, ahead, back, [[n * kept[s] for n in layers[s :: p.pipeline]] for s in stages])
 
 
 def stage_parameters(t: Transformer, p: Parallel, layers: list[int], stage: int) -> float:

@@ -15,8 +15,8 @@ from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
 from whale.capture.signature import Arguments, take_apart
 from whale.errors import CaptureError
-from whale.ir.program import Node, Program
-from whale.ir.values import DType, Tensor, TensorType
+from whale.ir.program import Node, Program, const_node
+from whale.ir.values import Tensor
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
 _LARGEST_CONSTANT_BYTES = 64 * 2**20
@@ -197,7 +197,5 @@ def _with_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Pro
             nodes.append(node)
         elif node.name in used:
             value = Tensor.of(constants[node.name].numpy(), constants[node.name].dtype.name)
-            kind = TensorType(value.dtype, value.shape)
-            attrs = {"dtype": DType(value.dtype), "value": value}
-            nodes.append(Node(node.name, "Const", (), node.controls, attrs, (kind,), node.scope))
+            nodes.append(const_node(node.name, value, controls=node.controls, scope=node.scope))
     return program.with_nodes(tuple(nodes), inputs=tuple(i for i in program.inputs if i not in constants))

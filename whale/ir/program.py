@@ -8,7 +8,9 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
-from whale.ir.values import Func, Tensor, TensorType
+import numpy as np
+
+from whale.ir.values import DType, Func, Tensor, TensorType
 
 # TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
 COMPILED = "_XlaMustCompile"
@@ -42,6 +44,15 @@ class Node:
     def refs(self) -> tuple[Ref, ...]:
         """Its outputs, as references."""
         return tuple(Ref(self.name, i) for i in range(len(self.outputs)))
+
+
+def const_node(
+    name: str, value: np.ndarray | Tensor, dtype: str | None = None, controls: tuple[str, ...] = (), scope: str = ""
+) -> Node:
+    """A Const. ``dtype``: for arrays whose NumPy dtype does not tell it, as bfloat16's."""
+    tensor = value if isinstance(value, Tensor) else Tensor.of(value, dtype)
+    attrs = {"dtype": DType(tensor.dtype), "value": tensor}
+    return Node(name, "Const", (), controls, attrs, (TensorType(tensor.dtype, tensor.shape),), scope)
 
 
 @dataclass(frozen=True, slots=True)

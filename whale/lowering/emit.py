@@ -24,8 +24,8 @@ from whale.ir.layout import (
     split,
 )
 from whale.ir.plan import Reshard
-from whale.ir.program import Node, Ref
-from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype, static_shape
+from whale.ir.program import Node, Ref, const_node
+from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 
 COMMUNICATOR = "whale/communicator"
 HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
@@ -75,10 +75,8 @@ class Emitter:
         return Ref(name)
 
     def const(self, name: str, value: np.ndarray) -> Ref:
-        tensor = Tensor.of(value)
-        return self.add(
-            name, "Const", (), {"dtype": DType(tensor.dtype), "value": tensor}, (TensorType(tensor.dtype, value.shape),)
-        )
+        self.nodes[name] = const_node(name, value)
+        return Ref(name)
 
     def communicator(self) -> Ref:
         """The handle that every communication op of this graph takes first."""

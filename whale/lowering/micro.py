@@ -15,10 +15,10 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.layout import identity_value
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref, function_refs, topological
+from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
 from whale.ir.values import DType, Func, numpy_dtype
 from whale.lowering.alike import TIME, Kind, kinds_of, may_carry, with_own_bodies
-from whale.lowering.micro_body import Body, Function, const_node
+from whale.lowering.micro_body import Body, Function
 
 NO_INLINE = "_noinline"  # attribute of a call whose function stays one, instead of being copied into the caller
 

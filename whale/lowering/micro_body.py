@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from whale.ir.program import Node, Program, Ref, topological
-from whale.ir.values import DType, Shape, Tensor, TensorType, numpy_dtype
+from whale.ir.program import Node, Program, Ref, const_node, topological
+from whale.ir.values import DType, Shape, TensorType, numpy_dtype
 from whale.lowering.alike import TIME, Kind
 
 _LARGEST_COPIED_BYTES = 1 << 16  # constants above are passed, instead of being in every function that reads them
@@ -132,9 +130,3 @@ class Body:
         nodes = topological(self.nodes)
         self.function.behind = list(dict.fromkeys(self.function.behind))
         return Program(self.function.name, nodes, tuple(self.inputs), outputs=tuple(self.outputs), effects=effects)
-
-
-def const_node(name: str, value: np.ndarray) -> Node:
-    tensor = Tensor.of(np.asarray(value))
-    attrs = {"dtype": DType(tensor.dtype), "value": tensor}
-    return Node(name, "Const", (), (), attrs, (TensorType(tensor.dtype, tensor.shape),))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from whale.ir.program import Node, Program, Ref, prune
-from whale.ir.values import DType, Tensor, TensorType, numpy_dtype
+from whale.ir.program import Node, Program, Ref, const_node, prune
+from whale.ir.values import DType, TensorType, numpy_dtype
 from whale.passes.fold_lists import refine_lists
 from whale.passes.fold_loops import refine_loops
 from whale.passes.fold_ops import EVALUATORS
@@ -218,12 +218,10 @@ class _Folder:
                 self.moved[Ref(node.name, i)] = Ref(name)
 
     def _constant(self, name: str, value: np.ndarray, node: Node, i: int = 0) -> None:
-        tensor = Tensor.of(value, node.outputs[i].dtype)
-        kind = TensorType(tensor.dtype, tensor.shape)
-        attrs = {"dtype": DType(tensor.dtype), "value": tensor}
-        self.nodes.append(Node(name, "Const", (), node.controls, attrs, (kind,), node.scope))
+        made = const_node(name, value, node.outputs[i].dtype, node.controls, node.scope)
+        self.nodes.append(made)
         self.values[Ref(name)] = value
-        self.types[Ref(name)] = kind
+        self.types[Ref(name)] = made.outputs[0]
         self.changed = True
 
     def _fresh(self, name: str) -> str:

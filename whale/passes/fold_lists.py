@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from whale.ir.program import Node, Program, Ref
-from whale.ir.values import Dims, DType, Func, Tensor, TensorType
+from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.values import Dims, Func, Tensor, TensorType
 
 
 class _Item(NamedTuple):
@@ -181,9 +181,7 @@ def _constant(name: str, value: Tensor, read: Node, taken: set[str]) -> Node:
     while name in taken:
         name += "_"
     taken.add(name)
-    kind = TensorType(value.dtype, value.shape)
-    attrs = {"dtype": DType(value.dtype), "value": value}
-    return Node(name, "Const", (), (), attrs, (kind,), read.scope)
+    return const_node(name, value, scope=read.scope)
 
 
 def _output_types(node: Node, item: Dims) -> tuple[TensorType, ...]:

@@ -23,8 +23,8 @@ from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import B, Broadcast, O, Own, Partial, Placement, Split, Strategy
 from whale.ir.plan import BatchInput, Plan, Reshard
-from whale.ir.program import RECOMPUTED, Node, Program, Ref
-from whale.ir.values import UNMOVABLE, DType, Tensor, TensorType, numpy_dtype
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
+from whale.ir.values import UNMOVABLE, DType, numpy_dtype
 from whale.passes.check import check
 from whale.passes.in_place import make_in_place
 from whale.passes.own import Semantics
@@ -57,17 +57,11 @@ def prepared(program: Program) -> Program:
             (t,) = node.outputs
             value = np.full((), _LIKE[node.op], numpy_dtype(t.dtype))
             names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
-            nodes += [_const(names[0], np.array(t.shape, np.int32)), _const(names[1], value)]
+            nodes += [const_node(names[0], np.array(t.shape, np.int32)), const_node(names[1], value)]
             attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
             node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
         nodes.append(node)
     return program.with_nodes(tuple(nodes))
-
-
-def _const(name: str, value: np.ndarray) -> Node:
-    tensor = Tensor.of(value)
-    attrs = {"dtype": DType(tensor.dtype), "value": tensor}
-    return Node(name, "Const", attrs=attrs, outputs=(TensorType(tensor.dtype, tensor.shape),))
 
 
 def time_plan(

@@ -13,8 +13,8 @@ import numpy as np
 
 from whale.ir.layout import B, Owner, Placement, Split, Strategy
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Place, Plan
-from whale.ir.program import Node, Program, Ref
-from whale.ir.values import UNMOVABLE, DType, Tensor, TensorType
+from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.stages import does_nothing, free_nodes, stage_of
 
 
@@ -115,7 +115,7 @@ class _Cutter:
             if source != k:
                 ref = Ref(FETCHED.format(i))
                 if t.dtype in UNMOVABLE:
-                    nodes.append(_const(ref.node, np.array(b"", object)))
+                    nodes.append(const_node(ref.node, np.array(b"", object)))
                 else:
                     fetched[i] = source
                     nodes.append(Node(ref.node, STAGE_INPUT, (), (), {}, (t,), "", True))
@@ -165,19 +165,13 @@ def with_tokens(program: Program, places: Sequence[Place]) -> Program:
         for name in elsewhere:
             if name not in tokens:
                 tokens[name] = f"{name}/whale_token"
-                token = _const(tokens[name], np.zeros((), np.int32))
+                token = const_node(tokens[name], np.zeros((), np.int32))
                 nodes.append(replace(token, controls=(name,), scope=program.by_name[name].scope))
         if controls != node.controls or elsewhere:
             node = replace(node, controls=tuple(tokens[c] if c in elsewhere else c for c in controls))
         nodes.append(node)
     effects = resolved((*program.effects, *alone))
     return program.with_nodes(tuple(nodes), effects=effects)
-
-
-def _const(name: str, value: np.ndarray) -> Node:
-    tensor = Tensor.of(value)
-    attrs = {"dtype": DType(tensor.dtype), "value": tensor}
-    return Node(name, "Const", (), (), attrs, (TensorType(tensor.dtype, tensor.shape),))
 
 
 def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan) -> tuple[Edge, ...]:

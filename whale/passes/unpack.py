@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whale.ir.program import Node, Program, Ref, prune
-from whale.ir.values import UNMOVABLE, DType, Shape, Tensor, TensorType, numpy_dtype
+from whale.ir.program import Node, Program, Ref, const_node, prune
+from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
 from whale.rules.graph import BRANCHES, called_functions
 
 _PASSED_ON = frozenset({"Identity"})
@@ -231,13 +231,8 @@ def _nothing(name: str, t: TensorType) -> list[Node]:
     dims = np.array(t.shape, np.int32)
     zero = np.zeros((), numpy_dtype(t.dtype))
     return [
-        _constant(f"{name}/dims", dims, "int32"),
-        _constant(f"{name}/value", zero, t.dtype),
+        const_node(f"{name}/dims", dims, "int32"),
+        const_node(f"{name}/value", zero, t.dtype),
         Node(name, "Fill", (Ref(f"{name}/dims"), Ref(f"{name}/value")),
              attrs={"T": DType(t.dtype), "index_type": DType("int32")}, outputs=(t,)),
     ]  # fmt: skip
-
-
-def _constant(name: str, value: np.ndarray, dtype: str) -> Node:
-    attrs = {"dtype": DType(dtype), "value": Tensor.of(value, dtype)}
-    return Node(name, "Const", attrs=attrs, outputs=(TensorType(dtype, value.shape),))

@@ -12,8 +12,8 @@ from itertools import accumulate
 from cost_model.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from cost_model.compute import rates_of
 from cost_model.memory import BASE_BYTES, CHANNEL_BYTES, WORKSPACE_BYTES, Footprint, state_bytes
-from cost_model.simulate import Tasks, Timeline, simulate
-from whale.ir.schedule import Phase, live_micro_batches, schedule
+from cost_model.simulate import Tasks, Timeline, pipeline_tasks, simulate
+from whale.ir.schedule import Schedule, live_micro_batches, schedule
 
 from .model import Layers, Model
 from .pools import Machines
@@ -164,7 +164,7 @@ def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
     for index in range(stages):
         live = live_of.setdefault(index, live_micro_batches(orders[index]))
         costs.append(stage_cost(model, machines, spread, index, live, ranks))
-    tasks = _tasks(spread, orders, costs)
+    tasks = _tasks(orders, costs)
     timeline = simulate(tasks)
     ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
     ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
@@ -205,30 +205,13 @@ def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
     return all_reduce_s(pair, model.stack.gradient_bytes * model.tied_parameters / tensor)
 
 
-def _tasks(spread: Spread, orders: list[list[Phase]], costs: list[StageCost]) -> Tasks:
+def _tasks(orders: Schedule, costs: list[StageCost]) -> Tasks:
     """One task per pass on its stage's stream, in the order of the schedule."""
-    tasks = Tasks()
-    stages, last, count = len(spread.stages), len(spread.stages) * spread.chunks - 1, spread.micro_batches
-    forward, back = [0] * (count * (last + 1)), [0] * (count * (last + 1))
-    number = 0
-    for stage, order in enumerate(orders):
-        for chunk, micro_batch, backward in order:
-            (back if backward else forward)[(chunk * stages + stage) * count + micro_batch] = number
-            number += 1
-    for stage, order in enumerate(orders):
-        cost = costs[stage]
-        held = cost.memory[cost.limiting].activations_bytes / max(1, live_micro_batches(order))
-        tasks.resource += [stage] * len(order)
-        tasks.seconds += [(cost.backward_s if b else cost.forward_s)[chunk] for chunk, _, b in order]
-        tasks.held_bytes += [-held if b else held for _, _, b in order]
-        for chunk, micro_batch, backward in order:
-            part = chunk * stages + stage
-            at = part * count + micro_batch
-            if not backward:
-                tasks.after.append((forward[at - count],) if part else ())
-            else:
-                tasks.after.append((forward[at],) if part == last else (back[at + count],))
-    return tasks
+    held = []
+    for order, cost in zip(orders, costs):
+        one = cost.memory[cost.limiting].activations_bytes / max(1, live_micro_batches(order))
+        held.append([one] * len(cost.forward_s))
+    return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 
 
 def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:

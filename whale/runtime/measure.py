@@ -21,8 +21,8 @@ from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation
 from cost_model.ops import work
 from whale.errors import ProgramError
-from whale.ir.program import Node, Program, Ref, Variable
-from whale.ir.values import DType, Tensor, TensorType, numpy_dtype, static_shape
+from whale.ir.program import Node, Program, Ref, Variable, const_node
+from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import lower_to_function
 from whale_ops.memory import memory, reset_peak
 
@@ -131,8 +131,7 @@ def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: in
                 nodes.append(Node(name, "Placeholder", (), (), program.by_name[ref.node].attrs, (t,)))
                 variables.append(Variable(name, name, variable.type))
             elif (constant := program.const(ref)) is not None:
-                attrs = {"dtype": DType(t.dtype), "value": Tensor.of(constant, t.dtype)}
-                nodes.append(Node(name, "Const", (), (), attrs, (t,)))
+                nodes.append(const_node(name, constant, t.dtype))
             elif t.dtype in ("variant", "string"):
                 raise _NotMeasured(f"an operand of dtype {t.dtype}")
             else:

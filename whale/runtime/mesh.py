@@ -20,8 +20,8 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, split
 from whale.ir.plan import BatchInput, Plan
-from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Shape, Tensor, TensorType
+from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.values import DType, Shape
 from whale.lowering.emit import COMMUNICATION
 from whale.lowering.local import localise
 from whale.passes.annotate import annotate
@@ -265,9 +265,7 @@ def _cut_rows(program: Program, whole: Program, b: BatchInput, number: int, grou
     operands = []
     nodes = [replace(node, attrs={**node.attrs, "shape": Shape(t.shape)}, outputs=(t,))]
     for name, value in (("begin", begin), ("size", size)):
-        tensor = Tensor.of(value)
-        attrs = {"dtype": DType("int32"), "value": tensor}
-        nodes.append(Node(f"{b.name}/whale_{name}", "Const", (), (), attrs, (TensorType("int32", (rank,)),)))
+        nodes.append(const_node(f"{b.name}/whale_{name}", value))
         operands.append(Ref(nodes[-1].name))
     rows = Ref(f"{b.name}/whale_rows")
     kind = {"T": DType(t.dtype), "Index": DType("int32")}

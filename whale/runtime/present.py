@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Shape, Tensor, TensorType
+from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.values import DType, Shape, TensorType, numpy_dtype
 from whale.lowering.emit import COMMUNICATOR
 from whale.runtime.compile import Compiled
 from whale.runtime.homes import Use
@@ -68,9 +68,7 @@ class Present:
             if rank == root:
                 nodes.append(Node(value, "ReadVariableOp", (Ref(handle.name),), (), {"dtype": dtype}, (t,), "", True))
             else:
-                nothing = Tensor.of(np.zeros((0,), t.dtype))
-                kind = (TensorType(t.dtype, (0,)),)
-                nodes.append(Node(value, "Const", (), (), {"dtype": dtype, "value": nothing}, kind))
+                nodes.append(const_node(value, np.zeros((0,), numpy_dtype(t.dtype)), t.dtype))
             sent = f"{value}/sent"
             attrs = {
                 "T": dtype, "key": f"present/{number}/{i}", "root": root, "N": 1, "shapes": (Shape(t.shape),),
