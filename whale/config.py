@@ -69,7 +69,7 @@ KEYS: tuple[Key, ...] = (
         "str",
         "auto",
         "how all-reduces are carried out where it can be; auto: what takes least time by size, ranks and link",
-        choices=("auto", "direct", "pairwise", "ring", "halving-doubling", "tree"),
+        choices=("auto", "direct", "pairwise", "ring", "halving-doubling", "tree", "hierarchical", "leader"),
     ),
     Key(
         "communication.wire_dtype",
@@ -83,6 +83,13 @@ KEYS: tuple[Key, ...] = (
         "str",
         "",
         'delay messages as a slower link would: "latency_us=50,bandwidth_MBps=200"; empty = off',
+    ),
+    Key(
+        "communication.emulate_hosts",
+        "list[int]",
+        (),
+        "ranks of each of several emulated hosts, which share no memory: 2,2; empty = the hosts as they are",
+        minimum=1,
     ),
     Key("cluster.ranks", "int", 1, "number of ranks of the in-process transport", minimum=1),
     Key(

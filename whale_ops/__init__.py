@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -214,9 +215,10 @@ class Communicator:
         """How all-reduces from now on are carried out; equal on all ranks, or they are refused as different.
 
         Args:
-            name: "auto" (the one with the least predicted time), "direct", "pairwise", "ring", "halving-doubling" or
-                "tree". Where it cannot serve a group or dtype (halving needs a power of two of ranks; sums of 16-bit
-                floats are made in one go), it is as with "auto". Traces name the algorithm that was used.
+            name: "auto" (the one with the least predicted time), "direct", "pairwise", "ring", "halving-doubling",
+                "tree", "hierarchical" or "leader". Where it cannot serve a group or dtype
+                (halving needs a power of two of ranks, the last two need several hosts; sums of 16-bit floats are
+                rounded once), it is as with "auto". Traces name the algorithm that was used.
 
         Raises:
             CommError: another name.
@@ -227,6 +229,7 @@ class Communicator:
         """Emulates a slower network for this rank's outgoing messages.
 
         A message of n bytes occupies the link for n / bandwidth after the one before, and arrives `latency_s` later.
+        Where the ranks are on several hosts, messages within a host are not delayed.
         Zero for both: as fast as the transport.
 
         Raises:
@@ -252,11 +255,14 @@ class Communicator:
         return json.loads(self._native.take_bytes(result)[0])
 
 
-def in_process(name: str, size: int) -> list[Communicator]:
+def in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Communicator]:
     """Communicators of `size` ranks that all live in this process.
 
+    ``hosts`` as for `mpi`.
+
     Raises:
-        CommError: the name is in use, `size` is not positive, or the op library is not built.
+        CommError: the name is in use, `size` is not positive, the hosts hold another number of ranks, or the op library
+            is not built.
     """
     from whale_ops import _native
 
@@ -264,20 +270,35 @@ def in_process(name: str, size: int) -> list[Communicator]:
         raise CommError(
             "a communicator has at least one rank", given=size, expected="a size >= 1", action="correct the size"
         )
+    if hosts and sum(hosts) != size:
+        raise CommError(
+            "the emulated hosts hold another number of ranks than the run has",
+            given=f"{' + '.join(map(str, hosts))} ranks on hosts",
+            expected=size,
+            action="give the number of ranks of each host",
+        )
     handles = (ctypes.c_void_p * size)()
-    _native.check(_native.core().whale_in_process_create(name.encode(), size, handles))
+    _native.check(_native.core().whale_in_process_create(name.encode(), size, _hosts(hosts)[0], handles))
     return [Communicator(name, handle or 0) for handle in handles]
 
 
-def mpi(name: str, *, share_memory: bool = True) -> Communicator:
+def _hosts(ranks: Sequence[int]) -> tuple[Any, int]:
+    """The host of each rank for the core, with their number, from the numbers of ranks of each host."""
+    numbers = [host for host, count in enumerate(ranks) for _ in range(count)]
+    return ((ctypes.c_int32 * len(numbers))(*numbers) if numbers else None), len(numbers)
+
+
+def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> Communicator:
     """The communicator of this process among all processes that mpirun or srun has started.
 
     Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
     ``share_memory`` ranks of one machine speak through memory; where they cannot, a line on stderr says why, and MPI
-    carries their messages.
+    carries their messages. ``hosts`` emulates several machines on one: the number of ranks of each, in rank order;
+    ranks of different ones do without shared memory.
 
     Raises:
-        CommError: the MPI transport is not built or cannot start, or the ranks give different names.
+        CommError: the MPI transport is not built or cannot start, the ranks give different names, or the hosts hold
+            another number of ranks.
     """
     from whale_ops import _native
 
@@ -285,7 +306,7 @@ def mpi(name: str, *, share_memory: bool = True) -> Communicator:
     handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
     _native.check(
         _native.core().whale_mpi_create(
-            name.encode(), str(plugin).encode(), share_memory, ctypes.byref(handle), ctypes.byref(notes)
+            name.encode(), str(plugin).encode(), share_memory, *_hosts(hosts), ctypes.byref(handle), ctypes.byref(notes)
         )
     )
     for note in _native.take_bytes(notes.value or 0):

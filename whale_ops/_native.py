@@ -116,10 +116,11 @@ def core() -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_path(build.CORE_NAME)))
     pointer, text, handles = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)
     integer, long, double = ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    hosts = ctypes.POINTER(ctypes.c_int32)
     signatures: dict[str, tuple[Any, Sequence[Any]]] = {
         "whale_last_error": (text, []),
-        "whale_in_process_create": (integer, [text, integer, handles]),
-        "whale_mpi_create": (integer, [text, text, integer, handles, handles]),
+        "whale_in_process_create": (integer, [text, integer, hosts, handles]),
+        "whale_mpi_create": (integer, [text, text, integer, hosts, integer, handles, handles]),
         "whale_release": (None, [pointer]),
         "whale_rank": (integer, [pointer]),
         "whale_size": (integer, [pointer]),

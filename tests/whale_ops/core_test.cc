@@ -32,7 +32,8 @@ void require(bool condition, const std::string& what) {
 
 // Every message that one rank sends is received by its peer: same id, same number of elements, once.
 void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts, const std::vector<std::vector<int64_t>>& recv_counts,
-                  int root, whale::Algorithm algorithm = whale::Algorithm::kAuto) {
+                  int root, whale::Algorithm algorithm = whale::Algorithm::kAuto, const std::vector<int>& hosts = {},
+                  bool narrow_float = false) {
   const int size = static_cast<int>(counts.size());
   std::map<std::tuple<int, int, uint32_t>, int64_t> sent, received;
   for (int rank = 0; rank < size; ++rank) {
@@ -42,7 +43,9 @@ void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts, 
     problem.size = size;
     problem.root = root;
     problem.algorithm = algorithm;
-    problem.element_bytes = 4;
+    problem.hosts = hosts;
+    problem.narrow_float = narrow_float;
+    problem.element_bytes = narrow_float ? 2 : 4;
     problem.counts = counts[rank];
     problem.recv_counts = recv_counts[rank];
     for (const auto& lane : whale::make_schedule(problem).lanes) {
@@ -74,6 +77,14 @@ void schedules() {
                                    whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree}) {
         messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm);
       }
+      for (int most = 2; most < size; ++most) {
+        std::vector<int> hosts;  // of at most so many ranks, in a mixed order
+        for (int rank = 0; rank < size; ++rank) hosts.push_back(rank % ((size + most - 1) / most));
+        for (const auto algorithm : {whale::Algorithm::kHierarchical, whale::Algorithm::kLeader, whale::Algorithm::kAuto}) {
+          messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm, hosts);
+          messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm, hosts, true);
+        }
+      }
       messages_fit(OpKind::kBroadcast, whole, none, size - 1);
       messages_fit(OpKind::kAllGather, parts, none, 0);
       messages_fit(OpKind::kReduceScatter, parts, none, 0);
@@ -89,7 +100,7 @@ void schedules() {
 class Ranks {
  public:
   Ranks(const char* name, int size) : handles_(size) {
-    require(whale_in_process_create(name, size, handles_.data()) == 0, whale_last_error());
+    require(whale_in_process_create(name, size, nullptr, handles_.data()) == 0, whale_last_error());
   }
   ~Ranks() {
     for (void* handle : handles_) {
@@ -244,7 +255,7 @@ void shared_memory(int size) {
       std::unique_ptr<whale::Transport> transport;
       std::vector<std::string> notes;
       const whale::Status status =
-          whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, &Table::gather, bell, &transport, &notes);
+          whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, {}, &Table::gather, bell, &transport, &notes);
       require(status.ok() && notes.empty(), "the ranks share memory " + (notes.empty() ? "" : notes[0]));
       whale::Endpoint endpoint("shared memory", std::move(transport), [&bell] { bell.bell()->ring(); });
       std::vector<std::vector<float>> values(kOperations);

@@ -19,9 +19,9 @@ TIMEOUT_S = 20.0
 
 
 @contextmanager
-def ranks(size: int, name: str | None = None):
-    """Communicators of `size` ranks that leave at the end."""
-    communicators = whale_ops.in_process(name or f"test {next(_NAMES)}", size)
+def ranks(size: int, name: str | None = None, hosts: Sequence[int] = ()):
+    """Communicators of `size` ranks, on so many per emulated host, that leave at the end."""
+    communicators = whale_ops.in_process(name or f"test {next(_NAMES)}", size, hosts=hosts)
     try:
         yield communicators
     finally:

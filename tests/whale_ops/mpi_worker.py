@@ -1,6 +1,7 @@
-"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker memory|mpi|both SCENARIO`.
+"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker memory|mpi|both|hosts SCENARIO`.
 
-With "both", rank 0 does without shared memory: the others speak through it among themselves.
+With "both", rank 0 does without shared memory: the others speak through it among themselves. With "hosts", the first
+two ranks are on one emulated host and the others on a second one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def values(communicator: whale_ops.Communicator) -> str:
         blocks = [np.split(parts[r], np.cumsum(matrix[r])[:-1]) for r in range(size)]
         expected = np.concatenate([blocks[s][rank] for s in range(size)])
         checks.append((harness.all_to_all(f"aa {n}", parts, matrix), expected))
+    halves = [np.random.default_rng(r).integers(-9, 9, 300_001).astype(np.float16) for r in range(size)]
+    checks.append((harness.all_reduce("halves", halves), harness.reduced(halves, "sum")))
     floats = [np.random.default_rng(r).standard_normal(300_000).astype(np.float32) for r in range(size)]
     total = harness.all_reduce("floats", floats)
     run_all(communicator, [case for case, _ in checks] + [total])
@@ -150,7 +153,11 @@ def failure(case: Case, communicator: whale_ops.Communicator, within_s: float) -
 def main() -> None:
     transport, scenario_name = sys.argv[1:]
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    communicator = whale_ops.mpi("run", share_memory=transport == "memory" or (transport == "both" and rank > 0))
+    hosts = [2, int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 2] if transport == "hosts" else []
+    share_memory = transport != "mpi" and (transport != "both" or rank > 0)
+    communicator = whale_ops.mpi("run", share_memory=share_memory, hosts=hosts)
+    if hosts:
+        communicator.set_algorithm("hierarchical")
     scenario = globals()[scenario_name]
     outcome = scenario(communicator)
     # One write, so that the lines of the ranks do not mix.

@@ -1,10 +1,12 @@
 """Operations that every rank starts in an order of its own.
 
-    python -m tests.whale_ops.orders [--orders 10000] [--ranks 3] [--transport in-process|memory|mpi] [--seed 1]
+    python -m tests.whale_ops.orders [--orders 10000] [--ranks 3] [--transport in-process|memory|mpi]
+                                     [--hosts 2,1] [--seed 1]
 
 Each order is 50 operations of all kinds and some sizes under way together; the operations are the same on all ranks,
 the order in which a rank starts them is not. Every result is compared with what it must be. Ranks are threads of this
-process ("in-process"), or processes under mpirun that exchange data through shared memory or through MPI.
+process ("in-process"), or processes under mpirun that exchange data through shared memory or through MPI. With
+--hosts they are on emulated hosts of so many ranks, and all-reduces go by "hierarchical".
 """
 
 from __future__ import annotations
@@ -103,13 +105,15 @@ def _start(communicator: whale_ops.Communicator, what: Operation) -> _Started | 
     return _Started(operation, output, expected)
 
 
-def run(communicator: whale_ops.Communicator, orders: int, seed: int) -> None:
+def run(communicator: whale_ops.Communicator, orders: int, seed: int, several_hosts: bool = False) -> None:
     """This rank's part of all orders.
 
     Raises:
         CommError: an operation failed, or was still under way after a minute.
         AssertionError: a result is wrong.
     """
+    if several_hosts:
+        communicator.set_algorithm("hierarchical")
     shared, own = np.random.default_rng(seed), np.random.default_rng([seed, communicator.rank])
     for number in range(orders):
         operations = draw(shared, communicator.size)
@@ -125,18 +129,19 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--transport", choices=("in-process", "memory", "mpi"), default="in-process")
+    parser.add_argument("--hosts", type=lambda text: [int(n) for n in text.split(",")], default=[])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rank", action="store_true", help="be one of the ranks; mpirun says this")
     options = parser.parse_args()
     started_s = time.monotonic()
     if options.rank:
-        communicator = whale_ops.mpi("orders", share_memory=options.transport == "memory")
-        run(communicator, options.orders, options.seed)
+        communicator = whale_ops.mpi("orders", share_memory=options.transport == "memory", hosts=options.hosts)
+        run(communicator, options.orders, options.seed, bool(options.hosts))
         assert communicator.leave(30)
         return
     if options.transport == "in-process":
-        with harness.ranks(options.ranks) as communicators:
-            outcomes = harness.each(communicators, lambda c: run(c, options.orders, options.seed))
+        with harness.ranks(options.ranks, hosts=options.hosts) as communicators:
+            outcomes = harness.each(communicators, lambda c: run(c, options.orders, options.seed, bool(options.hosts)))
         failures = [outcome for outcome in outcomes if outcome is not None]
         assert not failures, failures
     else:
@@ -145,7 +150,8 @@ def main() -> None:
         worker = [sys.executable, "-m", "tests.whale_ops.orders", *sys.argv[1:], "--rank"]
         subprocess.run(under_mpirun(worker, options.ranks), check=True)
     took_s = time.monotonic() - started_s
-    what = f"{options.orders} orders of {OPERATIONS} operations, {options.ranks} ranks, {options.transport}"
+    where = f"{options.transport}, hosts of {options.hosts} ranks" if options.hosts else options.transport
+    what = f"{options.orders} orders of {OPERATIONS} operations, {options.ranks} ranks, {where}"
     print(f"{what}: all complete and right, {took_s:.0f} s")
 
 

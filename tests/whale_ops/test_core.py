@@ -129,9 +129,81 @@ def test_every_algorithm_gives_every_rank_the_same_sum(algorithm: str) -> None:
                     assert_close(case.outputs[0], reduced(inputs, "sum"), size)
 
 
+@pytest.mark.parametrize("algorithm", ["hierarchical", "leader"])
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 3), (3, 1, 2), (2, 2, 2, 1)])
+def test_sums_over_hosts_equal_those_of_one_host(algorithm: str, hosts: tuple[int, ...]) -> None:
+    size = sum(hosts)
+    with ranks(size, hosts=hosts) as communicators, ranks(size) as flat:
+        for communicator in communicators:
+            communicator.set_algorithm(algorithm)
+        for n in (0, 1, 1000, 300_001):
+            for dtype in (np.dtype("float64"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16), np.dtype("int32")):
+                inputs = [random_array(np.random.default_rng([n, r]), dtype, n) for r in range(size)]
+                at_once = harness.all_reduce(f"{n} {dtype}", [x.copy() for x in inputs])
+                at_once.run(flat)
+                for in_place in (False, True):
+                    key = f"{n} {dtype} {in_place}"
+                    case = harness.all_reduce(key, [x.copy() for x in inputs], in_place=in_place)
+                    case.run(communicators)
+                    assert len({output.tobytes() for output in case.outputs}) == 1
+                    assert_rounded_once(case.outputs[0], at_once.outputs[0], inputs)
+
+
+def assert_rounded_once(result: np.ndarray, other: np.ndarray, inputs: list[np.ndarray]) -> None:
+    """Integers are equal, float64 sums in another order nearly; a 16-bit sum is the exact one, rounded."""
+    if result.dtype.itemsize != 2:
+        assert_close(result, other, len(inputs))
+        return
+    exact = np.sum([x.astype(np.float64) for x in inputs], axis=0)
+    unit = np.spacing(np.abs(exact).astype(result.dtype)).astype(np.float64)
+    assert np.all(np.abs(result.astype(np.float64) - exact) <= 0.51 * unit + 1e-6)
+
+
+def test_a_group_of_ranks_knows_which_of_its_ranks_share_a_host() -> None:
+    with ranks(5, hosts=(2, 3)) as communicators:
+        for communicator in communicators:
+            communicator.set_algorithm("hierarchical")
+        members = [4, 1, 2, 0]
+        inputs = [np.full(100_003, 1.0 + r) for r in range(5)]
+        case = harness.all_reduce("group", inputs)
+        for arguments in case.arguments:
+            arguments["ranks"] = members
+        started = [case.start(communicators[r]) for r in members]
+        for operation in started:
+            operation.wait(harness.TIMEOUT_S)
+        for r in members:
+            np.testing.assert_array_equal(case.outputs[r], 5.0 + 2.0 + 3.0 + 1.0)
+        # What leaves the hosts: each host's sum of its blocks, once in each direction.
+        counters = [c.counters()[0].wire_bytes for r, c in enumerate(communicators) if r in members]
+        assert sum(counters) == 6 * 100_003 * 8
+
+
+def test_hosts_that_hold_another_number_of_ranks_are_refused() -> None:
+    with pytest.raises(CommError, match="another number of ranks"), ranks(3, hosts=(2, 2)):
+        pass
+
+
+def test_the_emulated_link_lies_between_the_hosts() -> None:
+    with ranks(4, hosts=(2, 2)) as communicators:
+        for communicator in communicators:
+            communicator.set_link(0.2, 0)
+        pair = [np.ones(8)] * 4
+        case = harness.all_reduce("inside", pair)
+        for arguments in case.arguments:
+            arguments["ranks"] = [2, 3]
+        started = time.monotonic()
+        for operation in [case.start(communicators[r]) for r in (2, 3)]:
+            operation.wait(harness.TIMEOUT_S)
+        assert time.monotonic() - started < 0.2
+        harness.all_reduce("across", pair).run(communicators)
+        assert time.monotonic() - started >= 0.2
+
+
 def test_the_algorithm_follows_size_and_ranks_and_is_named_in_the_trace(tmp_path: Path) -> None:
-    def used(size: int, elements: int, dtype: str = "float32", algorithm: str = "auto") -> str:
-        with ranks(size) as communicators, open(tmp_path / "trace", "w+b") as file:
+    def used(
+        size: int, elements: int, dtype: str = "float32", algorithm: str = "auto", hosts: tuple[int, ...] = ()
+    ) -> str:
+        with ranks(size, hosts=hosts) as communicators, open(tmp_path / "trace", "w+b") as file:
             for communicator in communicators:
                 communicator.set_algorithm(algorithm)
             communicators[0].trace_start(file.fileno())
@@ -147,6 +219,12 @@ def test_the_algorithm_follows_size_and_ranks_and_is_named_in_the_trace(tmp_path
     assert used(4, 100_000, algorithm="halving-doubling") == "halving-doubling"
     assert used(3, 1_000_000, algorithm="halving-doubling") == "pairwise"  # no power of two
     assert used(4, 1_000_000, "float16", "ring") == "pairwise"  # rounded once
+    assert used(4, 100, hosts=(2, 2)) == "direct"
+    assert used(8, 1000, hosts=(4, 4)) == "leader"
+    assert used(4, 1_000_000, hosts=(2, 2)) == "hierarchical"
+    assert used(4, 1_000_000, "float16", hosts=(2, 2)) == "hierarchical"
+    assert used(2, 1_000_000, hosts=(1, 1)) == "pairwise"
+    assert used(4, 1_000_000, algorithm="hierarchical") == "pairwise"  # one host
 
 
 def test_ranks_with_other_algorithms_are_told() -> None:

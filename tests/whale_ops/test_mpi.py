@@ -48,12 +48,12 @@ def mpirun(size: int, transport: str, scenario: str) -> list[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (2, "mpi"), (3, "memory"), (3, "both")])
+@pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (2, "mpi"), (3, "memory"), (3, "both"), (4, "hosts")])
 def test_values(size: int, transport: str) -> None:
     assert mpirun(size, transport, "values") == ["values agree"] * size
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "hosts"])
 def test_every_rank_starts_its_operations_in_an_order_of_its_own(transport: str) -> None:
     assert mpirun(3, transport, "random_orders") == ["orders agree"] * 3
 

@@ -184,7 +184,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     elif _in_process(config):
         size = config["cluster.ranks"]
         ranks = tuple(range(size))
-        comms = whale_ops.in_process(name, size) if size > 1 else ()
+        comms = whale_ops.in_process(name, size, hosts=config["communication.emulate_hosts"]) if size > 1 else ()
     elif place.size > 1:
         watch = Watch(config, trace)
         try:
@@ -211,7 +211,9 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
 
 
 def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
-    comm = whale_ops.mpi(name, share_memory=config["communication.shared_memory"])
+    comm = whale_ops.mpi(
+        name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
+    )
     if comm.size != place.size:
         raise ClusterError(
             "MPI and the launcher disagree about the number of ranks",

@@ -7,7 +7,8 @@
 
 namespace whale {
 
-enum class Buffer : uint8_t { kInput, kOutput, kScratch };
+// kWide: scratch memory whose elements are the float32 sums of 16-bit floats.
+enum class Buffer : uint8_t { kInput, kOutput, kScratch, kWide };
 
 // A run of elements inside one of the operation's buffers.
 struct Slice {
@@ -44,10 +45,12 @@ struct Schedule {
   const char* algorithm = "";
   std::vector<Lane> lanes;
   int64_t scratch_count = 0;  // elements
+  int64_t wide_count = 0;     // elements of kWide
 };
 
 // How all-reduces are carried out. kAuto: the one with the least predicted time.
-enum class Algorithm : uint8_t { kAuto = 0, kDirect = 1, kPairwise = 2, kRing = 3, kHalvingDoubling = 4, kTree = 5 };
+enum class Algorithm : uint8_t { kAuto = 0, kDirect = 1, kPairwise = 2, kRing = 3, kHalvingDoubling = 4, kTree = 5,
+                                kHierarchical = 6, kLeader = 7};
 
 struct Problem {
   OpKind kind = OpKind::kBarrier;
@@ -57,7 +60,7 @@ struct Problem {
   int64_t element_bytes = 1;
   bool narrow_float = false;  // 16-bit float: every sum is made in one go, so that it is rounded once
 
-  bool one_machine = false;   // all ranks share memory
+  std::vector<int> hosts;     // of each rank, numbered from 0; empty: every rank has one of its own
   Algorithm algorithm = Algorithm::kAuto;
 
   // AllReduce, Broadcast, Send, Recv: {elements}. AllGather, ReduceScatter: elements per rank.

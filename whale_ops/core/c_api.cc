@@ -114,16 +114,21 @@ extern "C" {
 
 WHALE_EXPORT const char* whale_last_error() { return last_error.c_str(); }
 
-WHALE_EXPORT int whale_in_process_create(const char* name, int size, void** handles) {
+// `hosts`: of each rank, or null; ranks of different ones count as ranks of different machines.
+WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts, void** handles) {
+  std::vector<int> host_of;
+  if (hosts != nullptr) host_of.assign(hosts, hosts + size);
   std::vector<std::shared_ptr<Endpoint>> endpoints;
-  const Status status = Engine::instance().add(name, whale::make_in_process_transports(size), &endpoints);
+  const Status status = Engine::instance().add(name, whale::make_in_process_transports(size, std::move(host_of)), &endpoints);
   if (!status.ok()) return report(status);
   for (int rank = 0; rank < size; ++rank) handles[rank] = new Communicator{endpoints[static_cast<size_t>(rank)], nullptr};
   return report(Status::Ok());
 }
 
-// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they cannot, and why.
-WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, void** handle, void** notes) {
+// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they cannot, and why. `hosts`: as above,
+// or no host at all.
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size,
+                                  void** handle, void** notes) {
   Status status = Engine::check_not_forked();
   const whale::MpiPlugin* plugin = nullptr;
   if (status.ok()) status = load_mpi(plugin_path, &plugin);
@@ -134,7 +139,12 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
   Engine::instance().call([&] {
     status = plugin->open(&transports[0]);
     if (!status.ok()) return;
-    status = whale::share_memory(std::move(transports[0]), share_memory != 0, plugin->gather, Engine::instance().doorbell(),
+    if (hosts_size != 0 && hosts_size != transports[0]->size()) {
+      status = Status::Error(Code::kInvalidArgument, std::to_string(hosts_size) + " ranks are placed on emulated hosts, and the run has " +
+                                                         std::to_string(transports[0]->size()) + "; give every rank a host");
+      return;
+    }
+    status = whale::share_memory(std::move(transports[0]), share_memory != 0, {hosts, hosts + hosts_size}, plugin->gather, Engine::instance().doorbell(),
                                  &transports[0], &obstacles->parts);
   });
   if (!status.ok()) return report(status);
@@ -243,13 +253,14 @@ WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidt
 
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name) {
   for (const auto algorithm : {whale::Algorithm::kAuto, whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
-                               whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree}) {
+                               whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree, whale::Algorithm::kHierarchical,
+                               whale::Algorithm::kLeader}) {
     if (std::string(name) != whale::name_of(algorithm)) continue;
     static_cast<Communicator*>(handle)->endpoint->set_algorithm(algorithm);
     return 0;
   }
   return report(whale::Status::Error(Code::kInvalidArgument, std::string("no all-reduce is called '") + name +
-                                                               "'; expected auto, direct, pairwise, ring, halving-doubling or tree"));
+                                                               "'; expected auto, direct, pairwise, ring, halving-doubling, tree, hierarchical or leader"));
 }
 
 // Three parts for each operation that waits: what it is, since how many seconds, for which ranks ("1,3").

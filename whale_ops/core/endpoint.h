@@ -17,7 +17,8 @@
 
 namespace whale {
 
-// Emulated network of this rank's outgoing messages; zero means "as fast as the transport".
+// Emulated network of this rank's outgoing messages, where there are several hosts of those to other hosts; zero means "as fast as
+// the transport".
 struct LinkModel {
   double latency_s = 0;
   double bandwidth_bytes_per_s = 0;
@@ -114,7 +115,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void discard(const Arrival& arrival) override;
 
   Status check(const Request& request) const;
-  bool on_one_machine(const std::vector<int>& group) const;
+  std::vector<int> hosts_of(const std::vector<int>& group) const;
   void push(Entry entry);
   void handle(Entry entry);
   void begin(Entry entry);
@@ -136,6 +137,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::unique_ptr<Transport> transport_;
   const int rank_;
   const int size_;
+  const std::vector<int> hosts_;  // of each rank, numbered from 0: ranks of one host all share memory
+  const bool several_hosts_;
   const std::function<void()> wake_;
   Recorder recorder_;
 

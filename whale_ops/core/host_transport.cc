@@ -1,54 +1,24 @@
 #include "host_transport.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <deque>
-#include <fstream>
 #include <unordered_map>
+
+#include "process_memory.h"
+#include "segment.h"
 
 namespace whale {
 namespace {
 
-constexpr size_t kRingBytes = 256 << 10;  // of announcements and small payloads under way from one peer
-constexpr size_t kCacheLine = 64;
 // Who sees that a rank's process has ended tells more than that its memory is gone: it has this time to tell it.
 constexpr int64_t kEndedGraceNs = 500'000'000;
-
-// Of one writer and one reader, each in a process of its own. All zeros is an empty ring.
-struct Ring {
-  alignas(kCacheLine) std::atomic<uint64_t> written;        // bytes ever written
-  std::atomic<uint32_t> writer_waits;                       // for room: the reader has to ring the writer's bell
-  alignas(kCacheLine) std::atomic<uint64_t> read;           // bytes ever taken out
-  alignas(kCacheLine) char bytes[kRingBytes];
-};
-
-// Payloads that fit are copied into memory that the receiver has mapped: a copy that stays in the caches takes a fifth of
-// the time that the system needs to read another process's memory, and the sender has its buffer back at once. The slot that
-// came back last is used first, so a few of them are touched again and again.
-constexpr size_t kPageBytes = 4 << 10;
-constexpr size_t kSlotBytes = (256 << 10) + kPageBytes;
-constexpr uint32_t kSlots = 32;
-
-// What a rank owns and its peers map: its mark, a ring for each rank of the machine, in rank order, and its slots.
-struct Segment {
-  uint64_t mark[2];
-  alignas(kCacheLine) Ring rings[1];
-
-  static size_t slots_offset(size_t ranks) {
-    return (sizeof(Segment) + (ranks - 1) * sizeof(Ring) + kPageBytes - 1) / kPageBytes * kPageBytes;
-  }
-  static size_t bytes_for(size_t ranks) { return slots_offset(ranks) + kSlots * kSlotBytes; }
-  char* slot(size_t ranks, uint32_t index) { return reinterpret_cast<char*>(this) + slots_offset(ranks) + index * kSlotBytes; }
-};
 
 enum class RecordKind : uint32_t { kMessage = 0, kTaken = 1 };
 
@@ -75,48 +45,6 @@ struct Card {
   uint64_t mark[2];            // random; first thing in the segment, and at mark_address
   uint64_t mark_address;
 };
-
-std::string machine_name() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string name;
-  std::getline(file, name);
-  return name;
-}
-
-// Under Yama's "restricted ptrace" a process has to agree to being read by others of its user.
-void allow_reading() {
-  std::ifstream file("/proc/sys/kernel/yama/ptrace_scope");
-  int scope = 0;
-  if (file >> scope && scope == 1) prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
-}
-
-// Copies out of another process's memory; 0 or errno.
-int read_memory(int process, uint64_t address, void* dst, size_t bytes) {
-  auto* to = static_cast<char*>(dst);
-  while (bytes > 0) {
-    const iovec local{to, bytes};
-    const iovec remote{reinterpret_cast<void*>(address), bytes};
-    const ssize_t got = process_vm_readv(process, &local, 1, &remote, 1, 0);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return got < 0 ? errno : EFAULT;
-    to += got;
-    address += static_cast<uint64_t>(got);
-    bytes -= static_cast<size_t>(got);
-  }
-  return 0;
-}
-
-// Memory of another process's descriptor; null and errno if that cannot be had.
-void* map_of(int process, int descriptor, size_t bytes) {
-  const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
-  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return nullptr;
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  const int error = errno;
-  close(file);
-  errno = error;
-  return memory == MAP_FAILED ? nullptr : memory;
-}
 
 class HostTransport final : public Transport {
  public:
@@ -364,18 +292,6 @@ class HostTransport final : public Transport {
     return position;
   }
 
-  static void copy_in(Ring* ring, uint64_t position, const char* from, size_t bytes) {
-    const size_t start = position % kRingBytes, first = std::min(bytes, kRingBytes - start);
-    std::memcpy(ring->bytes + start, from, first);
-    std::memcpy(ring->bytes, from + first, bytes - first);
-  }
-
-  static void copy_out(const Ring& ring, uint64_t position, void* to, size_t bytes) {
-    const size_t start = position % kRingBytes, first = std::min(bytes, kRingBytes - start);
-    std::memcpy(to, ring.bytes + start, first);
-    std::memcpy(static_cast<char*>(to) + first, ring.bytes, bytes - first);
-  }
-
   std::unique_ptr<Transport> network_;
   const int rank_;
   const int size_;
@@ -396,8 +312,8 @@ class HostTransport final : public Transport {
 
 }  // namespace
 
-Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed gather, const Doorbell& bell,
-                    std::unique_ptr<Transport>* transport, std::vector<std::string>* notes) {
+Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::vector<int>& hosts, GatherFixed gather,
+                    const Doorbell& bell, std::unique_ptr<Transport>* transport, std::vector<std::string>* notes) {
   const int size = network->size(), rank = network->rank();
   auto host = std::make_unique<HostTransport>(std::move(network));
   Card card = {};
@@ -410,6 +326,7 @@ Status share_memory(std::unique_ptr<Transport> network, bool wanted, GatherFixed
   std::vector<char> reached(static_cast<size_t>(size), 0), all(static_cast<size_t>(size) * static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
     if (!wanted || peer == rank || card.machine[0] == 0 || std::strcmp(cards[peer].machine, card.machine) != 0) continue;
+    if (!hosts.empty() && hosts[peer] != hosts[rank]) continue;
     const std::string obstacle = host->reach(peer, cards[peer]);
     reached[peer] = obstacle.empty();
     if (!obstacle.empty()) {

@@ -21,8 +21,9 @@ struct Parked {
 };
 
 struct Hub {
-  explicit Hub(int size) : mailboxes(size) {}
+  Hub(int size, std::vector<int> hosts) : mailboxes(size), hosts(std::move(hosts)) {}
   std::vector<Mailbox> mailboxes;
+  const std::vector<int> hosts;
   std::unordered_map<uint64_t, Parked> parked;  // payloads that wait for their receiver, by token
   uint64_t next_token = 1;
 };
@@ -35,7 +36,7 @@ class InProcessTransport final : public Transport {
   int size() const override { return static_cast<int>(hub_->mailboxes.size()); }
   bool needs_polling() const override { return false; }
   bool between_processes() const override { return false; }
-  bool share_memory(int, int) const override { return true; }
+  bool share_memory(int one, int other) const override { return hub_->hosts.empty() || hub_->hosts[one] == hub_->hosts[other]; }
   bool drained() const override { return hub_->mailboxes[rank_].finished_sends.empty(); }
 
   void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
@@ -100,8 +101,8 @@ class InProcessTransport final : public Transport {
 
 }  // namespace
 
-std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size) {
-  auto hub = std::make_shared<Hub>(size);
+std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size, std::vector<int> hosts) {
+  auto hub = std::make_shared<Hub>(size, std::move(hosts));
   std::vector<std::unique_ptr<Transport>> transports;
   for (int rank = 0; rank < size; ++rank) transports.push_back(std::make_unique<InProcessTransport>(hub, rank));
   return transports;

@@ -8,6 +8,7 @@
 
 namespace whale {
 
-std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size);
+// `hosts`: of each rank; ranks of different ones do not count as sharing memory. Empty: all are of one host.
+std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size, std::vector<int> hosts = {});
 
 }  // namespace whale

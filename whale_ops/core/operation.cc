@@ -130,7 +130,7 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   problem_.element_bytes = static_cast<int64_t>(request.element_bytes);
   problem_.narrow_float = request.dtype == DType::kFloat16 || request.dtype == DType::kBFloat16;
   problem_.algorithm = request.algorithm;
-  problem_.one_machine = request.one_machine;
+  problem_.hosts = request.hosts;
   problem_.counts = request.counts;
   problem_.recv_counts = request.recv_counts;
   problem_.root = request.root;
@@ -143,7 +143,10 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   }
   if (is_point_to_point(request.kind)) request.group.clear();
   schedule_ = make_schedule(problem_);
-  if (schedule_.scratch_count > 0) scratch_ = pool->take(static_cast<size_t>(schedule_.scratch_count) * request.element_bytes);
+  wide_offset_ = static_cast<size_t>(schedule_.scratch_count) * request.element_bytes;
+  wide_offset_ += (alignof(std::max_align_t) - wide_offset_ % alignof(std::max_align_t)) % alignof(std::max_align_t);
+  const size_t scratch_bytes = wide_offset_ + static_cast<size_t>(schedule_.wide_count) * sizeof(float);
+  if (scratch_bytes > 0) scratch_ = pool->take(scratch_bytes);
 }
 
 std::string Operation::title() const { return std::string(name_of(request.kind)) + " '" + request.key + "'"; }
@@ -154,8 +157,13 @@ char* Operation::address(const Slice& slice) const {
     case Buffer::kInput: base = static_cast<char*>(const_cast<void*>(request.input)); break;
     case Buffer::kOutput: base = static_cast<char*>(request.output); break;
     case Buffer::kScratch: base = scratch_.data.get(); break;
+    case Buffer::kWide: return scratch_.data.get() + wide_offset_ + static_cast<size_t>(slice.offset) * sizeof(float);
   }
   return base + slice.offset * problem_.element_bytes;
+}
+
+size_t Operation::bytes_of(const Slice& slice) const {
+  return static_cast<size_t>(slice.count) * (slice.buffer == Buffer::kWide ? sizeof(float) : static_cast<size_t>(problem_.element_bytes));
 }
 
 void Operation::start(MessageLink* link, std::vector<Arrival> early) {
@@ -212,7 +220,7 @@ void Operation::post(MessageLink* link, int lane) {
     MessageHeader header;
     header.tag = tag_;
     header.descriptor = descriptor_hash_;
-    header.bytes = static_cast<uint64_t>(send.slice.count * problem_.element_bytes);
+    header.bytes = bytes_of(send.slice);
     header.id = send.id;
     const bool first = !greeted_[peer];
     greeted_[peer] = true;
@@ -241,25 +249,24 @@ void Operation::run_lane(MessageLink* link, int lane) {
 
 void Operation::run_locals(MessageLink* link, const Step& step, LaneState* lane) {
   const auto readable = [&](const Slice& source) -> const void* {
-    if (source.buffer == Buffer::kScratch) {
-      for (const Seen& seen : lane->seen) {
-        if (seen.offset == source.offset) return seen.data;
-      }
+    for (const Seen& seen : lane->seen) {
+      if (seen.buffer == source.buffer && seen.offset == source.offset) return seen.data;
     }
     return address(source);
   };
   for (const Local& local : step.locals) {
     char* dst = address(local.dst);
     if (local.dst.count == 0 || (local.dst.buffer == Buffer::kOutput && request.output == nullptr)) continue;
-    if (local.sources.size() == 1) {
+    const auto is_wide = [](const Slice& slice) { return slice.buffer == Buffer::kWide; };
+    if (local.sources.size() == 1 && is_wide(local.sources[0]) == is_wide(local.dst)) {
       const void* src = readable(local.sources[0]);
-      if (src != dst) std::memmove(dst, src, static_cast<size_t>(local.dst.count * problem_.element_bytes));
+      if (src != dst) std::memmove(dst, src, bytes_of(local.dst));
       continue;
     }
-    std::vector<const void*> sources;
+    std::vector<Term> sources;
     sources.reserve(local.sources.size());
-    for (const Slice& source : local.sources) sources.push_back(readable(source));
-    reduce(request.dtype, request.reduction, dst, sources, static_cast<size_t>(local.dst.count));
+    for (const Slice& source : local.sources) sources.push_back({readable(source), is_wide(source)});
+    reduce(request.dtype, request.reduction, dst, is_wide(local.dst), sources, static_cast<size_t>(local.dst.count));
   }
   for (const Seen& seen : lane->seen) link->discard(seen.arrival);
   lane->seen.clear();
@@ -272,7 +279,7 @@ void Operation::match(MessageLink* link, const Expected& expected, const Arrival
     if (!failure_.ok()) return;
     problem_.counts = {static_cast<int64_t>(arrival.header.bytes / request.element_bytes)};
   } else {
-    const auto bytes = static_cast<uint64_t>(expected.slice.count * problem_.element_bytes);
+    const uint64_t bytes = bytes_of(expected.slice);
     if (arrival.header.bytes != bytes) {
       failure_ = Status::Error(Code::kInvalidArgument,
                                title() + ": rank " + std::to_string(arrival.source) + " sends " +
@@ -289,9 +296,10 @@ void Operation::match(MessageLink* link, const Expected& expected, const Arrival
     --lanes_[expected.lane].pending;
     return;
   }
-  const void* data = expected.slice.buffer == Buffer::kScratch ? link->view(arrival) : nullptr;
+  const bool scratch = expected.slice.buffer == Buffer::kScratch || expected.slice.buffer == Buffer::kWide;
+  const void* data = scratch ? link->view(arrival) : nullptr;
   if (data != nullptr) {
-    lanes_[expected.lane].seen.push_back({expected.slice.offset, data, arrival});
+    lanes_[expected.lane].seen.push_back({expected.slice.buffer, expected.slice.offset, data, arrival});
     --lanes_[expected.lane].pending;
   } else {
     link->post_receive(this, expected.lane, arrival, dst);

@@ -29,7 +29,7 @@ struct Request {
   std::vector<int64_t> counts;
   std::vector<int64_t> recv_counts;
   Algorithm algorithm = Algorithm::kAuto;  // of all-reduces
-  bool one_machine = false;                // all ranks of the group share memory; the endpoint says so
+  std::vector<int> hosts;                  // as in Problem; the endpoint says so
   std::vector<int64_t> dims;  // Send: travels with the first message
   const void* input = nullptr;
   void* output = nullptr;
@@ -112,7 +112,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
  private:
   // A payload that the step's locals read where it lies, instead of the scratch memory that it would be received into.
   struct Seen {
-    int64_t offset;  // of that scratch memory
+    Buffer buffer;   // that scratch memory
+    int64_t offset;
     const void* data;
     Arrival arrival;
   };
@@ -130,6 +131,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   int to_rank(int group_index) const { return request.group.empty() ? group_index : request.group[group_index]; }
   char* address(const Slice& slice) const;
+  size_t bytes_of(const Slice& slice) const;
   void post(MessageLink* link, int lane);
   void run_lane(MessageLink* link, int lane);
   void run_locals(MessageLink* link, const Step& step, LaneState* lane);
@@ -144,6 +146,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Problem problem_;
   Schedule schedule_;
   ScratchPool::Block scratch_;
+  size_t wide_offset_ = 0;  // of Buffer::kWide in the scratch memory
   std::vector<LaneState> lanes_;
   std::vector<Expected> expected_;
   std::vector<Arrival> early_;

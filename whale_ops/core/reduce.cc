@@ -122,14 +122,19 @@ inline T combine(T a, T b) {
 // One block of elements at a time: the accumulator stays in the first-level cache however many sources there are.
 constexpr size_t kBlock = 1024;
 
+template <Reduction R, typename T, typename Source>
+void add_to(Accumulator<T>* accumulator, const Source* next, size_t n) {
+  for (size_t i = 0; i < n; ++i) accumulator[i] = combine<R>(accumulator[i], static_cast<Accumulator<T>>(widen(next[i])));
+}
+
 template <Reduction R, typename T>
-void reduce_typed(void* dst, const std::vector<const void*>& sources, size_t count) {
+void reduce_typed(void* dst, bool dst_wide, const std::vector<Term>& sources, size_t count) {
   using A = Accumulator<T>;
   T* out = static_cast<T*>(dst);
   if constexpr (std::is_same_v<A, T>) {
     if (sources.size() == 2) {
-      const T* a = static_cast<const T*>(sources[0]);
-      const T* b = static_cast<const T*>(sources[1]);
+      const T* a = static_cast<const T*>(sources[0].data);
+      const T* b = static_cast<const T*>(sources[1].data);
       for (size_t i = 0; i < count; ++i) out[i] = combine<R>(a[i], b[i]);
       return;
     }
@@ -137,23 +142,34 @@ void reduce_typed(void* dst, const std::vector<const void*>& sources, size_t cou
   A accumulator[kBlock];
   for (size_t begin = 0; begin < count; begin += kBlock) {
     const size_t n = std::min(kBlock, count - begin);
-    const T* first = static_cast<const T*>(sources[0]) + begin;
-    for (size_t i = 0; i < n; ++i) accumulator[i] = widen(first[i]);
-    for (size_t s = 1; s < sources.size(); ++s) {
-      const T* next = static_cast<const T*>(sources[s]) + begin;
-      for (size_t i = 0; i < n; ++i) accumulator[i] = combine<R>(accumulator[i], static_cast<A>(widen(next[i])));
+    if (sources[0].wide) {
+      std::memcpy(accumulator, static_cast<const A*>(sources[0].data) + begin, n * sizeof(A));
+    } else {
+      const T* first = static_cast<const T*>(sources[0].data) + begin;
+      for (size_t i = 0; i < n; ++i) accumulator[i] = widen(first[i]);
     }
-    for (size_t i = 0; i < n; ++i) narrow(accumulator[i], out + begin + i);
+    for (size_t s = 1; s < sources.size(); ++s) {
+      if (sources[s].wide) {
+        add_to<R, T>(accumulator, static_cast<const A*>(sources[s].data) + begin, n);
+      } else {
+        add_to<R, T>(accumulator, static_cast<const T*>(sources[s].data) + begin, n);
+      }
+    }
+    if (dst_wide) {
+      std::memcpy(static_cast<A*>(dst) + begin, accumulator, n * sizeof(A));
+    } else {
+      for (size_t i = 0; i < n; ++i) narrow(accumulator[i], out + begin + i);
+    }
   }
 }
 
 template <typename T>
-void reduce_ordered(Reduction reduction, void* dst, const std::vector<const void*>& sources, size_t count) {
+void reduce_ordered(Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources, size_t count) {
   switch (reduction) {
-    case Reduction::kSum: return reduce_typed<Reduction::kSum, T>(dst, sources, count);
-    case Reduction::kProd: return reduce_typed<Reduction::kProd, T>(dst, sources, count);
-    case Reduction::kMin: return reduce_typed<Reduction::kMin, T>(dst, sources, count);
-    case Reduction::kMax: return reduce_typed<Reduction::kMax, T>(dst, sources, count);
+    case Reduction::kSum: return reduce_typed<Reduction::kSum, T>(dst, dst_wide, sources, count);
+    case Reduction::kProd: return reduce_typed<Reduction::kProd, T>(dst, dst_wide, sources, count);
+    case Reduction::kMin: return reduce_typed<Reduction::kMin, T>(dst, dst_wide, sources, count);
+    case Reduction::kMax: return reduce_typed<Reduction::kMax, T>(dst, dst_wide, sources, count);
   }
 }
 
@@ -201,27 +217,27 @@ Status check_reduction(DType dtype, Reduction reduction) {
   return Status::Ok();
 }
 
-void reduce(DType dtype, Reduction reduction, void* dst, const std::vector<const void*>& sources, size_t count) {
+void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources, size_t count) {
   switch (dtype) {
-    case DType::kFloat16: return reduce_ordered<Half>(reduction, dst, sources, count);
-    case DType::kBFloat16: return reduce_ordered<BFloat16>(reduction, dst, sources, count);
-    case DType::kFloat32: return reduce_ordered<float>(reduction, dst, sources, count);
-    case DType::kFloat64: return reduce_ordered<double>(reduction, dst, sources, count);
-    case DType::kInt8: return reduce_ordered<int8_t>(reduction, dst, sources, count);
-    case DType::kInt16: return reduce_ordered<int16_t>(reduction, dst, sources, count);
-    case DType::kInt32: return reduce_ordered<int32_t>(reduction, dst, sources, count);
-    case DType::kInt64: return reduce_ordered<int64_t>(reduction, dst, sources, count);
-    case DType::kUInt8: return reduce_ordered<uint8_t>(reduction, dst, sources, count);
-    case DType::kUInt16: return reduce_ordered<uint16_t>(reduction, dst, sources, count);
-    case DType::kUInt32: return reduce_ordered<uint32_t>(reduction, dst, sources, count);
-    case DType::kUInt64: return reduce_ordered<uint64_t>(reduction, dst, sources, count);
+    case DType::kFloat16: return reduce_ordered<Half>(reduction, dst, dst_wide, sources, count);
+    case DType::kBFloat16: return reduce_ordered<BFloat16>(reduction, dst, dst_wide, sources, count);
+    case DType::kFloat32: return reduce_ordered<float>(reduction, dst, dst_wide, sources, count);
+    case DType::kFloat64: return reduce_ordered<double>(reduction, dst, dst_wide, sources, count);
+    case DType::kInt8: return reduce_ordered<int8_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kInt16: return reduce_ordered<int16_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kInt32: return reduce_ordered<int32_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kInt64: return reduce_ordered<int64_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kUInt8: return reduce_ordered<uint8_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kUInt16: return reduce_ordered<uint16_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kUInt32: return reduce_ordered<uint32_t>(reduction, dst, dst_wide, sources, count);
+    case DType::kUInt64: return reduce_ordered<uint64_t>(reduction, dst, dst_wide, sources, count);
     case DType::kBool: {
       // Bytes 0 and 1: "or" is max, "and" is min.
       const bool is_or = reduction == Reduction::kSum || reduction == Reduction::kMax;
-      return reduce_ordered<uint8_t>(is_or ? Reduction::kMax : Reduction::kMin, dst, sources, count);
+      return reduce_ordered<uint8_t>(is_or ? Reduction::kMax : Reduction::kMin, dst, dst_wide, sources, count);
     }
-    case DType::kComplex64: return reduce_typed<Reduction::kSum, float>(dst, sources, 2 * count);
-    case DType::kComplex128: return reduce_typed<Reduction::kSum, double>(dst, sources, 2 * count);
+    case DType::kComplex64: return reduce_typed<Reduction::kSum, float>(dst, dst_wide, sources, 2 * count);
+    case DType::kComplex128: return reduce_typed<Reduction::kSum, double>(dst, dst_wide, sources, 2 * count);
     case DType::kRaw: return;  // refused by check_reduction before an operation starts
   }
 }

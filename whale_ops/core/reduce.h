@@ -14,10 +14,16 @@ WHALE_EXPORT const char* name_of(DType dtype);
 // Whether `reduction` is defined for `dtype`; the error says which reductions are.
 WHALE_EXPORT Status check_reduction(DType dtype, Reduction reduction);
 
+// What is reduced. `wide`: of a 16-bit dtype, sums in float32, not rounded yet.
+struct Term {
+  const void* data = nullptr;
+  bool wide = false;
+};
+
 // dst[i] = sources[0][i] (op) sources[1][i] (op) ... in exactly this order, for `count` elements.
-// 16-bit floats are accumulated in float32 and rounded once (to nearest even); integers wrap; NaN wins min and max;
+// 16-bit floats are accumulated in float32 and rounded once (to nearest even), or not at all into a wide dst; integers wrap; NaN wins min and max;
 // bool: sum and max are "or", prod and min are "and". dst may be one of the sources.
-WHALE_EXPORT void reduce(DType dtype, Reduction reduction, void* dst, const std::vector<const void*>& sources,
+WHALE_EXPORT void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources,
                          size_t count);
 
 // float32 to float16 or bfloat16 (to nearest even), and back.
