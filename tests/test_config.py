@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from whale.config import KEYS, Config, Link, parse_link
+from whale.config import Config, Link, parse_link
+from whale.config_keys import KEYS
 from whale.errors import ConfigError
 
 pytestmark = pytest.mark.core

@@ -19,7 +19,8 @@ _TOP = {"whale.errors", "whale.config", "whale.started"}
 ALLOWED: dict[str, set[str]] = {
     "whale": _TOP | {"whale.annotations", "whale.runtime"},  # the lazy public API
     "whale.errors": set(),
-    "whale.config": {"whale.errors"},
+    "whale.config": {"whale.errors", "whale.config_keys"},
+    "whale.config_keys": set(),
     "whale.started": {"whale.errors"},
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
     "whale.ir": {"whale.errors"},

@@ -10,14 +10,12 @@ from tests.ir.strategies import nodes, programs
 from tests.programs import body, mlp
 from whale.ir.layout import B, Strategy, split
 from whale.ir.plan import Plan
+from whale.ir.plan_text import format_plan, human_bytes, human_flops
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.text import (
     format_node,
-    format_plan,
     format_program,
     format_value,
-    human_bytes,
-    human_flops,
     parse_node,
     parse_program,
 )

@@ -10,8 +10,8 @@ from tests.programs import Builder, layouts_of, mlp, plan_of, planned
 from whale.errors import PlanError, ProgramError
 from whale.ir.layout import Partial, split
 from whale.ir.plan import Plan, plan_from_json
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.ir.text import format_plan
 from whale.ir.values import TensorType
 from whale.passes.check import check
 from whale.passes.group import group

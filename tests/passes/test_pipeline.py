@@ -14,8 +14,9 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import B, Owner, split
 from whale.ir.plan import plan_from_json
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.ir.text import format_plan, format_program, parse_program
+from whale.ir.text import format_program, parse_program
 from whale.ir.values import TensorType
 from whale.passes.check import check
 from whale.passes.pipeline import NORMALISE, PlanContext, make_plan, normalise

@@ -13,8 +13,8 @@ from tests.passes.test_split import classifier, scoped
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.plan import Plan
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.ir.text import format_plan
 from whale.passes.pipeline import PlanContext
 from whale.runtime.mesh import plan_program
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 import whale as wh
 from tests.runtime.test_stages import Chain, Tied, assert_equals_one_device, batch, trained, weight
 from whale.errors import PlanError
+from whale.ir.plan_text import format_plan
 from whale.ir.schedule import schedule
-from whale.ir.text import format_plan
 
 Start = Callable[..., None]
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
-from whale.ir.text import format_plan
+from whale.ir.plan_text import format_plan
 from whale.rules.graph import USE
 from whale.runtime.context import current
 

@@ -59,7 +59,7 @@ def call(given: argparse.Namespace) -> int:
         print(show(planfile.loads(data, given.plan)))
         return 0
     from whale.ir.plan import plan_from_json
-    from whale.ir.text import format_plan
+    from whale.ir.plan_text import format_plan
 
     print(format_plan(plan_from_json(data)))
     return 0

@@ -1,20 +1,16 @@
-"""Text forms. ``parse_program(format_program(p)) == p``; plans print as a table for people (data form: JSON)."""
+"""The text form of programs: ``parse_program(format_program(p)) == p``."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from whale.ir.layout import Partial, Split
-from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Node, Program, Ref, Variable
-from whale.ir.schedule import format_schedule, schedule
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
 
 _BARE = re.compile(r"[A-Za-z0-9_./>\-]+\Z")
@@ -283,141 +279,3 @@ def parse_program(text: str) -> Program:
         raise ValueError("no line starts with `program`; expected the text that format_program writes")
     main = programs.pop(None)
     return main.with_nodes(main.nodes, functions={k: p for k, p in programs.items() if k is not None})
-
-
-# -- plans, for people
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def human_flops(count: float) -> str:
-    """1500 -> '1.50 kFLOP'."""
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TFLOP"
-
-
-def _verb(r: Reshard) -> str:
-    source, target = str(r.source)[0], str(r.target)[0]
-    table = {
-        "PB": "all-reduce", "PS": "reduce-scatter", "SB": "all-gather", "OB": "broadcast", "OS": "scatter",
-        "OP": "place", "SS": "all-to-all", "BS": "slice", "BP": "fill", "SP": "fill", "BO": "keep first",
-        "PP": "all-reduce",
-    }  # fmt: skip
-    return table.get(source + target, f"{r.source} -> {r.target}")
-
-
-def format_plan(plan: Plan, rows: int = 12) -> str:
-    """One screen: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
-    what = f"rank{'s' * (plan.size != 1)}" if plan.inner is None else f"groups of {plan.inner.size} ranks"
-    out = [f"Plan for {plan.program}: {plan.size} {what} ({', '.join(plan.devices)})"]
-    out.append("Task graphs")
-    whose = "ranks" if plan.inner is None else "groups"
-    out += [f"  {t.scope:<28} {t.kind} over {whose} {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
-    if plan.places:
-        out += _stages(plan)
-    out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
-    out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
-    nodes = [s for g in plan.strategies.values() for s in g.values()]
-    kinds: Counter[str] = Counter()
-    for s in nodes:
-        kinds["first rank only" if s.once else
-              "divided" if any(isinstance(p, Split) for p in s.inputs + s.outputs) else
-              "partial" if any(isinstance(p, Partial) for p in s.outputs or s.inputs) else
-              "on every rank"] += 1  # fmt: skip
-    share = (
-        f"{100 * plan.split_flops_fraction:.1f} % of {human_flops(plan.total_flops)} "
-        "in products and convolutions divided"
-    )
-    out.append("Nodes    " + ", ".join(f"{n} {k}" for k, n in kinds.most_common()) + f"; {share}")
-    layouts = Counter(str(p) for s in nodes for p in s.outputs)
-    shown = [f"{n} {layout}" for layout, n in layouts.most_common(6)]
-    more = [f"{len(layouts) - 6} other kinds"] if len(layouts) > 6 else []
-    out.append("Tensors  " + ", ".join(shown + more))
-    if plan.variables:
-        ways = Counter(f"dimension {p.dim}" for p in plan.variables.values() if isinstance(p, Split))
-        out.append(f"Split variables  {', '.join(f'{n} along {way}' for way, n in sorted(ways.items()))}")
-    moving = [r for r in plan.reshards if r.bytes]
-    between = f" (with that inside the {plan.size} groups)" if plan.inner is not None else ""
-    horovod = sum(r.backend == "horovod" for r in moving)
-    out.append(
-        f"Communication per step: {human_bytes(plan.logical_bytes)} logical{between}, {len(moving)} tensors in "
-        f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
-        + (f"; {horovod} of the tensors through Horovod" if horovod else "")
-    )
-    out += _traffic(plan, moving, rows)
-    out += _memory(plan)
-    if plan.exceptions:
-        out.append("Not as on one device")
-        out += [f"  {line}" for line in plan.exceptions]
-    if plan.unruled:
-        out.append("Ops without a rule (every rank computes them whole, or the first rank runs them)")
-        table = sorted(plan.unruled.items(), key=lambda kv: -kv[1])
-        out += [f"  {name:<50} {human_bytes(moved)} gathered" for name, moved in table[:rows]]
-        out += [f"  ... and {len(table) - rows} more"] if len(table) > rows else []
-    if plan.inner is not None:
-        out.append(f"Inside each group of {plan.inner.size} ranks")
-        out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
-    return "\n".join(out) + "\n"
-
-
-def _memory(plan: Plan) -> list[str]:
-    """The rank that takes most."""
-    if not plan.memory:
-        return []
-    totals = [sum(row) for row in zip(*plan.memory.values())]
-    rank = totals.index(max(totals))
-    parts = ", ".join(f"{name} {human_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
-    return [f"Memory at most {human_bytes(totals[rank])}, on rank {rank} (predicted): {parts}"]
-
-
-def _stages(plan: Plan) -> list[str]:
-    """Which ranks run which stages, and what travels between them."""
-    out = [f"Stages over {len(plan.places)} groups of {plan.size} rank{'s' * (plan.size != 1)}"]
-    out += [f"  {place.name:<28} ranks {list(place.ranks)}" for place in plan.places]
-    sent: dict[tuple[int, int], list[int]] = {}
-    for edge in plan.edges:
-        sent.setdefault((edge.source, edge.target), []).append(edge.bytes)
-    for (source, target), sizes in sorted(sent.items()):
-        names = f"{plan.places[source].name} -> {plan.places[target].name}"
-        out.append(f"  {human_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
-    if plan.schedule:
-        out.append(f"Schedule {plan.schedule}, {plan.micro_batches} micro-batches")
-        rows = schedule(plan.schedule, len(plan.places), len(plan.places[0].stages), plan.micro_batches)
-        out += [f"  {line}" for line in format_schedule(rows).splitlines()]
-    return out
-
-
-def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
-    lines: list[tuple[int, str, str]] = []
-    by_group: dict[int, list[Reshard]] = {}
-    for r in moving:
-        if r.group >= 0:
-            by_group.setdefault(r.group, []).append(r)
-        else:
-            lines.append((r.bytes, _change(r), _shortened(f"{r.graph + '/' if r.graph else ''}{r.ref.node}")))
-    for members in by_group.values():
-        first = _shortened(members[0].ref.node, 28)
-        lines.append((sum(m.bytes for m in members), _change(members[0]), f"{len(members)} tensors: {first}, ..."))
-    lines.sort(key=lambda row: -row[0])
-    shown = [f"  {human_bytes(moved):>10}  {change:<28} {what}" for moved, change, what in lines[:rows]]
-    return shown + ([f"  ... and {len(lines) - rows} smaller"] if len(lines) > rows else [])
-
-
-def _change(r: Reshard) -> str:
-    through = " through Horovod" if r.backend == "horovod" else f" as {r.wire_dtype}" if r.wire_dtype else ""
-    return f"{_verb(r)} {r.source} -> {r.target}{through}"
-
-
-def _shortened(name: str, limit: int = 44) -> str:
-    """The end of a long name, which tells more than its beginning."""
-    return name if len(name) <= limit else "..." + name[3 - limit :]

@@ -398,7 +398,8 @@ def _unruled(program: Program, layouts: dict[str, GraphLayout], reshards: Sequen
 def _dump(context: PlanContext, name: str, program: Program, plan: Plan | None = None) -> None:
     if not context.dump:
         return
-    from whale.ir.text import format_plan, format_program
+    from whale.ir.plan_text import format_plan
+    from whale.ir.text import format_program
 
     folder = Path(context.dump) / "".join(c if c.isalnum() or c in "._-" else "_" for c in program.name or "program")
     folder.mkdir(parents=True, exist_ok=True)

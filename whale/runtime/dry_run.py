@@ -14,8 +14,8 @@ from cost_model.cluster import read as read_cluster
 from whale.capture.function import capture_function
 from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.ir.text import format_plan
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import make_any_plan, plan_context, with_memory

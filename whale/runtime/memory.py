@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whale.errors import CommError
-from whale.ir.text import human_bytes
+from whale.ir.plan_text import human_bytes
 from whale.passes.footprint import CATEGORIES
 from whale.runtime.context import current
 

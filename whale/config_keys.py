@@ -1,0 +1,217 @@
+"""The table of configuration keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One known key: its type (as text), default, allowed values and meaning."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets this key."""
+        return "WHALE_" + self.name.upper().replace(".", "_")
+
+
+KEYS: tuple[Key, ...] = (
+    Key(
+        "communication.transport",
+        "str",
+        "mpi",
+        "how ranks exchange data: between processes, or as threads of this one process",
+        choices=("mpi", "in-process"),
+    ),
+    Key(
+        "communication.shared_memory",
+        "bool",
+        True,
+        "ranks of one machine exchange data through memory; else, and between machines, through MPI",
+    ),
+    Key(
+        "communication.backend",
+        "str",
+        "whale",
+        "who sums gradients, losses and metrics over the ranks; all other communication is Whale's own",
+        choices=("whale", "horovod"),
+    ),
+    Key(
+        "communication.group_bytes",
+        "int",
+        4 << 20,
+        "size in bytes up to which small tensors travel together in one all-reduce",
+        minimum=0,
+    ),
+    Key(
+        "communication.algorithm",
+        "str",
+        "auto",
+        "how all-reduces are carried out where it can be; auto: what takes least time by size, ranks and link",
+        choices=("auto", "direct", "pairwise", "ring", "halving-doubling", "tree", "hierarchical", "leader"),
+    ),
+    Key(
+        "communication.wire_dtype",
+        "str",
+        "",
+        "float32 gradients are rounded to this type before they travel, and added in float32; empty = sent as they are",
+        choices=("", "float16", "bfloat16"),
+    ),
+    Key(
+        "communication.emulate_link",
+        "str",
+        "",
+        'delay messages as a slower link would: "latency_us=50,bandwidth_MBps=200"; empty = off',
+    ),
+    Key(
+        "communication.emulate_hosts",
+        "list[int]",
+        (),
+        "ranks of each of several emulated hosts, which share no memory: 2,2; empty = the hosts as they are",
+        minimum=1,
+    ),
+    Key("cluster.ranks", "int", 1, "number of ranks of the in-process transport", minimum=1),
+    Key(
+        "replica.shares",
+        "list[int]",
+        (),
+        "rows of the global batch for each rank; batches of another size in proportion; empty = as equal as possible",
+        minimum=0,
+    ),
+    Key(
+        "split.ranks",
+        "int",
+        0,
+        "ranks that divide tensors together under wh.split; groups of as many ranks divide the batch; 0 = all ranks",
+        minimum=0,
+    ),
+    Key(
+        "auto_parallel",
+        "bool",
+        False,
+        "the first training step is spread in the way that is predicted to be the fastest; scopes are kept as they are",
+    ),
+    Key(
+        "sync_batch_norm",
+        "bool",
+        False,
+        "normalise batches by the statistics of the whole batch, as one device does; else by those of each rank's rows",
+    ),
+    Key(
+        "random",
+        "str",
+        "local",
+        "local: each rank draws the random rows that it holds; global: every rank draws what one device would",
+        choices=("local", "global"),
+    ),
+    Key(
+        "batch.mode",
+        "str",
+        "global",
+        "what each rank passes to a step or feeds: the whole batch, or a local one of its own, in order of ranks",
+        choices=("global", "local"),
+    ),
+    Key(
+        "input.prefetch",
+        "int",
+        2,
+        "batches that a wh.shard dataset reads ahead of the step",
+        minimum=1,
+    ),
+    Key(
+        "input.threads",
+        "int",
+        1,
+        "threads that run the functions of a wh.shard dataset, unless its options say how many",
+        minimum=1,
+    ),
+    Key("batch.inputs", "list[str]", (), "names of the inputs whose dimension 0 is the batch; empty = found by size"),
+    Key(
+        "fault.freeze_s",
+        "float",
+        3.5,
+        "seconds that a rank's process may be stopped, or its host silent, until the run is ended; 0 = for ever",
+        minimum=0.0,
+    ),
+    Key(
+        "fault.stall_s",
+        "float",
+        60.0,
+        "seconds that an operation waits for other ranks before a line says for whom; again after twice that time",
+        minimum=0.1,
+    ),
+    Key(
+        "fault.give_up_s",
+        "float",
+        0.0,
+        "seconds that an operation waits for other ranks before the run fails; 0 = for ever",
+        minimum=0.0,
+    ),
+    Key(
+        "amp.level",
+        "str",
+        "",
+        "O1: products and convolutions of float32 are computed in bfloat16; empty = as the program says",
+        choices=("", "O1"),
+    ),
+    Key(
+        "gradient_checkpoint.type",
+        "str",
+        "",
+        "activations that are held until the backward pass, which computes the others again: collection: those that "
+        "the program marks; auto: some, chosen by bytes; empty = all",
+        choices=("", "collection", "auto"),
+    ),
+    Key(
+        "pipeline.num_micro_batch",
+        "int",
+        1,
+        "into how many parts each rank cuts its rows of a batch; gradients are summed over them before the update",
+        minimum=1,
+    ),
+    Key(
+        "pipeline.schedule",
+        "str",
+        "1f1b",
+        "order in which the stages of a pipeline compute their micro-batches",
+        choices=("gpipe", "1f1b", "zb-h1"),
+    ),
+    Key(
+        "pipeline.micro_batch_statistics",
+        "bool",
+        False,
+        "normalise batches by the statistics of each micro-batch's rows; otherwise such programs are refused",
+    ),
+    Key(
+        "zero.level",
+        "str",
+        "0",
+        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks; 3: weights as well, gathered at use; "
+        "0: every rank has all of it",
+        choices=("0", "1", "2", "3", "v0", "v1"),
+    ),
+    Key("zero.ahead", "int", 1, "weights that are gathered while another is used, with zero.level=3", minimum=0),
+    Key("zero.min_bytes", "int", 1 << 16, "variables below that size stay whole under zero.level", minimum=0),
+    Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
+    Key(
+        "trace",
+        "str",
+        "",
+        "file for a trace of this process, its rank in the name; empty = off; one file of all ranks: whale run --trace",
+    ),
+    Key(
+        "check.timeout_s",
+        "float",
+        60.0,
+        "seconds that a rank waits for the others when they compare what is about to run",
+        minimum=0.0,
+    ),
+)
