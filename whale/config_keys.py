@@ -178,6 +178,13 @@ KEYS: tuple[Key, ...] = (
         minimum=1,
     ),
     Key(
+        "pipeline.num_stages",
+        "int",
+        0,
+        "with auto_parallel: so many stages; 0: as many as are fastest, or none",
+        minimum=0,
+    ),
+    Key(
         "pipeline.schedule",
         "str",
         "1f1b",

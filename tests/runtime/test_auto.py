@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import whale as wh
 from tests.oracle.metric import difference, limit
 from tests.runtime.test_split import Classifier, double
 from whale.errors import PlanError
 from whale.ir.layout import Split
-from whale.planner import programs
+from whale.planner import pipelines, programs
 from whale.planner.programs import Choice, Rates
 from whale.runtime import auto, context
 
@@ -89,7 +91,7 @@ def test_what_does_not_fit_is_not_chosen(
     monkeypatch.setattr(auto, "_memory_bytes", lambda context, size: 1.9e6)
     started(classifier)
     chosen = context.current().auto
-    assert chosen is not None and chosen.weights
+    assert chosen is not None and (chosen.weights or chosen.zero)
     wh.shutdown()
     monkeypatch.setattr(auto, "_memory_bytes", lambda context, size: 1e5)
     ranks(2, auto_parallel=True)
@@ -97,19 +99,103 @@ def test_what_does_not_fit_is_not_chosen(
         started(Classifier(wh.function, adam=True))
 
 
-def test_unequal_ranks_get_rows_by_their_speed(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
+def test_unequal_ranks_get_rows_by_their_speed(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = Classifier().train()
     slow = replace(FREE_LINK, flops_per_s=1e8, bytes_per_s=1e8)
     speed(FREE_LINK, slow)
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function)
-    chosen = auto._by_speed  # what is looked at beside the splits
     found: list[Any] = []
-    auto._by_speed, auto.choices = (lambda *a: found.append(chosen(*a)) or found[-1]), lambda *a: [Choice("equal")]
-    try:
-        worst = difference(expected, classifier.train(), 0.1)
-    finally:
-        auto._by_speed, auto.choices = chosen, programs.choices
+    looked_at = auto._looked_at
+
+    def rows_only(*args: Any) -> list[Choice]:
+        found.extend(choice for choice in looked_at(*args) if choice.shares)
+        return [Choice("equal"), *found]
+
+    monkeypatch.setattr(auto, "_looked_at", rows_only)
+    worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].shares == (11, 5)
-    assert context.current().auto == found[0]
+    assert context.current().auto.shares == found[0].shares
+
+
+class Deep:
+    """A chain of layers with an optimizer's state, and an evaluation that no stage has."""
+
+    def __init__(self, function: Any = tf.function):
+        tf.keras.utils.set_random_seed(7)
+        self.layers = [tf.keras.layers.Dense(24, activation="tanh") for _ in range(4)] + [tf.keras.layers.Dense(3)]
+        for layer, size in zip(self.layers, (6, 24, 24, 24, 24)):
+            layer.build((None, size))
+        self.weights = [w for layer in self.layers for w in layer.trainable_variables]
+        self.optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+        self.optimizer.build(self.weights)
+
+        def predict(x: tf.Tensor) -> tf.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+        def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(predict(x) - y))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.weights), self.weights))
+            return loss
+
+        self.step = function(step)
+        self.evaluate = function(lambda x, y: tf.reduce_mean(tf.square(predict(x) - y)))
+
+    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.default_rng(number)
+        return generator.normal(size=(16, 6)), generator.normal(size=(16, 3))
+
+    def train(self) -> dict[str, np.ndarray]:
+        found = {f"loss/{i}": np.asarray(self.step(*self.batch(i))) for i in range(3)}
+        found["evaluated"] = np.asarray(self.evaluate(*self.batch(9)))
+        return found | {f"weight/{i}": np.asarray(w) for i, w in enumerate(self.weights)}
+
+
+# What travels costs by its bytes, and work next to nothing: a pipeline sends activations, not gradients of weights.
+THIN_LINK = Rates(1e10, 1e10, 0.0, 0.0, 1e5, "for the test")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_pipeline_is_found_without_a_scope(
+    ranks: Callable[..., None], speed: Callable[..., None], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Deep().train()
+    speed(THIN_LINK)
+    ways = auto.choices
+    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.alone and not c.weights])
+    ranks(count, auto_parallel=True)
+    deep = Deep(wh.function)
+    worst = difference(expected, deep.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and len(chosen.stages) == count, chosen
+    assert len(deep.step.plan(*deep.batch(0)).places) == count
+
+
+def test_stages_of_a_pipeline_follow_the_ranks_speed() -> None:
+    assert pipelines.cut([1.0] * 8, [1.0, 0.59]) == [5]
+    assert pipelines.cut([1.0, 1.0, 4.0], [1.0, 1.0, 1.0]) == [1, 2]
+    assert pipelines.cut([1.0], [1.0, 1.0]) is None
+    assert pipelines.groups_of([1.0, 0.5, 1.0, 0.5], 2) == ((0, 2), (1, 3))
+    assert pipelines.groups_of([0.5, 1.0], 2) == ((1,), (0,))
+
+
+def test_an_optimizers_state_is_divided_where_its_update_takes_long(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Classifier(adam=True).train()
+    speed(Rates(1e15, 1e6, 0.0, 0.0, 1e15, "for the test"))
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function, adam=True)
+    ways = auto.choices
+    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.weights])
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and chosen.zero == 1

@@ -10,13 +10,14 @@ The program's own layouts are then found as for any other program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from cost_model.ops import matmul_flops, work
 from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType
 from whale.passes.annotate import annotate
 from whale.passes.cost import LOOKUPS
 from whale.passes.scopes import PASSED_ON
@@ -24,6 +25,10 @@ from whale.passes.scopes import PASSED_ON
 SCOPE = "auto_parallel/split_0"
 MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
+EXCHANGES = frozenset(
+    {"WhaleAllReduce", "WhaleReduceScatter", "WhaleAllGather", "WhaleAllToAll", "WhaleBroadcast"}
+    | {"WhaleSend", "WhaleRecv"}
+)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -34,6 +39,10 @@ class Choice(msgspec.Struct, frozen=True):
         group: ranks that divide tensors together, 0 for all.
         alone: every rank computes everything, and nothing is sent.
         shares: rows of the batch for each rank; empty: equal ones.
+        stages: of a pipeline, the ranks of each stage; cuts: number of the first weight of all stages but the first,
+            in the order of `whale.planner.pipelines.chain`; micro_batches: of each rank's rows.
+        zero: level to which the optimizer's state is divided.
+        predicted_s: seconds of a step, once predicted.
     """
 
     name: str
@@ -41,6 +50,11 @@ class Choice(msgspec.Struct, frozen=True):
     group: int = 0
     alone: bool = False
     shares: tuple[int, ...] = ()
+    stages: tuple[tuple[int, ...], ...] = ()
+    cuts: tuple[int, ...] = ()
+    micro_batches: int = 0
+    zero: int = 0
+    predicted_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +96,10 @@ def has_scopes(program: Program) -> bool:
 
 def trains(program: Program) -> bool:
     """Whether the program updates variables by what it computes from large weights or a batch."""
-    return bool(program.inputs) and any(_updates(program, n) for n in program.nodes)
+    return bool(program.inputs) and any(updates(program, n) for n in program.nodes)
 
 
-def _updates(program: Program, node: Node) -> list[str]:
+def updates(program: Program, node: Node) -> list[str]:
     """Handles of the variables that a node updates."""
     return [] if node.outputs else [r.node for r in node.inputs if r.node in program.variable_of]
 
@@ -100,7 +114,7 @@ def _behind(program: Program, ref: Ref) -> str | None:
     return node.name
 
 
-def _products(program: Program) -> dict[str, list[Node]]:
+def products(program: Program) -> dict[str, list[Node]]:
     """Handle of a variable of rank 2 or more -> products and lookups that read it, in order."""
     found: dict[str, list[Node]] = {}
     for node in program.nodes:
@@ -115,8 +129,8 @@ def _products(program: Program) -> dict[str, list[Node]]:
 
 def _large_weights(program: Program) -> list[str]:
     """Names of the largest trained weights, largest first; of several readers' products the first one counts."""
-    read = _products(program)
-    updated = {handle for node in program.nodes for handle in _updates(program, node)}
+    read = products(program)
+    updated = {handle for node in program.nodes for handle in updates(program, node)}
     sizes = {h: program.variable_of[h].type.bytes for h in read if h in updated}
     order = sorted(sizes, key=lambda h: -sizes[h])
     total = sum(sizes.values())
@@ -132,10 +146,10 @@ def scoped(program: Program, choice: Choice) -> Program:
     """
     handles = [v.node for v in program.variables if v.name in choice.weights]
     inside: set[str] = set()
-    products = _products(program)
+    read = products(program)
     for handle in handles:
-        if handle in products:
-            inside |= _between(program, products[handle], handle)
+        if handle in read:
+            inside |= _between(program, read[handle], handle)
     if not inside:
         return program
     nodes = tuple(replace(n, scope=SCOPE) if n.name in inside else n for n in program.nodes)
@@ -148,7 +162,7 @@ def scoped(program: Program, choice: Choice) -> Program:
 
 def _between(program: Program, products: list[Node], handle: str) -> set[str]:
     first = products[0]
-    targets = {n.name for n in products} | {n.name for n in program.nodes if handle in _updates(program, n)}
+    targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
     if first.op in LOOKUPS:
         return targets | _readers(program, handle)
     # What comes after the weight's last product (its operand's gradient) belongs to the layers before.
@@ -158,7 +172,7 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
         for n in program.nodes
     }
     after = _reached(first.name, arrows)
-    if not any(handle in _updates(program, n) for n in program.nodes):
+    if not any(handle in updates(program, n) for n in program.nodes):
         return after | _readers(program, handle)  # nothing is trained: all that follows
     inside: set[str] = set()
     own = {handle}
@@ -171,7 +185,7 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
         # Variables that are used inside (biases, the state of the optimizer), and their updates.
         behind = {_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
         own |= {h for h in behind if h is not None and program.variable_of[h].type.shape}
-        targets |= {n.name for n in program.nodes if n.name in after and own & set(_updates(program, n))}
+        targets |= {n.name for n in program.nodes if n.name in after and own & set(updates(program, n))}
 
 
 def _operands(program: Program) -> dict[str, list[str]]:
@@ -199,23 +213,25 @@ def _reached(start: str, arrows: Mapping[str, Iterable[str]]) -> set[str]:
 
 def rank_seconds(program: Program, rates: Rates, ranks: int) -> float:
     """Predicted seconds of what one rank runs, operations one after the other; a loop's body counts once."""
-    total = 0.0
-    for graph in (program, *program.functions.values()):
-        for node in graph.nodes:
-            types = [graph.type_of(r) for r in node.inputs]
-            if node.op.startswith("Whale"):
-                total += _exchange_s(node, [t.bytes for t in types[1:] if t.is_static], rates, ranks)
-                continue
-            done = work(node, types)
-            if done.kernels:
-                total += rates.start_s + max(done.flops / rates.flops_per_s, done.moved_bytes / rates.bytes_per_s)
-    return total
+    graphs = (program, *program.functions.values())
+    return sum(node_seconds(graph, node, rates, ranks) for graph in graphs for node in graph.nodes)
 
 
-def _exchange_s(node: Node, operands: list[int], rates: Rates, ranks: int) -> float:
+def node_seconds(graph: Program, node: Node, rates: Rates, ranks: int) -> float:
+    """Predicted seconds of one node, an exchange without waiting for others."""
+    types = [graph.type_of(r) for r in node.inputs]
+    if node.op.startswith("Whale"):
+        return exchange_seconds(node, types, rates, ranks)
+    done = work(node, types)
+    if not done.kernels:
+        return 0.0
+    return rates.start_s + max(done.flops / rates.flops_per_s, done.moved_bytes / rates.bytes_per_s)
+
+
+def exchange_seconds(node: Node, types: Sequence[TensorType], rates: Rates, ranks: int) -> float:
     """Ring formulas (see cost_model.collectives); a rank's own part of the bytes is not sent."""
     ranks = len(node.attrs.get("ranks", ())) or ranks
-    part, own = (ranks - 1) / ranks, float(sum(operands))
+    part, own = (ranks - 1) / ranks, float(sum(t.bytes for t in types[1:] if t.is_static))
     result = float(sum(t.bytes for t in node.outputs if t.is_static))
     sent = {
         "WhaleAllReduce": 2 * part * own,

@@ -21,10 +21,26 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.program import Program
 from whale.lowering.local import localise
+from whale.passes.batch import batch_inputs
 from whale.passes.pipeline import PlanContext, expand
-from whale.planner.programs import Choice, Rates, choices, has_scopes, rank_bytes, rank_seconds, scoped, trains
+from whale.passes.stages import places_of
+from whale.passes.zero import state_at_rest
+from whale.planner.pipelines import chain, pipelines, staged, work_of_chain
+from whale.planner.play import step_seconds
+from whale.planner.programs import (
+    Choice,
+    Rates,
+    choices,
+    has_scopes,
+    node_seconds,
+    rank_bytes,
+    rank_seconds,
+    scoped,
+    trains,
+)
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
+from whale.runtime.places import lower_places, plan_places
 
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
@@ -60,6 +76,13 @@ def apply(program: Program, settings: PlanContext, chosen: Choice) -> tuple[Prog
         return program, replace(settings, batch=())
     if chosen.weights:
         return scoped(program, chosen), replace(settings, split_ranks=chosen.group)
+    if chosen.stages:
+        # What does not train is sent the values that it reads.
+        if not trains(program) or len(chain(program)) <= chosen.cuts[-1]:
+            return program, settings
+        return staged(program, chosen), replace(settings, micro_batches=chosen.micro_batches)
+    if chosen.zero:
+        return program, replace(settings, zero_level=chosen.zero)
     if chosen.shares and not settings.local:
         return program, replace(settings, shares=chosen.shares)
     return program, settings
@@ -91,10 +114,7 @@ def _best(program: Program, settings: PlanContext, context: Context, rates: Sequ
     end_s = time.monotonic() + BUDGET_S
     found: list[tuple[float, int, Choice]] = []
     lost: list[str] = []
-    looked_at = choices(program, settings.size)
-    if _unequal(rates) and not settings.local and not settings.shares:
-        looked_at.insert(1, _by_speed(program, settings, rates))
-    for choice in looked_at:
+    for choice in _looked_at(program, settings, rates, context.config["pipeline.num_stages"]):
         if found and time.monotonic() > end_s:
             lost.append(f"{choice.name}: not looked at, the time is over")
             continue
@@ -123,7 +143,7 @@ def _best(program: Program, settings: PlanContext, context: Context, rates: Sequ
     if best[0] > first[0] * (1 - LEAST_GAIN):
         best = first
     _say(best, found, lost, limit, rates[0])
-    return best[2]
+    return msgspec.structs.replace(best[2], predicted_s=best[0])
 
 
 def _say(
@@ -143,34 +163,67 @@ def _unequal(rates: Sequence[Rates]) -> bool:
     return max(speeds) > UNEQUAL * min(speeds)
 
 
-def _by_speed(program: Program, settings: PlanContext, rates: Sequence[Rates]) -> Choice:
-    """Rows in proportion to what each rank would compute of them in a second, had all the same."""
-    batch, locals_ = _lowered(program, settings, Choice("equal rows"), range(settings.size))
+def _looked_at(program: Program, settings: PlanContext, rates: Sequence[Rates], stages: int = 0) -> list[Choice]:
+    """What to try; data parallelism is first. With a number of stages only pipelines of so many."""
+    found = choices(program, settings.size)
+    try:
+        batch = batch_inputs(program, settings.size, settings.shares, settings.marked_inputs, settings.local)
+    except PlanError:
+        return found
+    rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
+    speeds = [1.0] * settings.size
+    if _unequal(rates):
+        speeds = _speeds(program, settings, rates)
+        if not settings.local and not settings.shares:
+            found.insert(1, _by_speed(rows, speeds))
+    if settings.zero_level == 0 and settings.split_variables and not settings.wire_dtype:
+        if state_at_rest(program, settings.size, settings.zero_min_bytes, (), settings.variables, False):
+            found.append(Choice("data parallel, optimizer's state divided", zero=1))
+    if not settings.local and not settings.zero_level:
+        work = work_of_chain(program, lambda node: node_seconds(program, node, rates[0], settings.size))
+        found += [
+            one
+            for one in pipelines(program, settings.size, rows, work, speeds)
+            if settings.micro_batches in (1, one.micro_batches)
+        ]
+    return [one for one in found if len(one.stages) == stages] if stages else found
+
+
+def _speeds(program: Program, settings: PlanContext, rates: Sequence[Rates]) -> list[float]:
+    """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
+    locals_ = _lowered(program, settings, Choice("equal rows"), range(settings.size))
     free = [replace(one, exchange_s=0.0, exchanged_bytes_per_s=float("inf")) for one in rates]
     times = [rank_seconds(one, speed, settings.size) for one, speed in zip(locals_, free)]
-    weights = tuple(max(1, round(1000 * min(times) / t)) for t in times)
-    rows = proportional_sizes(batch, weights) if batch >= settings.size else weights
-    return Choice(f"data parallel, rows {'+'.join(map(str, rows))}", shares=tuple(rows))
+    return [max(times) / t for t in times]
 
 
-def _lowered(
-    program: Program, settings: PlanContext, choice: Choice, ranks: Sequence[int]
-) -> tuple[int, list[Program]]:
-    """(rows of the batch, the programs that these ranks run)."""
+def _by_speed(rows: int, speeds: Sequence[float]) -> Choice:
+    """Rows in proportion to speed."""
+    weights = tuple(round(1000 * speed) for speed in speeds)
+    shares = tuple(proportional_sizes(rows, weights)) if rows >= len(speeds) else weights
+    return Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)
+
+
+def _lowered(program: Program, settings: PlanContext, choice: Choice, ranks: Sequence[int]) -> list[Program]:
+    """The programs that these ranks run."""
     divided, settings = apply(program, replace(settings, dump=""), choice)
-    plan = plan_program(divided, settings)
-    rows = next((sum(b.placement.sizes) for b in plan.batch_inputs if isinstance(b.placement, Split)), 0)
+    places = places_of(divided, settings.size) if choice.stages else ()
+    plan = plan_places(divided, settings, places) if places else plan_program(divided, settings)
     with no_garbage_collection():
         if plan.inner is not None:
-            return rows, lower_mesh(divided, plan, settings, ranks, "predicted", "")
+            return lower_mesh(divided, plan, settings, ranks, "predicted", "")
         expanded = expand(divided, plan.expanded, settings)
-        return rows, [localise(expanded, plan, rank, "predicted", None) for rank in ranks]
+        if places:
+            return lower_places(expanded, plan, ranks, "predicted", "", settings)
+        return [localise(expanded, plan, rank, "predicted", None) for rank in ranks]
 
 
 def _predicted(program: Program, settings: PlanContext, choice: Choice, rates: Sequence[Rates]) -> tuple[float, int]:
     """(seconds, bytes) of a step on the slowest rank; of equal ranks the first stands for all."""
-    ranks = range(settings.size) if _unequal(rates) or choice.shares or settings.shares else range(1)
-    _, locals_ = _lowered(program, settings, choice, ranks)
+    unlike = choice.stages or choice.shares or settings.shares or _unequal(rates)
+    locals_ = _lowered(program, settings, choice, range(settings.size if unlike else 1))
+    if choice.stages:
+        return step_seconds(locals_, rates), max(map(rank_bytes, locals_))
     seconds = max(rank_seconds(one, speed, settings.size) for one, speed in zip(locals_, rates))
     return seconds, max(map(rank_bytes, locals_))
 
@@ -188,19 +241,21 @@ def _memory_bytes(context: Context, size: int) -> float:
 
 
 def _measured(context: Context, dry: bool, program: Program) -> list[Rates]:
-    """About half a second of products, copies and exchanges on all ranks at the same time."""
+    """Less than a second of products, copies and exchanges on all ranks at the same time."""
     import tensorflow as tf
 
-    products = [tf.random.normal([n, n]) for n in (512, 1024)]
-    rates = []
-    for x in products:
-        n = x.shape[0]
-        rates.append(2.0 * n**3 / _seconds(tf.function(lambda x=x: tf.linalg.matmul(x, x)), 0.08))
+    x = tf.random.normal([1024, 1024])
     # Over as many bytes as the variables have, which may lie in caches.
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
     y = tf.random.normal([count])
-    bytes_per_s = 3.0 * 4 * count / _seconds(tf.function(lambda: y + y * 0.5), 0.08) * 5 / 3
+    product = tf.function(lambda: tf.linalg.matmul(x, x))
+    stream = tf.function(lambda: y + y * 0.5)
+    product(), product(), stream(), stream()
+    if context.between_processes and not dry:  # all begin at once: processors share caches and threads of cores
+        context.comms[0].allgather_bytes("whale/auto/begin", b"")
+    flops_per_s = 2.0 * 1024**3 / _seconds(product, 0.4)
+    bytes_per_s = 3.0 * 4 * count / _seconds(stream, 0.2) * 5 / 3
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     if context.between_processes and not dry:
         exchange_s, exchanged = _exchanges(context)
@@ -208,8 +263,8 @@ def _measured(context: Context, dry: bool, program: Program) -> list[Rates]:
     elif not dry:
         # Ranks of one process exchange through its memory.
         exchanged, how = bytes_per_s / 4, "ranks of one process"
-    own = f"measured: {max(rates) / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
-    mine = Rates(max(rates), bytes_per_s, 5e-6, exchange_s, exchanged, own)
+    own = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
+    mine = Rates(flops_per_s, bytes_per_s, 5e-6, exchange_s, exchanged, own)
     if dry or not context.between_processes:
         return [mine] * max(context.size, context.dry.size if context.dry is not None else 1)
     pairs = [
@@ -250,12 +305,12 @@ def _exchanges(context: Context) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], Any], least_s: float) -> float:
-    """Median seconds of a call; the first ones, which trace and warm up, are left out."""
-    call(), call()
-    times: list[float] = []
-    end_s = time.perf_counter() + least_s
-    while len(times) < 5 or time.perf_counter() < end_s:
-        start_s = time.perf_counter()
+    """Mean seconds of a call that has been warmed up.
+
+    The mean, since a processor that is taken away from time to time (a quota) is slow by that.
+    """
+    count, start_s = 0, time.perf_counter()
+    while count < 5 or time.perf_counter() < start_s + least_s:
         call()
-        times.append(time.perf_counter() - start_s)
-    return statistics.median(times)
+        count += 1
+    return (time.perf_counter() - start_s) / count

@@ -67,6 +67,13 @@ def plan_context(context: Context) -> PlanContext:
             expected="one of the two",
             action="leave communication.wire_dtype or zero.level out",
         )
+    if config["pipeline.num_stages"] and not config["auto_parallel"]:
+        raise PlanError(
+            "a number of stages is for auto_parallel to keep to; without it stages are those of the program",
+            given=f"pipeline.num_stages={config['pipeline.num_stages']}, auto_parallel=False",
+            expected="auto_parallel=True, or wh.stage in the program",
+            action="set auto_parallel, or leave pipeline.num_stages out",
+        )
     return PlanContext(
         size=context.size,
         shares=tuple(config["replica.shares"]),
