@@ -227,3 +227,28 @@ def test_activations_are_held_of_one_micro_batch(ranks: Start) -> None:
     assert whole >= activations
     # An eighth of the activations, and their gradients; the sums come in and go out of each call.
     assert parts <= activations / 8 * 1.7 + 3 * gradients, (whole, parts)
+
+
+def test_weights_as_large_as_the_batch(ranks: Start) -> None:
+    """A gradient with as many rows as the batch is no rows of it, whatever slicing it would cost."""
+    ranks(1, **{"pipeline.num_micro_batch": 4})
+    weight = tf.Variable(np.random.default_rng(0).standard_normal((6, 8, 3)))
+    slot = tf.Variable(tf.ones((6, 8, 3), tf.float64))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(tf.einsum("ri,ijk->rjk", x, weight)) ** 2)
+        slope = tape.gradient(loss, weight)
+        slot.assign_add(slope - slot)
+        weight.assign_sub(0.1 * slot)
+        return loss
+
+    x = tf.constant(np.random.default_rng(1).standard_normal((8, 6)))
+    wanted = weight.numpy()
+    with tf.GradientTape() as tape:
+        at = tf.Variable(wanted)
+        loss = tf.reduce_mean(tf.tanh(tf.einsum("ri,ijk->rjk", x, at)) ** 2)
+    wanted = wanted - 0.1 * tape.gradient(loss, at).numpy()
+    step(x)
+    np.testing.assert_allclose(weight.numpy(), wanted, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,35 @@ def test_a_stage_has_its_own_nodes_and_variables_only(ranks: Start) -> None:
     assert all(len(names) == 1 for names in own)
     for rank in compiled.ranks:
         assert sum(n.op == "MatMul" for n in rank.nodes) <= 3
+
+
+def on(ranks: list[list[int]], stage: Stage) -> Stage:
+    """``stage`` on these ranks, in turn."""
+    order = itertools.cycle(ranks)
+    return (lambda: stage(devices=next(order))) if stage is wh.stage else stage
+
+
+@pytest.mark.parametrize(
+    ("make", "places", "micro_batches"),
+    [
+        (lambda stage: Chain(stage, 2), [[0, 1], [4, 2, 3]], 1),
+        (lambda stage: Chain(stage, 3), [[0, 1, 2], [5], [3, 4]], 4),
+        (Tied, [[0], [1, 2], [3, 4, 5]], 2),
+        (Towers, [[0, 1], [2], [3, 4, 5]], 1),
+    ],
+)
+def test_stages_on_unequal_numbers_of_ranks(ranks: Start, make: Any, places: list, micro_batches: int) -> None:
+    count = sum(map(len, places))
+    setting = {"pipeline.num_micro_batch": micro_batches}
+    plan = assert_equals_one_device(ranks, lambda stage: make(on(places, stage)), count, **setting)
+    assert [list(place.ranks) for place in plan.places] == places
+    assert plan.split_flops_fraction == 1.0
+
+
+def test_unequal_stages_need_the_same_rows_in_each_micro_batch(ranks: Start) -> None:
+    ranks(3, **{"pipeline.num_micro_batch": 3})
+    with pytest.raises(PlanError, match="micro-batches of the same rows"):
+        wh.function(Chain(on([[0, 1], [2]], wh.stage), 2).step)(*batch(0))
 
 
 def test_devices_are_those_that_the_script_names(ranks: Start) -> None:

@@ -102,7 +102,8 @@ class Plan:
       inner_bytes: what moves along the second axis, in all its groups together.
       memory: category -> predicted bytes of each rank at the fullest moment of a step (see whale.passes.footprint);
         empty where nobody asked.
-      places: the groups of ranks that run the stages of a pipeline, each with ``size`` ranks; empty: all ranks run all.
+      places: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
+      others: plans of the same program for the places that do not have ``size`` ranks, one for each number.
       edges: what travels between places.
       schedule: name of the order of micro-batches on the places; "" when there is one micro-batch.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
@@ -129,6 +130,7 @@ class Plan:
     inner_bytes: int = 0
     memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = ()
+    others: tuple[Plan, ...] = ()
     edges: tuple[Edge, ...] = ()
     schedule: str = ""
     micro_batches: int = 1
@@ -139,6 +141,10 @@ class Plan:
         """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
         own = sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards)
         return own + self.inner_bytes + sum(e.bytes for e in self.edges)
+
+    def of(self, size: int) -> Plan:
+        """The plan for places of ``size`` ranks."""
+        return next(plan for plan in (self, *self.others) if plan.size == size)
 
     @property
     def split_flops_fraction(self) -> float:
@@ -199,6 +205,7 @@ class Plan:
                 memory=dict(self.memory),
                 schedule=self.schedule,
                 places=[(p.name, list(p.ranks), list(p.stages)) for p in self.places],
+                others=[plan.to_json().decode() for plan in self.others],
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
                 unruled=dict(self.unruled),
@@ -235,6 +242,7 @@ class _File(msgspec.Struct):
     inner_bytes: int = 0
     memory: dict[str, tuple[int, ...]] = {}
     places: list[tuple[str, list[int], list[str]]] = []
+    others: list[str] = []
     edges: list[tuple[str, int, int, int, int]] = []
     schedule: str = ""
     micro_batches: int = 1
@@ -300,6 +308,7 @@ def _plan(f: _File) -> Plan:
         memory=f.memory,
         schedule=f.schedule,
         places=tuple(Place(name, tuple(ranks), tuple(stages)) for name, ranks, stages in f.places),
+        others=tuple(plan_from_json(o.encode()) for o in f.others),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,
         unruled=f.unruled,

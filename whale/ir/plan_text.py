@@ -103,7 +103,9 @@ def _memory(plan: Plan) -> list[str]:
 
 def _stages(plan: Plan) -> list[str]:
     """Which ranks run which stages, and what travels between them."""
-    out = [f"Stages over {len(plan.places)} groups of {plan.size} rank{'s' * (plan.size != 1)}"]
+    ranks = sorted({len(place.ranks) for place in plan.places})
+    many = " and ".join(map(str, ranks))
+    out = [f"Stages over {len(plan.places)} groups of {many} rank{'s' * (ranks != [1])}"]
     out += [f"  {place.name:<28} ranks {list(place.ranks)}" for place in plan.places]
     sent: dict[tuple[int, int], list[int]] = {}
     for edge in plan.edges:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -210,7 +210,7 @@ class Emitter:
         for peer in range(self.size):
             low, high = _common(mine, want.span(peer))
             if peer != self.rank and low < high:
-                piece = self._rows(f"{name}/to_{peer}", source, t, have.dim, low - mine[0], high - low)
+                piece = self.rows(f"{name}/to_{peer}", source, t, have.dim, low - mine[0], high - low)
                 attrs = {"key": f"{key}/{self.rank}to{peer}", "peer": peer}
                 self.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), t, attrs, ())
         needed = want.span(self.rank)
@@ -219,7 +219,7 @@ class Emitter:
             if low >= high:
                 continue
             if peer == self.rank:
-                pieces.append(self._rows(f"{name}/kept", source, t, have.dim, low - mine[0], high - low))
+                pieces.append(self.rows(f"{name}/kept", source, t, have.dim, low - mine[0], high - low))
                 continue
             shape = _with_size(t, have.dim, high - low)
             attrs = {"key": f"{key}/{peer}to{self.rank}", "peer": peer, "shape": Shape(shape)}
@@ -234,7 +234,7 @@ class Emitter:
             name, "ConcatV2", operands, {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}, (out,)
         )
 
-    def _rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
+    def rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
         """``count`` positions of dimension ``dim`` of a local tensor, from ``start``."""
         begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
         begin[dim], size[dim] = start, count
@@ -256,6 +256,27 @@ def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
     """Name of the node that has ``ref`` as ``target``."""
     text = f"{ref.node}_{ref.index}_to_{label(target)}"
     return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
+
+
+def unread_communication(nodes: Mapping[str, Node], read: Sequence[str]) -> list[str]:
+    """Communication that nothing of ``read`` depends on: what it brings, or gives, other ranks read."""
+    live: set[str] = set()
+
+    def mark(stack: list[str]) -> None:
+        while stack:
+            name = stack.pop()
+            if name not in live:
+                live.add(name)
+                stack.extend(r.node for r in nodes[name].inputs)
+                stack.extend(nodes[name].controls)
+
+    mark(list(read))
+    added = []
+    for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION]):
+        if name not in live:
+            added.append(name)
+            mark([name])
+    return added
 
 
 def is_joint(r: Reshard) -> bool:

@@ -14,7 +14,7 @@ whole batch after, if no update depends on it (the deviation of a metric); every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -214,12 +214,21 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
         if not any(isinstance(p, Split | Own) for p in strategies[node.name].inputs + strategies[node.name].outputs):
             found[node.name] = _once(node, "linear in what is summed before")
             continue
+        if node.op not in LOOPS and node.op not in BRANCHES and _has_no_rows(node, strategies, found):
+            found[node.name] = _once(node, "of sums, which happen to be as large as the batch")
+            continue
         if node.name not in updating and node.op not in LOOPS and node.op not in BRANCHES:
             found[node.name] = _once(node, "only looked at, after the last micro-batch")
             continue
         for ref in _summed_before(program, plan, level, node):
             found.update(_on_whole_batch(program, strategies, ref, node, plan.size))
     return found
+
+
+def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
+    """Whether nothing that it reads is made in rows: it was divided only because that costs nothing."""
+    made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
+    return not any(isinstance(p, Split | Own) for p in made)
 
 
 def _leading_to_updates(program: Program) -> set[str]:

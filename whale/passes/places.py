@@ -1,7 +1,8 @@
 """Places: the part of a program that one group of ranks runs, and what travels between groups.
 
-The plan is made for the whole program over as many ranks as a group has. A group then runs its nodes as that plan says;
-a tensor that another group makes arrives in the placement in which it is made, from the rank of the same coordinate.
+The plan is made for the whole program over as many ranks as a group has; groups of other sizes have plans of their
+own. A group then runs its nodes as its plan says. A tensor that another group makes arrives in the placement in which
+it is made, from the rank of the same coordinate, or between groups of unequal sizes as ``whale.ir.crossing`` says.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whale.ir.layout import B, Owner, Placement, Split, Strategy
-from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Place, Plan
+from whale.ir.crossing import Crossing, crossing
+from whale.ir.layout import B, Broadcast, O, Placement, Split, Strategy
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Place, Plan, Reshard
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, TensorType
+from whale.passes.reshards import reshards_of_tensor
 from whale.passes.stages import does_nothing, free_nodes, stage_of
 
 
@@ -36,8 +39,8 @@ class Cut:
 
 
 FETCHED = "whale/fetched_{}"
-FETCH_SENT = "whale/fetch_sent_{}"
-SENT = "whale/sent/{}_{}"
+_FETCH_KEY = "fetched {}"
+Crossings = Mapping[tuple[str, int, int], Crossing]  # (key of a tensor, number of the source, of the target)
 
 
 def cut(program: Program, places: Sequence[Place]) -> tuple[Cut, ...]:
@@ -101,13 +104,16 @@ class _Cutter:
             if node.name in needed:
                 nodes.append(node)
             elif node.name in foreign:
-                nodes.append(Node(node.name, STAGE_INPUT, (), (), {}, node.outputs, node.scope, True))
+                source = next(k for ref, k in taken.items() if ref.node == node.name)
+                nodes.append(_input(node.name, node.outputs, source, [str(r) for r in node.refs()], node.scope))
             elif node.name in program.inputs:
                 nodes.append(node)
         sent = [
-            Node(SENT.format(ref.node, ref.index), STAGE_OUTPUT, (ref,), (), {}, (), self.places[k].name, True)
-            for ref in given
+            self._output(f"whale/sent/{ref.node}_{ref.index}/to_{target}", ref, k, target, str(ref))
+            for ref, targets in given.items()
+            for target in targets
         ]
+        others = [target for target in range(len(self.places)) if target != k]
         outputs, fetched = [], {}
         for i, ref in enumerate(program.outputs):
             source = self.place.get(ref.node, k)
@@ -118,14 +124,23 @@ class _Cutter:
                     nodes.append(const_node(ref.node, np.array(b"", object)))
                 else:
                     fetched[i] = source
-                    nodes.append(Node(ref.node, STAGE_INPUT, (), (), {}, (t,), "", True))
+                    nodes.append(_input(ref.node, (t,), source, [_FETCH_KEY.format(i)], ""))
             elif ref.node in self.place and t.dtype not in UNMOVABLE:
-                sent.append(Node(FETCH_SENT.format(i), STAGE_OUTPUT, (ref,), (), {}, (), self.places[k].name, True))
+                key = _FETCH_KEY.format(i)
+                sent += [self._output(f"whale/fetch_sent_{i}/to_{to}", ref, k, to, key) for to in others]
             outputs.append(ref)
         effects = [n for n in program.effects if n in needed] + [n.name for n in sent]
         part = program.with_nodes((*nodes, *sent), outputs=tuple(outputs), effects=tuple(effects))
         variables = tuple(v for v in program.variables if v.node in needed)
         return Cut(replace(part, variables=variables), taken, {r: tuple(to) for r, to in given.items()}, fetched)
+
+    def _output(self, name: str, ref: Ref, k: int, target: int, key: str) -> Node:
+        attrs = {"target": target, "key": key}
+        return Node(name, STAGE_OUTPUT, (ref,), (), attrs, (), self.places[k].name, True)
+
+
+def _input(name: str, outputs: tuple[TensorType, ...], source: int, keys: Sequence[str], scope: str) -> Node:
+    return Node(name, STAGE_INPUT, (), (), {"source": source, "keys": tuple(keys)}, outputs, scope, True)
 
 
 def _place_numbers(program: Program, places: Sequence[Place], free: Collection[str]) -> dict[str, int]:
@@ -174,61 +189,112 @@ def with_tokens(program: Program, places: Sequence[Place]) -> Program:
     return program.with_nodes(tuple(nodes), effects=effects)
 
 
-def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan) -> tuple[Edge, ...]:
-    """What travels between places in one step."""
-    found = []
+def crossings(program: Program, cuts: Sequence[Cut], plan: Plan, rows: Mapping[Ref, Split]) -> dict:
+    """How each tensor goes from place to place: (key, source, target) -> crossing.
+
+    Args:
+      rows: tensors that travel for each micro-batch -> how these cut them.
+    """
+    plans = [plan.of(len(place.ranks)) for place in plan.places]
+
+    def made(k: int, ref: Ref) -> Placement:
+        strategy = plans[k].strategies[""].get(ref.node)
+        return strategy.outputs[ref.index] if strategy is not None else B
+
+    found = {}
     for k, part in enumerate(cuts):
         for ref, source in part.taken.items():
-            strategy = plan.strategies[""].get(ref.node)
-            placement = strategy.outputs[ref.index] if strategy is not None else B
-            found.append(Edge(ref, source, k, _crossing(part.program.type_of(ref), placement, plan.size)))
+            t, cut_by = part.program.type_of(ref), rows.get(ref)
+            found[str(ref), source, k] = crossing(
+                t, made(source, ref), plans[source].size, made(k, ref), plans[k].size, cut_by.dim if cut_by else None
+            )
         for i, source in part.fetched.items():
             t = program.type_of(program.outputs[i])
-            found.append(Edge(program.outputs[i], source, k, _crossing(t, plan.returned[""][i], plan.size)))
-    return tuple(found)
+            ends = plans[source].returned[""][i], plans[k].returned[""][i]
+            found[_FETCH_KEY.format(i), source, k] = crossing(t, ends[0], plans[source].size, ends[1], plans[k].size)
+    return found
 
 
-def _crossing(t: TensorType, placement: Placement, size: int) -> int:
-    """Bytes of a tensor that each rank of a group sends as it has it."""
-    if not t.is_static:
-        return 0
-    return t.bytes if isinstance(placement, Split | Owner) else t.bytes * size
+def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan, found: Crossings) -> tuple[Edge, ...]:
+    """What travels between places in one step."""
+    edges = []
+    for k, part in enumerate(cuts):
+        size = len(plan.places[k].ranks)
+        for ref, source in part.taken.items():
+            moved = found[str(ref), source, k].bytes(part.program.type_of(ref), size)
+            edges.append(Edge(ref, source, k, moved))
+        for i, source in part.fetched.items():
+            ref = program.outputs[i]
+            moved = found[_FETCH_KEY.format(i), source, k].bytes(program.type_of(ref), size)
+            edges.append(Edge(ref, source, k, moved))
+    return tuple(edges)
 
 
-def plan_of_part(plan: Plan, part: Cut) -> Plan:
-    """``plan`` for the program of one place."""
+def plan_of_part(plan: Plan, part: Cut, number: int, found: Crossings) -> Plan:
+    """The plan for the program of place ``number``.
+
+    Args:
+      plan: of all places, or of one of this size.
+    """
+    plan = plan.of(len(plan.places[number].ranks)) if plan.places else plan
     base, returned = plan.strategies[""], plan.returned[""]
-    fetched = {FETCHED.format(i): returned[i] for i in part.fetched}
     strategies: dict[str, Strategy] = {}
     produced: dict[Ref, Placement] = {}
+    table = {(r.ref, r.target): r for r in plan.reshards if not r.graph}
     for node in part.program.nodes:
-        if node.name in fetched:
-            found = Strategy((), (fetched[node.name],), "fetched at another stage")
-        elif node.op == STAGE_INPUT and node.name in base:
-            found = Strategy((), base[node.name].outputs, "from another stage", base[node.name].once)
+        if node.op == STAGE_INPUT:
+            keys = [(key, int(node.attrs["source"]), number) for key in node.attrs["keys"]]
+            lies = tuple(found[key].received if key in found else B for key in keys)
+            known = Strategy((), lies, "from another stage", O in lies)
+            planned = base[node.name].outputs if node.name in base else lies
+            for ref, have, was in zip(node.refs(), lies, planned):
+                _arrive_as(table, part.program, ref, have, was, plan.size)
         elif node.op == STAGE_OUTPUT:
             (ref,) = node.inputs
-            number = node.name.removeprefix(FETCH_SENT.format(""))
-            wanted = returned[int(number)] if number != node.name else produced[ref]
-            found = Strategy((wanted,), (), "to another stage", isinstance(wanted, Owner))
+            wanted = found[node.attrs["key"], number, node.attrs["target"]].sent
+            if wanted != produced[ref] and (ref, wanted) not in table:
+                for r in reshards_of_tensor("", part.program, ref, produced[ref], {wanted: node.name}, plan.size):
+                    table.setdefault((r.ref, r.target), r)
+            known = Strategy((wanted,), (), "to another stage", wanted == O)
         else:
-            found = base.get(node.name) or Strategy((), (B,) * len(node.outputs), "order between stages")
-        strategies[node.name] = found
-        produced.update(zip(node.refs(), found.outputs))
+            known = base.get(node.name) or Strategy((), (B,) * len(node.outputs), "order between stages")
+        strategies[node.name] = known
+        produced.update(zip(node.refs(), known.outputs))
     outputs = tuple(
         B if FETCHED.format(i) == ref.node and i not in part.fetched else returned[i]
         for i, ref in enumerate(part.program.outputs)
     )
+    for i in part.fetched:
+        ref = part.program.outputs[i]
+        _arrive_as(table, part.program, ref, produced[ref], outputs[i], plan.size)
     read = [(r, p) for n in part.program.nodes for r, p in zip(n.inputs, strategies[n.name].inputs)]
-    kept: set[str] = set()
+    kept: dict[tuple[Ref, Placement], None] = {}
     for ref, placement in (*read, *zip(part.program.outputs, outputs)):
-        step = plan.reshard_of.get(("", ref, placement)) if placement != produced[ref] else None
-        while step is not None and step.key not in kept:
-            kept.add(step.key)
-            step = plan.reshard_of.get(("", ref, step.source)) if step.source != produced[ref] else None
+        step = table.get((ref, placement)) if placement != produced[ref] else None
+        while step is not None and (ref, step.target) not in kept:
+            kept[ref, step.target] = None
+            step = table.get((ref, step.source)) if step.source != produced[ref] else None
+    order = {key: i for i, key in enumerate(table)}
     return replace(
         plan,
         strategies={**plan.strategies, "": strategies},
-        reshards=tuple(r for r in plan.reshards if r.graph or r.key in kept),
+        reshards=(
+            *(table[key] for key in sorted(kept, key=order.__getitem__)),
+            *(r for r in plan.reshards if r.graph),
+        ),
         returned={**plan.returned, "": outputs},
     )
+
+
+def _arrive_as(
+    table: dict[tuple[Ref, Placement], Reshard], program: Program, ref: Ref, have: Placement, was: Placement, size: int
+) -> None:
+    """The changes of a tensor that is there as ``have``, in place of those of one that is there as ``was``."""
+    if have == was:
+        return
+    wanted: dict[Placement, str] = {was: "its readers"} if isinstance(was, Broadcast) else {}
+    wanted |= {r.target: r.origin for (of, _), r in table.items() if of == ref and r.source == was and was != B}
+    if not isinstance(was, Broadcast):
+        wanted.setdefault(was, "its readers")
+    for r in reshards_of_tensor("", program, ref, have, {t: why for t, why in wanted.items() if t != have}, size):
+        table[ref, r.target] = r

@@ -29,25 +29,26 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
         for node in body.nodes:
             for ref in node.refs():
                 if ref in wanted:
-                    found.extend(_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
+                    found.extend(reshards_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
     return tuple(found)
 
 
-def _of_tensor(
+def reshards_of_tensor(
     graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
 ) -> list[Reshard]:
+    """The changes of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by whom)."""
     tensor = program.type_of(ref)
     own = {t: why for t, why in targets.items() if type(t) is Own}
     if own:
         # What each rank contributed, before any of it is reduced.
         rest = {t: why for t, why in targets.items() if type(t) is not Own}
-        rows = _of_tensor(graph, program, ref, source, rest, parts) if rest else []
+        rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
         return rows + [_row(graph, ref, source, t, 0, why) for t, why in own.items()]
     if type(source) is Own:
         # As one value it is a weighted sum over the ranks.
         first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
         rest = {t: why for t, why in targets.items() if t != P_SUM}
-        return [first] + (_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
+        return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
     wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.plain}
     if wide:
         # What neighbours have is fetched by who has its own part already.
@@ -56,7 +57,7 @@ def _of_tensor(
         for t, why in wide.items():
             if not cut and t.plain != source:
                 rest.setdefault(t.plain, why)
-        rows = _of_tensor(graph, program, ref, source, rest, parts) if rest else []
+        rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
         for t, why in wide.items():
             start = source if cut else t.plain
             rows.append(_row(graph, ref, start, t, moved_bytes(start, t, tensor.bytes, parts), why))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from whale.errors import PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import Split, parse_placement, split
 from whale.ir.plan import Plan
-from whale.ir.program import Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.schedule import schedule
 from whale.lowering.ahead import ahead
 from whale.lowering.local import localise
@@ -25,9 +25,13 @@ class WholeInTime:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
     """
 
-    def __init__(self, expanded: Program, plan: Plan, coordinate: int, context: PlanContext):
-        self.plan, self.coordinate, self.context = plan, coordinate, context
-        whole = prepared(localise(expanded, plan, coordinate, "", None))
+    def __init__(self, expanded: Program, plan: Plan, mine: Plan, coordinate: int, context: PlanContext):
+        """
+        Args:
+          mine: the part of ``plan`` that is for places of this one's size.
+        """
+        self.plan, self.mine, self.coordinate, self.context = plan, mine, coordinate, context
+        whole = prepared(localise(expanded, mine, coordinate, "", None))
         time = self._planned(whole, {})
         each = {name for name, region in regions(whole, time).items() if region == EACH}
         strategies = time.strategies[""]
@@ -54,11 +58,11 @@ class WholeInTime:
         received: dict[str, Split] = {}
         for node in program.nodes:
             if node.op == "WhaleRecv" and node.attrs.get(ROWS):
-                received[node.name] = self.rows[_sent_as(str(node.attrs["key"]))]
+                received[node.name] = _as_split(node)
         time = self._planned(program, received)
         for node in program.nodes:
             if node.op == "WhaleSend" and node.attrs.get(ROWS):
-                wanted, found = self.rows[_sent_as(str(node.attrs["key"]))], time.strategies[""][node.name].inputs[1]
+                wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]
                 if found != wanted:
                     raise PlanError(
                         "two stages cut a tensor into micro-batches in two ways",
@@ -85,12 +89,13 @@ class WholeInTime:
         return ahead(roll(program, time, each, calls, phases))
 
     def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
-        rows = {**batch_rows(program, self.plan, self.coordinate), **received}
+        rows = {**batch_rows(program, self.mine, self.coordinate), **received}
         context = self.context
         return time_plan(program, self.plan.micro_batches, rows, context.own_streams, context.micro_statistics)
 
 
-def _sent_as(key: str) -> Ref:
-    """The tensor of the program that travels under a key."""
-    name, _, index = key.rpartition("@")[0].rpartition(":")
-    return Ref(name, int(index))
+def _as_split(node: Node) -> Split:
+    """How micro-batches cut what travels for each of them."""
+    placement = parse_placement(str(node.attrs[ROWS]))
+    assert isinstance(placement, Split)
+    return split(placement.dim, placement.sizes, placement.blocks)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
-from whale.ir.layout import Split
-from whale.ir.plan import Place, Plan
-from whale.ir.program import Program, Ref
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import Split, split
+from whale.ir.plan import BatchInput, Place, Plan
+from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.lowering.places import Connector
 from whale.passes.annotate import task_graphs
+from whale.passes.batch import rows_of_ranks
 from whale.passes.pipeline import PlanContext, expand, make_plan
-from whale.passes.places import FETCH_SENT, FETCHED, SENT, Cut, cut, edges_of, plan_of_part
+from whale.passes.places import crossings, cut, edges_of, plan_of_part
 from whale.passes.stages import stage_of
 from whale.runtime.homes import Use
 from whale.runtime.pipelined import WholeInTime
@@ -23,24 +25,70 @@ def plan_places(program: Program, context: PlanContext, places: tuple[Place, ...
     """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
 
     Raises:
-      PlanError: see ``make_plan``; the stages have different numbers of ranks; an option that pipelines lack.
+      PlanError: see ``make_plan`` and ``in_each_micro_batch``; an option that pipelines lack.
     """
     _refuse(context, places)
-    size = len(places[0].ranks)
-    inside = replace(context, size=size, devices=(), split_variables=False, split_ranks=0)
-    plan = make_plan(program, inside)
-    expanded = expand(program, plan.expanded, inside)
+    plan = _of_sizes(program, context, places)
+    expanded = expand(program, plan.expanded, context)
     at = {stage: place.ranks for place in places for stage in place.stages}
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
-    devices = tuple("rank " + "+".join(str(place.ranks[i]) for place in places) for i in range(size))
-    return replace(
+    devices = tuple("rank " + "+".join(str(p.ranks[i]) for p in places if i < len(p.ranks)) for i in range(plan.size))
+    plan = replace(
         plan,
         schedule=context.schedule if plan.micro_batches > 1 else "",
         places=places,
-        edges=edges_of(expanded, cut(expanded, places), plan),
         task_graphs=graphs,
         devices=devices,
     )
+    cuts = cut(expanded, places)
+    return replace(plan, edges=edges_of(expanded, cuts, plan, crossings(expanded, cuts, plan, {})))
+
+
+def _of_sizes(program: Program, context: PlanContext, places: Sequence[Place]) -> Plan:
+    """The plan for the largest places, with those for the others."""
+    first, *rest = sorted({len(place.ranks) for place in places}, reverse=True)
+    inside = replace(context, devices=(), split_variables=False, split_ranks=0)
+    plan = make_plan(program, replace(inside, size=first))
+    if not rest:
+        return plan
+    # All have to speak of one program, and of the same rows in each micro-batch.
+    names: set[str] = set()
+    plans = {size: make_plan(program, replace(inside, size=size)) for size in rest} | {first: plan}
+    while True:
+        more = {name for p in plans.values() for name in p.expanded} - names
+        names |= more
+        expanded = expand(program, names, inside)
+        for size, p in plans.items():
+            batch = in_each_micro_batch(p.batch_inputs, context.micro_batches)
+            plans[size] = make_plan(expanded, replace(inside, size=size, batch=batch))
+        if not {name for p in plans.values() for name in p.expanded} - names:
+            break
+    mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
+    others = tuple(replace(plans[size], fingerprint=mark, expanded=kept) for size in rest)
+    return replace(plans[first], fingerprint=mark, expanded=kept, others=others)
+
+
+def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tuple[BatchInput, ...]:
+    """Batch inputs of which each rank computes some rows of each micro-batch, whatever the number of ranks.
+
+    Raises:
+      PlanError: the rows are no multiple of the micro-batches.
+    """
+    found = []
+    for b in batch:
+        assert isinstance(b.placement, Split)
+        size, sizes = b.placement.run, b.placement.sizes
+        if size % micro_batches or b.local:
+            raise PlanError(
+                "stages with different numbers of ranks need micro-batches of the same rows on all of them",
+                op=b.name,
+                given=f"{size} rows in {micro_batches} micro-batches" + ", of which each rank passes some" * b.local,
+                expected="rows in multiples of the micro-batches, passed whole on each rank",
+                action="change the batch, pipeline.num_micro_batch or the devices of the stages",
+            )
+        of_one = rows_of_ranks(size // micro_batches, len(sizes))
+        found.append(replace(b, placement=split(0, of_one, micro_batches)))
+    return tuple(found)
 
 
 def lower_places(
@@ -53,53 +101,27 @@ def lower_places(
     """
     cuts = cut(expanded, plan.places)
     where = {rank: (k, c) for k, place in enumerate(plan.places) for c, rank in enumerate(place.ranks)}
-    found = []
+    agreed: WholeInTime | None = None  # on what stages of different numbers of ranks exchange for each micro-batch
+    if plan.others and plan.micro_batches > 1:
+        agreed = WholeInTime(expanded, plan, plan, 0, context)
+    programs = []
     for rank in ranks:
         number, coordinate = where[rank]
+        whole: WholeInTime | None = None
+        if plan.micro_batches > 1:
+            whole = WholeInTime(expanded, plan, plan.of(len(plan.places[number].ranks)), coordinate, context)
+        rows = agreed.rows if agreed else whole.rows if whole else {}
+        found = crossings(expanded, cuts, plan, rows)
         part = cuts[number]
-        lowered = localise(part.program, plan_of_part(plan, part), coordinate, comm, None)
-        if plan.micro_batches == 1:
-            found.append(_connected(lowered, plan, cuts, number, coordinate, comm, what, {}))
-            continue
-        whole = WholeInTime(expanded, plan, coordinate, context)
-        connected = _connected(lowered, plan, cuts, number, coordinate, comm, what, whole.rows)
-        found.append(whole.pipelined(connected, number))
-    return found
-
-
-def _connected(
-    lowered: Program,
-    plan: Plan,
-    cuts: Sequence[Cut],
-    number: int,
-    coordinate: int,
-    comm: str,
-    what: str,
-    rows: Mapping[Ref, Split],
-) -> Program:
-    part = cuts[number]
-    senders: dict[str, list[tuple[int, int, str]]] = {}
-    for ref, source in part.taken.items():
-        senders.setdefault(ref.node, []).append((ref.index, source, str(ref)))
-    for i, source in part.fetched.items():
-        senders[FETCHED.format(i)] = [(0, source, f"fetched {i}")]
-    receivers = {SENT.format(ref.node, ref.index): (targets, str(ref)) for ref, targets in part.given.items()}
-    for i in range(len(part.program.outputs)):
-        readers = tuple(k for k, other in enumerate(cuts) if i in other.fetched)
-        receivers[FETCH_SENT.format(i)] = (readers, f"fetched {i}")
-    in_rows = {str(ref) for ref in rows}
-    connector = Connector(lowered, plan.places, number, coordinate, comm, senders, receivers, in_rows)
-    return connector.run((plan.fingerprint, what))
+        lowered = localise(part.program, plan_of_part(plan, part, number, found), coordinate, comm, None)
+        by_key = {str(ref): by for ref, by in rows.items()}
+        connector = Connector(lowered, plan.places, number, coordinate, comm, found, by_key, plan.micro_batches)
+        connected = connector.run((plan.fingerprint, what))
+        programs.append(whole.pipelined(connected, number) if whole else connected)
+    return programs
 
 
 def _refuse(context: PlanContext, places: Sequence[Place]) -> None:
-    if len({len(place.ranks) for place in places}) > 1:
-        raise PlanError(
-            "stages with different numbers of ranks are not there yet",
-            given="; ".join(f"{place.name} on {list(place.ranks)}" for place in places),
-            expected="as many ranks for each stage",
-            action="change the devices of the stages",
-        )
     used = sum(len(place.ranks) for place in places)
     if used != context.size:
         raise PlanError(
@@ -111,7 +133,7 @@ def _refuse(context: PlanContext, places: Sequence[Place]) -> None:
     unable = {
         "zero.level": context.zero_level > 0,
         'communication.backend="horovod"': context.backend != "whale",
-        "split.ranks": 0 < context.split_ranks < len(places[0].ranks),
+        "split.ranks": 0 < context.split_ranks < max(len(place.ranks) for place in places),
         "a batch of which every rank passes its own rows": bool(context.local),
     }
     for name, wanted in unable.items():
