@@ -1,0 +1,77 @@
+"""Compiles the CUDA library: ``python -m whale_ops.build_cuda``, or ``build(folder)``.
+
+libwhale_cuda.so has kernels that pack, scale, cast and add, and all-reduces of device memory through NCCL or CUDA IPC
+(whale_ops/cuda). TensorFlow's ops do not use it: see docs/gpu.md. The compiler is $NVCC or nvcc on PATH; NCCL is the
+package ``nvidia-nccl-cu12`` (or -cu13) of this environment, and without it the library has CUDA IPC only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from whale.errors import CommError
+from whale_ops.build import IN_PLACE, PACKAGE
+
+NAME = "libwhale_cuda.so"
+# Machine code for the A100, and what the driver makes machine code of for every later GPU.
+_FLAGS = ["-std=c++17", "-O3", "-shared", "-gencode", "arch=compute_80,code=[sm_80,compute_80]"]
+_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall"
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None."""
+    return shutil.which(os.environ.get("NVCC", "nvcc"))
+
+
+def _nccl() -> Path | None:
+    found = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
+    return next((folder for folder in folders if (folder / "include" / "nccl.h").exists()), None)
+
+
+def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
+    """Compiles the library into `output_dir`; returns its path.
+
+    Raises:
+        CommError: no nvcc, or the compiler's error.
+    """
+    nvcc, nccl = find_nvcc(), _nccl()
+    if nvcc is None:
+        raise CommError(
+            "no CUDA compiler was found",
+            given=os.environ.get("NVCC", "no nvcc on PATH"),
+            expected="nvcc of CUDA 12 or newer",
+            action="install the CUDA toolkit, or name its nvcc by $NVCC",
+        )
+    output = Path(output_dir) / NAME
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sources = sorted(path for path in (PACKAGE / "cuda").iterdir() if path.suffix in (".cu", ".cc"))
+    command = [nvcc, *_FLAGS, "-Xcompiler", _HOST_FLAGS, "--threads", "2", "-o", str(output), *map(str, sources)]
+    if nccl is None:
+        print("whale_ops: no NCCL found (the package nvidia-nccl-cu12): built with CUDA IPC only", file=sys.stderr)
+    else:
+        library = nccl / "lib"
+        command += ["-I", str(nccl / "include"), "-L", str(library), "-l:libnccl.so.2"]
+        command += ["-Xlinker", f"-rpath={library}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CommError(
+            "the CUDA library does not compile",
+            given=" ".join(command),
+            expected="exit code 0",
+            compiler="\n" + result.stderr.strip(),
+            action="read the compiler's first error",
+        )
+    return output
+
+
+if __name__ == "__main__":
+    try:
+        print(f"whale_ops: built {os.path.relpath(build())}")
+    except CommError as error:
+        sys.exit(f"whale_ops: {error}")
