@@ -1,6 +1,6 @@
 """Tries randomised faults one after the other and prints how long the errors took.
 
-    python -m tests.faults --count 100 --seed 1
+    python -m tests.faults --count 100 --seed 1 [--transports memory,mpi,hosts]
 
 Each is a run of its own: a rank is killed, stopped, raises, or calls something with another shape, dtype or op than the
 others, at a random time after the start, over shared memory or MPI. Ends with code 1 if anything was not as it must be.
@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.trial import LIMITS_S, TRANSPORTS, Trial, run
 
 
-def trials(count: int, seed: int, steps: float) -> list[Trial]:
+def trials(count: int, seed: int, steps: float, transports: Sequence[str] = TRANSPORTS) -> list[Trial]:
     """Faults of all kinds and transports in turn, the rest at random; ``steps`` is the share of steps of TensorFlow."""
     generator, kinds, found = random.Random(seed), list(LIMITS_S), []
     for index in range(count):
@@ -29,7 +30,7 @@ def trials(count: int, seed: int, steps: float) -> list[Trial]:
         work = "steps" if generator.random() < steps else "exchange"
         after_s = generator.uniform(0.0, 3.0)
         turn, number = divmod(index, len(kinds))
-        transport = TRANSPORTS[(turn + number) % len(TRANSPORTS)]
+        transport = transports[(turn + number) % len(transports)]
         found.append(Trial(work, kinds[number], size, generator.randrange(size), round(after_s, 3), transport))
     return found
 
@@ -39,10 +40,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=float, default=1.0, help="share of faults in TensorFlow steps (default: all)")
+    parser.add_argument(
+        "--transports", default=",".join(TRANSPORTS), help="of memory, mpi and hosts (two emulated ones)"
+    )
     options = parser.parse_args()
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     failures = busy = 0
-    for index, trial in enumerate(trials(options.count, options.seed, options.steps)):
+    for index, trial in enumerate(trials(options.count, options.seed, options.steps, options.transports.split(","))):
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="whale-fault-") as folder:
             outcome = run(trial, Path(folder))

@@ -41,7 +41,7 @@ _FACTS = {
 class Trial:
     """A fault: its kind (of `LIMITS_S`), the rank that has it, and when, in seconds after the ranks are connected.
 
-    ``transport`` is how the ranks exchange data: of ``TRANSPORTS``.
+    ``transport`` is how the ranks exchange data: of ``TRANSPORTS``, or "hosts": two emulated hosts.
     """
 
     work: str
@@ -71,7 +71,10 @@ def run(trial: Trial, folder: Path) -> Outcome:
     """Makes the run and the fault in an empty folder. Returns once all is over, or killed."""
     launcher = Launcher(folder)
     launcher.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-    launcher.environment["WHALE_COMMUNICATION_SHARED_MEMORY"] = str(trial.transport == "memory").lower()
+    launcher.environment["WHALE_COMMUNICATION_SHARED_MEMORY"] = str(trial.transport != "mpi").lower()
+    if trial.transport == "hosts":
+        launcher.environment["WHALE_COMMUNICATION_EMULATE_HOSTS"] = f"{trial.size // 2},{trial.size // 2}"
+        launcher.environment["WHALE_COMMUNICATION_ALGORITHM"] = "hierarchical"
     script = str(ROOT / "tests" / "faults" / "rank.py")
     facts = [trial.work, trial.kind, str(trial.victim), str(trial.after_s), str(folder)]
     problems: list[str] = []
