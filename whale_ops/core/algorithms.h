@@ -15,6 +15,8 @@ struct Slice {
   Buffer buffer = Buffer::kInput;
   int64_t offset = 0;
   int64_t count = 0;
+
+  bool operator==(const Slice& other) const { return buffer == other.buffer && offset == other.offset && count == other.count; }
 };
 
 // One message. Sender and receiver compute the same `id` for it; (sender, receiver, id) is unique in an operation.

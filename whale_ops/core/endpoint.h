@@ -111,6 +111,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void post_send(Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
                  const void* payload) override;
   void post_receive(Operation* operation, int lane, const Arrival& arrival, void* dst) override;
+  void* stage(size_t bytes, const std::vector<int>& peers) override { return transport_->stage(bytes, peers); }
   const void* view(const Arrival& arrival) override { return transport_->view(arrival); }
   void discard(const Arrival& arrival) override;
 

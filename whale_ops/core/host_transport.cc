@@ -131,16 +131,16 @@ class HostTransport final : public Transport {
             TransportSink* sink) override {
     if (!peers_[to].shared) return network_->send(to, header, note, payload, cookie, sink);
     const bool inlined = header.bytes <= kInlineBytes;
-    const bool slotted = !inlined && header.bytes <= kSlotBytes && !free_slots_.empty();
+    const uint32_t staged = inlined ? 0 : staged_slot(payload);
+    const bool slotted = staged != 0 || (!inlined && header.bytes <= kSlotBytes && !free_slots_.empty());
     Record record;
     record.header = header;
     record.note_bytes = static_cast<uint32_t>(note.size());
     if (inlined) {
       record.payload_bytes = static_cast<uint32_t>(header.bytes);
     } else if (slotted) {
-      record.slot = free_slots_.back();
-      free_slots_.pop_back();
-      std::memcpy(own_->slot(size_, record.slot - 1), payload, header.bytes);
+      record.slot = staged != 0 ? staged : take_slot(1);
+      if (staged == 0) std::memcpy(own_->slot(size_, record.slot - 1), payload, header.bytes);
     } else {
       record.address = reinterpret_cast<uint64_t>(payload);
       record.cookie = cookie;
@@ -148,6 +148,12 @@ class HostTransport final : public Transport {
     }
     write(&peers_[to], record, note, payload);
     if ((inlined || slotted) && cookie != 0) sink->transferred(cookie);
+  }
+
+  void* stage(size_t bytes, const std::vector<int>& peers) override {
+    const bool all_shared = std::all_of(peers.begin(), peers.end(), [&](int peer) { return peers_[peer].shared; });
+    if (!all_shared || bytes <= kInlineBytes || bytes > kSlotBytes || free_slots_.empty()) return nullptr;
+    return own_->slot(size_, take_slot(static_cast<uint32_t>(peers.size())) - 1);
   }
 
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
@@ -224,6 +230,19 @@ class HostTransport final : public Transport {
     uint32_t slot;
   };
 
+  uint32_t take_slot(uint32_t readers) {
+    const uint32_t slot = free_slots_.back();
+    free_slots_.pop_back();
+    readers_[slot] = readers;
+    return slot;
+  }
+
+  // The slot in which the payload lies, as stage() has given it, or 0.
+  uint32_t staged_slot(const void* payload) const {
+    const auto offset = reinterpret_cast<uintptr_t>(payload) - reinterpret_cast<uintptr_t>(own_->slot(size_, 0));
+    return offset < kSlots * kSlotBytes ? static_cast<uint32_t>(offset / kSlotBytes) + 1 : 0;
+  }
+
   bool has_remote() const { return static_cast<int>(shared_.size()) + 1 < size_; }
 
   void write(Peer* peer, const Record& record, const std::string& note, const void* payload) {
@@ -276,7 +295,7 @@ class HostTransport final : public Transport {
     if (peer.in->writer_waits.load(std::memory_order_seq_cst) != 0 && peer.in->writer_waits.exchange(0) != 0) peer.bell->ring();
     if (record.kind == RecordKind::kTaken) {
       if (record.slot != 0) {
-        free_slots_.push_back(record.slot);
+        if (--readers_[record.slot] == 0) free_slots_.push_back(record.slot);
       } else {
         --untaken_;
         sink->transferred(record.cookie);
@@ -300,6 +319,7 @@ class HostTransport final : public Transport {
   size_t segment_bytes_ = 0;
   int descriptor_ = -1;
   std::vector<uint32_t> free_slots_;  // of this rank's segment, numbers from 1; the last one is used next
+  uint32_t readers_[kSlots + 1] = {};  // of each slot's payload, who have yet to say that they have taken it
   std::vector<Peer> peers_;  // by rank
   std::vector<char> reached_;
   std::vector<int> shared_;  // ranks that are reached through shared memory

@@ -2,84 +2,21 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "note.h"
 #include "reduce.h"
 
 namespace whale {
 namespace {
 
 constexpr size_t kRetainedScratchBytes = 64 << 20;
-constexpr size_t kMaxKeyInNote = 1000;
-constexpr size_t kMaxTextInNote = 900;
-constexpr size_t kMaxAloneInNote = 900;
+constexpr int64_t kPieceElements = 2048;
 
 bool is_point_to_point(OpKind kind) { return kind == OpKind::kSend || kind == OpKind::kRecv; }
 
-bool has_reduction(OpKind kind) { return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter; }
-
-void append_text(const std::string& text, size_t limit, std::string* out) {
-  const uint16_t length = static_cast<uint16_t>(std::min(text.size(), limit));
-  out->append(reinterpret_cast<const char*>(&length), sizeof(length));
-  out->append(text, 0, length);
-}
-
-std::string take_text(const std::string& note, size_t* position) {
-  uint16_t length = 0;
-  if (*position + sizeof(length) > note.size()) return "";
-  std::memcpy(&length, note.data() + *position, sizeof(length));
-  *position += sizeof(length);
-  const std::string text = note.substr(std::min(*position, note.size()), length);
-  *position += length;
-  return text;
-}
-
-struct Note {
-  std::string key;
-  std::string descriptor;
-  std::string alone;
-  std::vector<int64_t> dims;
-};
-
-Note parse_note(const std::string& bytes) {
-  Note note;
-  size_t position = 0;
-  note.key = take_text(bytes, &position);
-  note.descriptor = take_text(bytes, &position);
-  note.alone = take_text(bytes, &position);
-  while (position + sizeof(int64_t) <= bytes.size()) {
-    int64_t dim;
-    std::memcpy(&dim, bytes.data() + position, sizeof(dim));
-    note.dims.push_back(dim);
-    position += sizeof(dim);
-  }
-  return note;
-}
-
-std::string describe(const Request& request) {
-  const std::string dtype = request.dtype_name.empty() ? name_of(request.dtype) : request.dtype_name;
-  if (request.kind == OpKind::kBarrier) return request.group.empty() ? "Barrier" : "Barrier among ranks " + join_ranks(request.group);
-  if (is_point_to_point(request.kind)) return "Send/Recv of " + dtype;
-  std::string out = name_of(request.kind);
-  if (has_reduction(request.kind)) out += std::string("(") + name_of(request.reduction) + ")";
-  out += " of " + dtype + (request.text.empty() ? "" : " " + request.text);
-  if (request.kind == OpKind::kBroadcast) out += " from group index " + std::to_string(request.root);
-  if (request.kind == OpKind::kAllReduce && request.algorithm != Algorithm::kAuto) {
-    out += std::string(" by ") + name_of(request.algorithm);
-  }
-  if (!request.group.empty()) out += " among ranks " + join_ranks(request.group);
-  return out;
-}
 
 }  // namespace
-
-std::string join_ranks(const std::vector<int>& ranks) {
-  std::string out;
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) out += i + 1 == ranks.size() ? " and " : ", ";
-    out += std::to_string(ranks[i]);
-  }
-  return out;
-}
 
 std::string counter_name(const Request& request) {
   switch (request.kind) {
@@ -120,10 +57,7 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   tag_ = operation_tag(request, rank, call);
   descriptor_ = describe(request);
   descriptor_hash_ = hash64(descriptor_, hash64(request.key));
-  append_text(request.key, kMaxKeyInNote, &note_);
-  append_text(descriptor_, kMaxTextInNote, &note_);
-  append_text(request.alone, kMaxAloneInNote, &note_);
-  note_.append(reinterpret_cast<const char*>(request.dims.data()), request.dims.size() * sizeof(int64_t));
+  note_ = make_note(request, descriptor_);
   greeted_.assign(size, false);
 
   problem_.kind = request.kind;
@@ -210,6 +144,12 @@ void Operation::post(MessageLink* link, int lane) {
       expected_.push_back(expected);
     }
   }
+  // What several peers get is copied once.
+  void* staged = std::exchange(lanes_[lane].staged, nullptr);
+  if (staged == nullptr && step.sends.size() > 1 && failure_.ok()) {
+    staged = stage(link, step);
+    if (staged != nullptr) std::memcpy(staged, address(step.sends[0].slice), bytes_of(step.sends[0].slice));
+  }
   for (const Transfer& send : step.sends) {
     if (!failure_.ok()) break;
     const int peer = to_rank(send.peer);
@@ -225,7 +165,7 @@ void Operation::post(MessageLink* link, int lane) {
     const bool first = !greeted_[peer];
     greeted_[peer] = true;
     wire_bytes_ += static_cast<int64_t>(header.bytes);
-    link->post_send(this, lane, peer, header, first ? note_ : std::string(), address(send.slice));
+    link->post_send(this, lane, peer, header, first ? note_ : std::string(), staged != nullptr ? staged : address(send.slice));
   }
   --busy_;
   --lanes_[lane].pending;
@@ -236,8 +176,10 @@ void Operation::run_lane(MessageLink* link, int lane) {
   const Lane& steps = schedule_.lanes[lane];
   ++busy_;
   while (failure_.ok() && state.pending == 0) {
-    run_locals(link, steps[state.step], &state);
-    if (++state.step == steps.size()) {
+    const bool last = state.step + 1 == steps.size();
+    run_locals(link, steps[state.step], last ? nullptr : &steps[state.step + 1], &state);
+    ++state.step;
+    if (last) {
       state.pending = -1;
       --open_lanes_;
       break;
@@ -247,7 +189,17 @@ void Operation::run_lane(MessageLink* link, int lane) {
   --busy_;
 }
 
-void Operation::run_locals(MessageLink* link, const Step& step, LaneState* lane) {
+// Memory of the transport for what the step sends, if that is one thing.
+void* Operation::stage(MessageLink* link, const Step& step) const {
+  std::vector<int> peers;
+  for (const Transfer& send : step.sends) {
+    if (!(send.slice == step.sends[0].slice)) return nullptr;
+    peers.push_back(to_rank(send.peer));
+  }
+  return peers.empty() ? nullptr : link->stage(bytes_of(step.sends[0].slice), peers);
+}
+
+void Operation::run_locals(MessageLink* link, const Step& step, const Step* next, LaneState* lane) {
   const auto readable = [&](const Slice& source) -> const void* {
     for (const Seen& seen : lane->seen) {
       if (seen.buffer == source.buffer && seen.offset == source.offset) return seen.data;
@@ -266,7 +218,26 @@ void Operation::run_locals(MessageLink* link, const Step& step, LaneState* lane)
     std::vector<Term> sources;
     sources.reserve(local.sources.size());
     for (const Slice& source : local.sources) sources.push_back({readable(source), is_wide(source)});
-    reduce(request.dtype, request.reduction, dst, is_wide(local.dst), sources, static_cast<size_t>(local.dst.count));
+    // What goes out next is copied to where it is sent from while it is in the first-level cache.
+    const bool leaves = next != nullptr && !next->sends.empty() && next->sends[0].slice == local.dst;
+    auto* copy = static_cast<char*>(leaves ? stage(link, *next) : nullptr);
+    if (copy == nullptr) {
+      reduce(request.dtype, request.reduction, dst, is_wide(local.dst), sources, static_cast<size_t>(local.dst.count));
+      continue;
+    }
+    lane->staged = copy;
+    const size_t element = bytes_of({local.dst.buffer, 0, 1});
+    for (int64_t begin = 0; begin < local.dst.count; begin += kPieceElements) {
+      const int64_t n = std::min(kPieceElements, local.dst.count - begin);
+      reduce(request.dtype, request.reduction, dst, is_wide(local.dst), sources, static_cast<size_t>(n));
+      std::memcpy(copy, dst, static_cast<size_t>(n) * element);
+      copy += static_cast<size_t>(n) * element;
+      dst += static_cast<size_t>(n) * element;
+      for (Term& source : sources) {
+        const size_t bytes = static_cast<size_t>(n) * (source.wide ? sizeof(float) : request.element_bytes);
+        source.data = static_cast<const char*>(source.data) + bytes;
+      }
+    }
   }
   for (const Seen& seen : lane->seen) link->discard(seen.arrival);
   lane->seen.clear();

@@ -62,6 +62,7 @@ class MessageLink {
                          const void* payload) = 0;
   virtual void post_receive(class Operation* operation, int lane, const Arrival& arrival, void* dst) = 0;
   // As in Transport.
+  virtual void* stage(size_t bytes, const std::vector<int>& peers) = 0;
   virtual const void* view(const Arrival& arrival) = 0;
   virtual void discard(const Arrival& arrival) = 0;
 
@@ -121,6 +122,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
     size_t step = 0;
     int pending = 0;
     std::vector<Seen> seen;
+    void* staged = nullptr;  // what the current step sends, in memory of the transport
   };
   struct Expected {
     int lane;
@@ -134,7 +136,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   size_t bytes_of(const Slice& slice) const;
   void post(MessageLink* link, int lane);
   void run_lane(MessageLink* link, int lane);
-  void run_locals(MessageLink* link, const Step& step, LaneState* lane);
+  void* stage(MessageLink* link, const Step& step) const;
+  void run_locals(MessageLink* link, const Step& step, const Step* next, LaneState* lane);
   void match(MessageLink* link, const Expected& expected, const Arrival& arrival);
 
   const int rank_;

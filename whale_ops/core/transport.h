@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "types.h"
 
@@ -56,6 +57,9 @@ class Transport {
                     TransportSink* sink) = 0;
   // Pulls the payload of an announced message into `dst`; sink.transferred(cookie) follows.
   virtual void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) = 0;
+  // Memory for the payload of one message to each of these peers that is then sent without a copy; null where there is none. It
+  // must be sent, and belongs to the transport from then on.
+  virtual void* stage(size_t /* bytes */, const std::vector<int>& /* peers */) { return nullptr; }
   // Where the payload of an announced message can be read in place, until discard(arrival); null where it cannot, or where
   // its sender would wait for that.
   virtual const void* view(const Arrival& /* arrival */) { return nullptr; }

@@ -16,7 +16,7 @@ using tensorflow::Tensor;
 
 namespace {
 
-constexpr int64_t kWorthAnotherThreadBytes = 64 << 10;  // longer copies would hold up the engine's other operations
+constexpr int64_t kWorthAnotherThreadBytes = 1 << 20;  // longer copies would hold up the engine's other operations
 
 }  // namespace
 

@@ -32,20 +32,16 @@ class AllReduceOp : public CommunicationOp {
  protected:
   void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
     const int n = ctx->num_inputs() - 1;
-    std::string text;
     int64_t elements = 0;
-    std::vector<Tensor> inputs(n), outputs(n);
-    for (int i = 0; i < n; ++i) {
-      inputs[i] = ctx->input(i + 1);
-      elements += inputs[i].NumElements();
-      text += (i > 0 ? " " : "") + inputs[i].shape().DebugString();
-    }
-    if (text.size() > 200) {
-      text = absl::StrCat(n, " tensors ", text.substr(0, 160), "..., ", elements, " elements, shapes ", whale::hash64(text));
-    }
-    inputs.clear();  // a second reference would keep the inputs' memory from being taken over below
+    std::string text = describe_inputs(ctx, n);
     std::vector<const char*> sources(n);
-    for (int i = 0; i < n; ++i) sources[i] = data_of(ctx->input(i + 1));
+    const auto kept = std::make_shared<std::vector<Tensor>>(n);
+    std::vector<Tensor>& outputs = *kept;
+    for (int i = 0; i < n; ++i) {
+      const Tensor& input = ctx->input(i + 1);  // not kept: a second reference would keep its memory from being taken over below
+      elements += input.NumElements();
+      sources[i] = data_of(input);
+    }
     for (int i = 0; i < n; ++i) {
       Tensor* output = nullptr;
       const TensorShape shape = ctx->input(i + 1).shape();
@@ -74,15 +70,34 @@ class AllReduceOp : public CommunicationOp {
     request.input = request.output = data_of(staging);
     launch_last(
         ctx, endpoint, std::move(request), {staging}, bytes,
-        [this, staging, outputs] {
+        [this, staging, kept] {
           const char* from = data_of(staging);
-          for (const Tensor& output : outputs) from += unpack(from, output);
+          for (const Tensor& output : *kept) from += unpack(from, output);
           give_staging(staging);
         },
         std::move(done));
   }
 
  private:
+  // All shapes in words; of the last call where they are the same, since a hundred of them take long to write.
+  std::string describe_inputs(OpKernelContext* ctx, int n) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bool same = shapes_.size() == static_cast<size_t>(n);
+    for (int i = 0; i < n && same; ++i) same = ctx->input(i + 1).shape() == shapes_[i];
+    if (same) return text_;
+    shapes_.clear();
+    text_.clear();
+    int64_t elements = 0;
+    for (int i = 0; i < n; ++i) {
+      shapes_.push_back(ctx->input(i + 1).shape());
+      elements += shapes_.back().num_elements();
+      text_ += (i > 0 ? " " : "") + shapes_.back().DebugString();
+    }
+    if (text_.size() > 200) {
+      text_ = absl::StrCat(n, " tensors ", text_.substr(0, 160), "..., ", elements, " elements, shapes ", whale::hash64(text_));
+    }
+    return text_;
+  }
   // Bytes of the tensor on the wire, which are at `wire` afterwards.
   size_t pack(const char* source, const Tensor& like, char* wire) const {
     const auto elements = static_cast<size_t>(like.NumElements());
@@ -121,8 +136,10 @@ class AllReduceOp : public CommunicationOp {
   DataType dtype_;
   DataType wire_dtype_;
   whale::Reduction reduction_ = whale::Reduction::kSum;
-  std::mutex mutex_;
+  std::mutex mutex_;  // guards what follows
   std::vector<Tensor> free_;
+  std::vector<TensorShape> shapes_;
+  std::string text_;
 };
 
 class ReduceScatterOp : public CommunicationOp {
