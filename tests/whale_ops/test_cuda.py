@@ -51,8 +51,15 @@ def run(library: Path, transport: str, ranks: int, gpus: int) -> None:
     for rank, (_, theirs) in enumerate(pairs):
         worker = [sys.executable, "-m", "tests.whale_ops.cuda_rank", str(library), transport]
         numbers = [str(n) for n in (rank, ranks, rank % gpus, theirs.fileno())]
-        options = {"pass_fds": [theirs.fileno()], "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        processes.append(subprocess.Popen([*worker, *numbers], cwd=ROOT, text=True, **options))
+        process = subprocess.Popen(
+            [*worker, *numbers],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=[theirs.fileno()],
+        )
+        processes.append(process)
         theirs.close()
     threading.Thread(target=relay, args=([ours for ours, _ in pairs],), daemon=True).start()
     try:
