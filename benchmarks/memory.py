@@ -18,6 +18,7 @@ import time
 import tensorflow as tf
 
 import whale as wh
+from whale.runtime.context import current
 from whale_ops.memory import memory
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,30 +34,33 @@ def resident() -> tuple[int, int]:
     return int(rows["VmRSS"].split()[0]) << 10, int(rows["VmHWM"].split()[0]) << 10
 
 
+def own() -> int:
+    """Resident bytes that are this process's own: all but pages of files, such as TensorFlow's code, which are shared."""
+    rows = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return (int(rows["RssAnon"].split()[0]) + int(rows["RssShmem"].split()[0])) << 10
+
+
 tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 wh.init({"zero.level": 3} if options.how == "zero3" else {})
 tf.random.uniform((8, 8)) @ tf.ones((8, 8))  # TensorFlow's own memory is there
-base, _ = resident()
+base, base_own = resident()[0], own()
 total = int(options.gigabytes * 2**30)
-live_at_most = proportional_at_most = 0
+live_at_most = own_at_most = proportional_at_most = 0
 watching = True
 
 
-def proportional() -> int:
-    """Resident bytes of this process; of pages that several processes share, each has its share."""
-    return int(next(row for row in open("/proc/self/smaps_rollup") if row.startswith("Pss:")).split()[1]) << 10
-
-
 def watch() -> None:
-    """Live bytes of the allocator while variables are made; proportional resident bytes to the end."""
-    global live_at_most, proportional_at_most
+    """Live bytes of the allocator while variables are made; resident bytes to the end."""
+    global live_at_most, own_at_most, proportional_at_most
     while True:
-        for _ in range(50 if watching else 1):
+        for _ in range(50):
             if watching:
                 live_at_most = max(live_at_most, memory().live_bytes)
-            time.sleep(0.001 if watching else 0.05)
-        proportional_at_most = max(proportional_at_most, proportional())
+            own_at_most = max(own_at_most, own())
+            time.sleep(0.001)
+        rows = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line[:20])
+        proportional_at_most = max(proportional_at_most, int(rows["Pss"].split()[0]) << 10)
 
 
 before = memory().live_bytes
@@ -125,20 +129,22 @@ print(
     f"rank {wh.rank()}: variables {report.variable_bytes / mega:.0f} MB of {variables / mega:.0f}"
     f" ({report.variable_bytes * size / variables:.4f} of a share), live while they were made at most"
     f" {created / mega:.0f} MB ({created * size / variables:.3f} of a share), then {held / mega:.0f} MB;"
-    f" resident at most {most / mega:.0f} MB ({proportional_at_most / mega:.0f} with shared pages shared),"
-    f" {base / mega:.0f} before; a step {step_s:.2f} s, losses {losses}",
+    f" resident at most {most / mega:.0f} MB, {proportional_at_most / mega:.0f} with shared pages shared,"
+    f" {own_at_most / mega:.0f} of its own ({base / mega:.0f} and {base_own / mega:.0f} of its own before);"
+    f" a step {step_s:.2f} s, losses {losses}",
     flush=True,
 )
+said = current("").comms[0].allgather_bytes("benchmark/memory", str(proportional_at_most).encode(), 60.0)
+together = [int(each) for each in said]
 if wh.rank() == 0:
     print(report)
     if options.how == "split":
         limit = whole // size + 300 * 10**6
-        verdict = "holds" if most <= limit else "EXCEEDED"
-        print(f"peak resident {most / mega:.0f} MB, bound {limit / mega:.0f} MB: {verdict}")
-        print(f"without TensorFlow's own {(most - base) / mega:.0f} MB")
+        verdict = "holds" if own_at_most <= limit else "EXCEEDED"
+        print(f"peak resident of its own {own_at_most / mega:.0f} MB, bound {limit / mega:.0f} MB: {verdict}")
+        print(f"with the files of TensorFlow, which all processes share, {most / mega:.0f} MB")
     else:
-        share = 1.25 * whole / size
         print(
-            f"peak resident {most / mega:.0f} MB of {share / mega:.0f} (1.25 x {whole / mega:.0f} MB over {size} ranks)"
+            f"together {sum(together) / mega:.0f} MB, {sum(together) / whole:.3f} of the model's {whole / mega:.0f} MB;"
+            f" bound 1.25: {'holds' if sum(together) <= 1.25 * whole else 'EXCEEDED'}"
         )
-os.sync()

@@ -108,6 +108,8 @@ class Initial:
                 ref=found.handle, begin=place, end=np.add(place, size).astype(np.int32), strides=[1] * len(place),
                 value=self._region(begin, size),
             )  # fmt: skip
+        # Assigning slices lets every read and every update copy the variable, from then on.
+        tf.raw_ops.DisableCopyOnRead(resource=found.handle)
         return found
 
     def _blocks(self, placement: Split, coordinate: int) -> list[_Block]:
