@@ -2,7 +2,8 @@
 
 --how split   one dense layer (default 1 GB) under wh.split, trained with plain gradient descent; live bytes are watched
               at every moment of the variables' creation
---how zero3   a stack of dense layers with Adam under zero.level=3 (--gigabytes of parameters and slots together)
+--how zero3   a stack of dense layers (--width) with Adam under zero.level=3, --gigabytes of parameters and slots;
+              a rank also holds some whole layers at a time: gathered weights, a gradient on its way
 
 Every rank prints its figures; rank 0 prints whether the bounds hold.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import threading
 import time
 
@@ -24,6 +24,7 @@ from whale_ops.memory import memory
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--how", choices=("split", "zero3"), default="split")
 parser.add_argument("--gigabytes", type=float, default=1.0)
+parser.add_argument("--width", type=int, default=2048, help="of the layers of zero3")
 parser.add_argument("--steps", type=int, default=2)
 options = parser.parse_args()
 
@@ -35,7 +36,7 @@ def resident() -> tuple[int, int]:
 
 
 def own() -> int:
-    """Resident bytes that are this process's own: all but pages of files, such as TensorFlow's code, which are shared."""
+    """Resident bytes that are this process's own: all but pages of files (TensorFlow's code), which are shared."""
     rows = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return (int(rows["RssAnon"].split()[0]) + int(rows["RssShmem"].split()[0])) << 10
 
@@ -75,14 +76,13 @@ if options.how == "split":
     # The weight, and its gradient.
     whole = 2 * total
 else:
-    inputs = 4096
+    inputs = options.width
     count = max(2, total // (3 * 4 * inputs * inputs))
     layers = [tf.keras.layers.Dense(inputs, use_bias=False, activation="tanh") for _ in range(count)]
     for layer in layers:
         layer.build((None, inputs))
     weights = [w for layer in layers for w in layer.trainable_variables]
-    optimizer = tf.keras.optimizers.Adam(1e-4)
-    optimizer.build(weights)
+    optimizer = tf.compat.v1.train.AdamOptimizer(1e-4)
     whole = 3 * count * 4 * inputs * inputs
 
 
@@ -104,7 +104,7 @@ def step(x: tf.Tensor) -> tf.Tensor:
     if optimizer is None:
         descent.apply_gradients((slope, weight.value) for weight, slope in zip(weights, slopes))
     else:
-        optimizer.apply_gradients(zip(slopes, weights))
+        optimizer.apply_gradients((slope, weight.value) for weight, slope in zip(weights, slopes))
     return loss
 
 

@@ -20,6 +20,7 @@ from whale.passes.decompose import decompose, has_split_form, is_composite
 from whale.passes.fold import fold
 from whale.passes.group import group
 from whale.passes.hidden import refuse_hidden_updates
+from whale.passes.hoist import hoist_reads
 from whale.passes.horovod import give_to_horovod, refuse_horovod
 from whale.passes.in_place import make_in_place
 from whale.passes.inline import inline
@@ -104,6 +105,8 @@ def normalise(program: Program, context: PlanContext) -> Program:
             program = recompute(program, context.recompute)
             _dump(context, "recompute", program)
         if context.zero_level >= 3:
+            program = hoist_reads(program, context.zero_min_bytes)
+            _dump(context, "hoist_reads", program)
             program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)
             _dump(context, "separate_uses", program)
         if context.mixed_precision:

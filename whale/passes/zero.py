@@ -86,8 +86,8 @@ def _refuse_whole(program: Program, group: Sequence[Variable], parts: int, min_b
                     "a weight cannot lie split between steps",
                     op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
                     given="zero.level=3",
-                    expected="reads, lookups and updates of the whole variable, outside of loops and branches",
-                    action="read the variable before the loop, raise zero.min_bytes, or set zero.level=2",
+                    expected="reads and lookups, and updates of the whole variable outside of loops and branches",
+                    action="update the variable behind the loop, raise zero.min_bytes, or set zero.level=2",
                 )
 
 
@@ -193,8 +193,12 @@ class _Updates:
                 option = self._option(node, current, operand)
                 if option is None:
                     continue
-                if node.outputs and not at_rest:  # a weight: who uses it in the model gathers it
-                    self.parted[Ref(node.name)] = option.outputs[0]
+                if node.outputs and not at_rest:  # a weight: who uses it in the model gathers it, its update does not
+                    value = Ref(node.name)
+                    self.parted[value] = option.outputs[0]
+                    for reader, position in self.program.consumers.get(value, ()):
+                        if is_state(self.program, reader.name):
+                            self._reader(reader, position)
                 else:
                     self._take(node, option)
         while self.waiting:
