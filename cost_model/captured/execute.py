@@ -1,14 +1,13 @@
-"""Discrete events over the ranks' programs: executor threads, the cores that they share, exchanges, memory.
+"""Discrete events over the ranks' programs: executor threads, engines, the cores that they share, exchanges, memory.
 
 Each rank has executor threads as TensorFlow has them (core/common_runtime/executor.cc): a thread goes on with the short
 kernels that its last one has made ready, keeps one longer kernel for itself, and puts the others on its stack; a thread
-with nothing to do takes what lies longest on another's. Kernels and exchanges of a host share its cores evenly. An
-exchange begins when the last of its ranks has come to it, while the threads go on.
+with nothing to do takes what lies longest on another's. Exchanges are run by one more thread, the engine of whale_ops:
+it tells the other ranks that its own has come, and the last one to come lets all engines move their parts.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from functools import partial
 
 from whale.errors import PlanError
 
+from .cores import Clock, Host, Job, Thread
 from .graph import Graph
 from .liveness import peak_bytes
 from .traffic import Exchange
@@ -42,40 +42,41 @@ class Ran:
     exchange_s: float
 
 
-@dataclass(slots=True)
-class Host:
-    """Cores that ranks share. `clock_s`: the work that every active task has had since the beginning."""
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How ranks share what they run on.
 
-    cores: float
-    clock_s: float = 0.0
-    at_s: float = 0.0
-    active: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    Attributes:
+        hosts: of each rank, the number of its host; a GPU is a host of its own with one core.
+        cores: of each host.
+        threads: executor threads of a rank.
+        slice_s: how long a computing thread keeps its core when others wait.
+        wake_s: what an engine waits for a core where all are taken.
+        exchanges_compute: whether engines take the ranks' cores; else exchanges run beside them.
+    """
 
-    def advance(self, now_s: float) -> None:
-        self.clock_s += (now_s - self.at_s) * self.rate
-        self.at_s = now_s
-
-    @property
-    def rate(self) -> float:
-        return min(1.0, self.cores / len(self.active)) if self.active else 1.0
-
-    @property
-    def next_s(self) -> float:
-        return self.at_s + max(0.0, self.active[0][0] - self.clock_s) / self.rate if self.active else float("inf")
+    hosts: Sequence[int]
+    cores: Sequence[float]
+    threads: int = 2
+    slice_s: float = 4e-3
+    wake_s: float = 0.0
+    exchanges_compute: bool = True
 
 
 @dataclass(slots=True)
 class _Rank:
     number: int
     graph: Graph
-    host: int
+    host: Host
     seconds: Sequence[float]
     scratch: Sequence[int]
     waiting: list[int]
     stacks: list[deque[int]]
-    idle: list[bool]
     inline: list[deque[int]]
     left: int
+    threads: list[Thread] = field(default_factory=list)
+    engine: Thread = field(default_factory=lambda: Thread(lambda: None))
+    jobs: deque[Job] = field(default_factory=deque)
     end_s: float = 0.0
     order: list[int] = field(default_factory=list)
 
@@ -85,10 +86,7 @@ def run(
     seconds: Sequence[Sequence[float]],
     scratch_bytes: Sequence[Sequence[int]],
     exchange_s: Callable[[Exchange], float],
-    hosts: Sequence[int],
-    cores: Sequence[float],
-    threads: int = 2,
-    concurrent_exchanges: bool = True,
+    sharing: Sharing,
 ) -> list[Ran]:
     """Plays one step of all ranks.
 
@@ -97,15 +95,11 @@ def run(
         seconds: of each node alone on a core (or device); nodes of 0 take no time.
         scratch_bytes: memory of each node while it runs.
         exchange_s: seconds of work that an exchange is for each of its ranks.
-        hosts: of each rank, the number of its host; a GPU is a host of its own with one core.
-        cores: of each host.
-        threads: executor threads of a rank.
-        concurrent_exchanges: whether exchanges take the ranks' cores; else they run beside them.
 
     Raises:
         PlanError: the ranks wait for each other.
     """
-    return _Run(graphs, seconds, scratch_bytes, exchange_s, hosts, cores, threads, concurrent_exchanges).play()
+    return _Run(graphs, seconds, scratch_bytes, exchange_s, sharing).play()
 
 
 class _Run:
@@ -115,41 +109,31 @@ class _Run:
         seconds: Sequence[Sequence[float]],
         scratch: Sequence[Sequence[int]],
         exchange_s: Callable[[Exchange], float],
-        hosts: Sequence[int],
-        cores: Sequence[float],
-        threads: int,
-        shared: bool,
+        sharing: Sharing,
     ) -> None:
-        self.exchange_s, self.shared = exchange_s, shared
-        self.hosts = [Host(c) for c in cores]
-        self.beside: list[tuple[float, int, Callable[[], None]]] = []
-        self.now_s, self.count = 0.0, 0
+        self.exchange_s, self.sharing = exchange_s, sharing
+        self.clock = Clock()
+        hosts = [Host(self.clock, cores, sharing.slice_s) for cores in sharing.cores]
         self.come: dict[tuple[str, tuple[int, ...]], list[tuple[_Rank, int]]] = {}
+        count = sharing.threads
         self.ranks = [
-            _Rank(i, g, hosts[i], seconds[i], scratch[i], list(g.after), [deque() for _ in range(threads)],
-                  [True] * threads, [deque() for _ in range(threads)], len(g.after))
+            _Rank(i, g, hosts[sharing.hosts[i]], seconds[i], scratch[i], list(g.after), [deque() for _ in range(count)],
+                  [deque() for _ in range(count)], len(g.after))
             for i, g in enumerate(graphs)
         ]  # fmt: skip
+        for rank in self.ranks:
+            rank.threads = [Thread(partial(self._next, rank, number)) for number in range(count)]
+            rank.engine = Thread(partial(_popped, rank.jobs), urgent=True)
 
     def play(self) -> list[Ran]:
         for rank in self.ranks:
             for i, count in enumerate(rank.graph.after):
                 if count == 0:
                     rank.stacks[i % len(rank.stacks)].append(i)  # dealt out from outside: oldest first
-            for thread in range(len(rank.idle)):
-                self._next(rank, thread)
-        while True:
-            host = min(self.hosts, key=lambda h: h.next_s)
-            soon = host.next_s
-            if self.beside and self.beside[0][0] < soon:
-                soon, _, done = heapq.heappop(self.beside)
-                self._advance(soon)
-            elif host.active:
-                self._advance(soon)
-                _, _, done = heapq.heappop(host.active)
-            else:
-                break
-            done()
+        for number in range(self.sharing.threads):
+            for rank in self.ranks:
+                rank.host.wake(rank.threads[number])
+        self.clock.play()
         for rank in self.ranks:
             if rank.left:
                 stuck = sorted(k for k, come in self.come.items() if come)
@@ -164,18 +148,8 @@ class _Run:
             for rank in self.ranks
         ]
 
-    def _advance(self, now_s: float) -> None:
-        for host in self.hosts:
-            host.advance(now_s)
-        self.now_s = now_s
-
-    def _start(self, rank: _Rank, seconds: float, done: Callable[[], None]) -> None:
-        host = self.hosts[rank.host]
-        self.count += 1
-        heapq.heappush(host.active, (host.clock_s + seconds, self.count, done))
-
-    def _next(self, rank: _Rank, thread: int) -> None:
-        """What a thread does now: it runs what takes no time at once, then starts one kernel or waits."""
+    def _next(self, rank: _Rank, thread: int) -> Job | None:
+        """What a thread does now: it runs what takes no time at once, then one kernel, or nothing."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         while True:
             if inline:
@@ -185,92 +159,88 @@ class _Run:
             else:
                 other = next((s for s in rank.stacks if s), None)
                 if other is None:
-                    rank.idle[thread] = True
-                    return
+                    return None
                 node = other.pop()
-            rank.idle[thread] = False
             rank.order.append(node)
             if node in rank.graph.exchanges:
                 self._meet(rank, node)
-                continue
-            if rank.seconds[node] > 0:
-                self._start(rank, rank.seconds[node], partial(self._ended, rank, thread, node))
-                return
-            self._follow(rank, thread, node)
+            elif rank.seconds[node] > 0:
+                return rank.seconds[node], partial(self._follow, rank, thread, node)
+            else:
+                self._follow(rank, thread, node)
 
-    def _ended(self, rank: _Rank, thread: int, node: int) -> None:
-        self._follow(rank, thread, node)
-        self._next(rank, thread)
-
-    def _follow(self, rank: _Rank, thread: int, node: int) -> None:
-        """A node has ended: its followers that wait for nobody else are dealt out."""
+    def _ended(self, rank: _Rank, node: int) -> list[int]:
+        """A node has ended: its followers that wait for nobody else."""
         rank.order.append(~node)
         rank.left -= 1
-        rank.end_s = self.now_s
-        kept = -1
-        inline, stack = rank.inline[thread], rank.stacks[thread]
-        pushed = False
+        rank.end_s = self.clock.now_s
+        ready = []
         for other in rank.graph.followers[node]:
             rank.waiting[other] -= 1
-            if rank.waiting[other]:
-                continue
+            if not rank.waiting[other]:
+                ready.append(other)
+        return ready
+
+    def _follow(self, rank: _Rank, thread: int, node: int) -> None:
+        """An executor's thread deals out what follows its node."""
+        inline, stack = rank.inline[thread], rank.stacks[thread]
+        kept, pushed = -1, 0
+        for other in self._ended(rank, node):
             if rank.seconds[other] < SHORT_S and other not in rank.graph.exchanges:
                 inline.append(other)
             else:
                 if kept >= 0:
                     stack.appendleft(kept)
-                    pushed = True
+                    pushed += 1
                 kept = other
         if kept >= 0:
             if inline:
                 stack.appendleft(kept)
-                pushed = True
+                pushed += 1
             else:
                 inline.append(kept)
-        if pushed:
-            self._wake(rank, thread)
+        self._wake(rank, pushed)
 
-    def _wake(self, rank: _Rank, but: int) -> None:
-        for thread, idle in enumerate(rank.idle):
-            if idle and thread != but:
-                rank.idle[thread] = False
-                self._next(rank, thread)
+    def _wake(self, rank: _Rank, count: int) -> None:
+        """A sleeping thread for each of so many nodes."""
+        for thread in [t for t in rank.threads if t.asleep][:count]:
+            rank.host.wake(thread)
 
     def _meet(self, rank: _Rank, node: int) -> None:
         """An exchange starts on one rank; the last one to come starts it for all."""
         what = rank.graph.exchanges[node]
         key = (what.key, what.ranks)
-        come = self.come.setdefault(key, [])
-        come.append((rank, node))
-        if len(come) < len(what.ranks):
-            return
-        del self.come[key]
-        seconds, left = self.exchange_s(what), len(come)
 
-        def done() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
+        def announce() -> None:
+            come = self.come.setdefault(key, [])
+            come.append((rank, node))
+            if len(come) == len(what.ranks):
+                del self.come[key]
+                seconds = self.exchange_s(what)
                 for member, i in come:
-                    self._exchanged(member, i)
+                    self._submit(member, seconds, partial(self._exchanged, member, i))
 
-        for member, _ in come:
-            if self.shared:
-                self._start(member, seconds, done)
-            else:
-                self.count += 1
-                heapq.heappush(self.beside, (self.now_s + seconds, self.count, done))
+        if self.sharing.exchanges_compute:
+            self._submit(rank, 0.0, announce)
+        else:
+            announce()
+
+    def _submit(self, rank: _Rank, seconds: float, done: Callable[[], None]) -> None:
+        """Work for a rank's engine, which one after the other does."""
+        if not self.sharing.exchanges_compute:
+            self.clock.after(seconds, done)
+            return
+        rank.jobs.append((seconds, done))
+        if rank.engine.asleep:
+            delay_s = self.sharing.wake_s if rank.host.full else 0.0
+            self.clock.after(delay_s, partial(rank.host.wake, rank.engine))
 
     def _exchanged(self, rank: _Rank, node: int) -> None:
-        """The engine's thread hands what follows an exchange to the executor's."""
-        thread = next((i for i, idle in enumerate(rank.idle) if idle), -1)
-        if thread >= 0:
-            rank.idle[thread] = False
-            self._follow(rank, thread, node)
-            self._next(rank, thread)
-            return
-        rank.inline.append(deque())
-        rank.stacks.append(deque())
-        self._follow(rank, len(rank.stacks) - 1, node)
-        moved = [*rank.inline.pop(), *rank.stacks.pop()]
-        rank.stacks[0].extend(moved)
+        """The engine hands what follows an exchange to the executor's threads, piece by piece."""
+        ready = self._ended(rank, node)
+        rank.stacks[0].extend(ready)
+        self._wake(rank, len(ready))
+
+
+def _popped(jobs: deque[Job]) -> Job | None:
+    return jobs.popleft() if jobs else None

@@ -12,7 +12,7 @@ from ..cluster import Cluster, DeviceEntry, HostEntry
 from ..collectives import COLLECTIVES, group, point_to_point_s
 from ..compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
 from ..ops.work import Work
-from .execute import Ran, run
+from .execute import Ran, Sharing, run
 from .graph import graph_of
 from .table import CONTRACTIONS, Measured, Table
 from .traffic import Exchange
@@ -28,23 +28,17 @@ class Machine:
 
     Attributes:
         operations: of each rank, (seconds, scratch bytes) of a node with its work.
-        hosts: of each rank, the number of what it shares cores with.
-        cores: of each of these.
         exchange_s: seconds of an exchange, by its kind, ranks and bytes.
-        threads: of a rank's executor.
-        exchanges_compute: whether an exchange takes its ranks' cores.
+        sharing: how they share it.
         call_s: what calling a step takes beside its operations.
         memory_bytes: of each rank's device, or its part of the host's.
         counted_from_bytes: smaller tensors are left out (TensorFlow's counters of host memory do so).
     """
 
     operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
-    hosts: Sequence[int]
-    cores: Sequence[float]
+    sharing: Sharing
     exchange_s: Callable[[Exchange], float]
     memory_bytes: Sequence[float]
-    threads: int = 2
-    exchanges_compute: bool = True
     call_s: float = 0.0
     counted_from_bytes: int = 0
 
@@ -79,10 +73,10 @@ def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPred
         PlanError: a program has loops or branches, or the ranks wait for each other.
         ClusterError: the machine has fewer ranks, or its profile lacks what a program runs.
     """
-    if len(programs) > len(machine.hosts):
+    if len(programs) > len(machine.sharing.hosts):
         raise ClusterError(
             "the plan has more ranks than the cluster has devices",
-            given=f"{len(programs)} ranks, {len(machine.hosts)} devices",
+            given=f"{len(programs)} ranks, {len(machine.sharing.hosts)} devices",
             action="give a larger cluster, or plan for fewer ranks",
         )
     graphs = [graph_of(p, rank, len(programs), machine.allocated) for rank, p in enumerate(programs)]
@@ -97,19 +91,19 @@ def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPred
         scratch.append([machine.allocated(one[1]) for one in pairs])
         for i, what in g.exchanges.items():
             scratch[rank][i] = sum(map(machine.allocated, what.scratch_bytes))
-    hosts = machine.hosts[: len(graphs)]
 
-    def play(cores: Sequence[float], slower: float) -> list[Ran]:
+    def play(sharing: Sharing, slower: float) -> list[Ran]:
         def exchange_s(what: Exchange) -> float:
             return slower * machine.exchange_s(what)
 
-        return run(graphs, seconds, scratch, exchange_s, hosts, cores, machine.threads, machine.exchanges_compute)
+        return run(graphs, seconds, scratch, exchange_s, sharing)
 
-    ran = play(machine.cores, 1.0)
+    sharing = machine.sharing
+    ran = play(sharing, 1.0)
     # What is held at once depends on who happens to be first, so memory is the most of several plays.
-    others = [play([0.5 * cores for cores in machine.cores], 1.0)] if machine.threads > 1 else []
+    others = [play(replace(sharing, cores=[0.5 * c for c in sharing.cores]), 1.0)] if sharing.threads > 1 else []
     if len(graphs) > 1:
-        others.append(play(machine.cores, SLOW_EXCHANGES))
+        others.append(play(sharing, SLOW_EXCHANGES))
     ran = [
         replace(one, peak_bytes=max([one.peak_bytes, *(o[r].peak_bytes for o in others)])) for r, one in enumerate(ran)
     ]
@@ -129,8 +123,7 @@ def measured_machine(table: Table, ranks: int, program: str = "", counted_from_b
 
     return Machine(
         operations=[known.operation] * ranks,
-        hosts=[0] * ranks,
-        cores=[table.cores],
+        sharing=Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s),
         exchange_s=exchange_s,
         memory_bytes=[table.memory_gb * 1e9 / ranks] * ranks,
         call_s=table.call_s,
@@ -166,12 +159,9 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
     return Machine(
         operations=[_catalogued(entry) for _, _, entry in devices],
-        hosts=list(range(len(devices))),
-        cores=[1.0] * len(devices),
+        sharing=Sharing(range(len(devices)), [1.0] * len(devices), threads=1, exchanges_compute=False),
         exchange_s=exchange_s,
         memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
-        threads=1,
-        exchanges_compute=False,
     )
 
 

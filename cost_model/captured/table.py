@@ -21,7 +21,7 @@ from whale.ir.program import Node, Program
 from ..ops.work import Work
 from .signature import signature
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 Positive = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
 CONTRACTIONS = frozenset(
@@ -67,6 +67,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory_gb: of the host.
         call_s: what calling a step takes beside its operations.
         node_s: what the executor takes for a node that computes nothing.
+        slice_s: how long a computing thread keeps its core when another waits for it.
+        wake_s: what an engine waits for a core when all compute.
         operations, curves, steps: see there.
     """
 
@@ -75,6 +77,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: Positive
     call_s: Amount
     node_s: Amount
+    slice_s: Positive
+    wake_s: Amount
     operations: list[Operation]
     curves: list[Curve]
     steps: list[Step] = []

@@ -12,6 +12,7 @@ import pytest
 
 from cost_model import cluster
 from cost_model.captured.allocator import Allocator
+from cost_model.captured.cores import Clock, Host, Thread
 from cost_model.captured.graph import graph_of
 from cost_model.captured.liveness import peak_bytes
 from cost_model.captured.predict import cluster_machine, measured_machine, predict_ranks
@@ -26,7 +27,7 @@ from whale.lowering.local import localise
 
 KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point"
 TABLE = Table(
-    "lab", 2.0, 16.0, 1e-4, 1e-6,
+    "lab", 2.0, 16.0, 1e-4, 1e-6, 4e-3, 1e-4,
     [Operation("?", "AddV2", 1e6, 12e6, 1e-3), Operation("??", "MatMul", 1e9, 6e6, 0.02)],
     [Curve(kind, 2, [(1e3, 2e-5), (1e6, 1e-3)]) for kind in KIND.split()],
 )  # fmt: skip
@@ -190,3 +191,37 @@ def test_loops_are_refused() -> None:
     state = b.node("StatelessWhile", [x], [b.types[x]])
     with pytest.raises(PlanError, match="no predicted time"):
         graph_of(b.build([state]), 0, 1)
+
+
+def ends(cores: float, jobs: list[tuple[float, float, bool]]) -> list[float]:
+    """When jobs end; each is (when it comes, seconds, urgent), on a thread of its own, in slices of one second."""
+    clock = Clock()
+    host = Host(clock, cores, 1.0)
+    found = [0.0] * len(jobs)
+
+    def thread(number: int, seconds: float, urgent: bool) -> Thread:
+        left = [(seconds, lambda: found.__setitem__(number, clock.now_s))]
+        return Thread(lambda: left.pop() if left else None, urgent)
+
+    for number, (at, seconds, urgent) in enumerate(jobs):
+        made = thread(number, seconds, urgent)
+        clock.after(at, lambda made=made: host.wake(made))
+    clock.play()
+    return found
+
+
+def test_threads_share_cores_in_slices() -> None:
+    assert ends(2, [(0, 3, False), (0, 3, False)]) == [3, 3]
+    assert ends(1, [(0, 2, False), (0, 2, False)]) == [3, 4]
+    # What wakes up waits for the end of the running slice, and runs to its own end; an urgent thread does not wait.
+    assert ends(1, [(0, 3, False), (0.25, 0.5, False)]) == [3.5, 1.5]
+    assert ends(1, [(0, 3, False), (0.25, 0.5, True)]) == [3.5, 0.75]
+    assert ends(0.5, [(0, 3, False)]) == [6]
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        jobs = [
+            (float(generator.random()), float(generator.random() * 4), bool(generator.random() < 0.3)) for _ in range(7)
+        ]
+        found = ends(2, jobs)
+        assert max(found) >= max(sum(one[1] for one in jobs) / 2, max(at + length for at, length, _ in jobs)) - 1e-9
+        assert max(found) <= 1 + sum(one[1] for one in jobs)

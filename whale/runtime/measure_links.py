@@ -1,18 +1,23 @@
 """Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure_links FILE``.
 
-Every rank calls the same exchange at the same time and does nothing else; rank 0 writes the medians as JSON.
+Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
+small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import whale_ops
@@ -20,6 +25,8 @@ import whale_ops
 SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SECONDS_PER_SIZE = 0.25
 MOST_CALLS = 100
+CHAIN = 4  # exchanges of a call
+PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
 def main() -> None:
@@ -31,9 +38,34 @@ def main() -> None:
     for kind, call in _exchanges(ops, rank, size).items():
         for size_bytes in SIZES_BYTES:
             found.setdefault(kind, []).append((float(size_bytes), _seconds(comm, kind, call, size_bytes)))
+    small_bytes, idle_s = found["all_reduce"][0]
+    with _computing(max(1, len(os.sched_getaffinity(0)) // size)):
+        loaded_s = _seconds(comm, "all_reduce", _exchanges(ops, rank, size)["all_reduce"], int(small_bytes), "loaded")
+    wake_s = max(0.0, loaded_s - idle_s) / PAUSES
     if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps({"ranks": size, "curves": found}))
+        Path(sys.argv[1]).write_text(json.dumps({"ranks": size, "curves": found, "wake_s": wake_s}))
     comm.leave()
+
+
+@contextlib.contextmanager
+def _computing(threads: int) -> Iterator[None]:
+    """So many threads of this process compute meanwhile."""
+    over = threading.Event()
+    x = np.ones((384, 384), np.float32)
+
+    def compute() -> None:
+        while not over.is_set():
+            x @ x
+
+    running = [threading.Thread(target=compute) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in running:
+            thread.join()
 
 
 def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Tensor, str], Any]]:
@@ -65,20 +97,25 @@ def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Te
     }
 
 
-def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int) -> float:
+def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int, when: str = "idle") -> float:
     ops = whale_ops.ops()
     x = tf.ones(size_bytes // 4)
 
     @tf.function
     def step(x: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([call(ops.whale_communicator(communicator=comm.name, rank=comm.rank), x, key)]):
+        handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
+        before: list[Any] = []
+        for number in range(CHAIN):
+            with tf.control_dependencies(before):
+                before = [call(handle, tf.identity(x), f"{key}/{number}")]
+        with tf.control_dependencies(before):
             return tf.constant(0.0)
 
     @tf.function
     def nothing(x: tf.Tensor) -> tf.Tensor:
         return tf.constant(0.0)
 
-    key = f"{kind}/{size_bytes}"
+    key = f"{kind}/{size_bytes}/{when}"
     for _ in range(3):  # the first call traces
         started_s = time.perf_counter()
         step(x)
@@ -95,7 +132,7 @@ def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int) ->
         started_s = time.perf_counter()
         step(x)
         times_s.append(time.perf_counter() - started_s)
-    mine = max(1e-6, statistics.median(times_s) - statistics.median(empty_s))
+    mine = max(1e-6, statistics.median(times_s) - statistics.median(empty_s)) / CHAIN
     return max(float(one) for one in comm.allgather_bytes(f"seconds/{key}", str(mine).encode()))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,18 @@ from whale.runtime.predict import Planned, rank_programs
 
 SECONDS_FOR_OPERATIONS = 25.0
 SECONDS_FOR_LINKS = 60.0
+LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
+_WATCH = """
+import sys, time
+clock, least = time.perf_counter, float(sys.argv[1])
+last = clock()
+end = last + 0.6
+while last < end:
+    now = clock()
+    if now - last > least:
+        print(now - last)
+    last = now
+"""
 
 
 def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> Table:
@@ -36,19 +50,33 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
     Raises:
       ClusterError: the ranks did not start.
     """
-    curves = _links(ranks)
+    curves, wake_s = _links(ranks)
     say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     from whale.runtime import samples
 
     found, _ = measure.measure(list(measure.distinct(samples.programs()).values()), SECONDS_FOR_OPERATIONS, say)
     call_s, node_s = measure.overheads()
-    table = Table(platform.node() or "local", cores, memory_gb, call_s, node_s, found, curves)
+    name = platform.node() or "local"
+    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves)
     tables.write(table, out)
     return table
 
 
-def _links(ranks: int) -> list[Curve]:
+def _slice_s() -> float:
+    """Seconds that a computing thread keeps its core when another waits: two on each see how long they stand still."""
+    found = []
+    count = 2 * len(os.sched_getaffinity(0))
+    command = [sys.executable, "-S", "-c", _WATCH, str(LEAST_PAUSE_S)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    for process in running:
+        found += [float(pause) for pause in process.communicate()[0].split()]
+    # None stood still: there were more cores than affinity tells.
+    return statistics.median(found) if found else LEAST_PAUSE_S
+
+
+def _links(ranks: int) -> tuple[list[Curve], float]:
+    """(curves of exchanges, seconds that an engine waits for a core where all compute)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         command = [
@@ -70,7 +98,7 @@ def _links(ranks: int) -> list[Curve]:
                 action="see whether `whale doctor` finds why runs fail here",
             )
         found = json.loads(path.read_text())
-    return [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()]
+    return [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()], found["wake_s"]
 
 
 def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:

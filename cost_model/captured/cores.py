@@ -1,0 +1,133 @@
+"""The cores of a host and the threads that share them, in slices of time, as Linux does it.
+
+A thread that wakes up takes a free core. Where none is free it waits behind the others that wait: a running thread
+goes on until it has nothing to do or its slice is over, which for those that compute is a tick of the clock. An urgent
+thread (one that has asked for short slices, as the engine of whale_ops does) takes a computing one's core.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Job = tuple[float, Callable[[], None]]  # seconds on a core, and what is done at their end
+
+
+class Clock:
+    """Events in the order of time; those of one time in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
+
+    def play(self) -> None:
+        while self._events:
+            self.now_s, _, call = heapq.heappop(self._events)
+            call()
+
+
+@dataclass(eq=False, slots=True)
+class Thread:
+    """What competes for a core. ``next_job`` gives it something to do, or None: then it sleeps until it is woken."""
+
+    next_job: Callable[[], Job | None]
+    urgent: bool = False
+    asleep: bool = True
+    left_s: float = 0.0
+    done: Callable[[], None] | None = None
+    since_s: float = 0.0
+    slice_end_s: float = 0.0
+    turn: int = 0  # what was planned for another turn on a core is void
+
+
+@dataclass(slots=True)
+class Host:
+    """Cores (a part of one makes all slower), and who runs on them or waits."""
+
+    clock: Clock
+    cores: float
+    slice_s: float
+    running: list[Thread] = field(default_factory=list)
+    waiting: deque[Thread] = field(default_factory=deque)
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= math.ceil(self.cores)
+
+    @property
+    def speed(self) -> float:
+        return self.cores / math.ceil(self.cores)
+
+    def wake(self, thread: Thread) -> None:
+        """The thread has something to do."""
+        if not thread.asleep:
+            return
+        thread.asleep = False
+        if self.full and thread.urgent:
+            others = [t for t in self.running if t.done is not None and not t.urgent]
+            if others:
+                self._stop(min(others, key=lambda t: t.slice_end_s), first=True)
+        if self.full:
+            self.waiting.append(thread)
+        else:
+            self._start(thread)
+
+    def _start(self, thread: Thread) -> None:
+        self.running.append(thread)
+        thread.slice_end_s = self.clock.now_s + self.slice_s
+        self._go_on(thread)
+
+    def _go_on(self, thread: Thread) -> None:
+        if thread.done is None:
+            job = thread.next_job()
+            if job is None:
+                thread.asleep = True
+                self._leave(thread)
+                return
+            thread.left_s, thread.done = job
+        thread.since_s = self.clock.now_s
+        thread.turn += 1
+        turn = thread.turn
+        until_s = min(thread.left_s / self.speed, max(0.0, thread.slice_end_s - self.clock.now_s))
+        self.clock.after(until_s, lambda: self._turn_over(thread, turn))
+
+    def _turn_over(self, thread: Thread, turn: int) -> None:
+        if turn != thread.turn:
+            return
+        now_s = self.clock.now_s
+        if now_s >= thread.slice_end_s:
+            if self.waiting:
+                self._stop(thread)
+            else:
+                thread.slice_end_s = now_s + self.slice_s
+        self._account(thread)
+        if thread.left_s <= 0 and thread.done is not None:
+            done, thread.done = thread.done, None
+            done()
+        if thread in self.running:
+            self._go_on(thread)
+
+    def _account(self, thread: Thread) -> None:
+        thread.left_s -= (self.clock.now_s - thread.since_s) * self.speed
+        if thread.left_s < 1e-12:
+            thread.left_s = 0.0
+        thread.since_s = self.clock.now_s
+
+    def _stop(self, thread: Thread, first: bool = False) -> None:
+        self._account(thread)
+        thread.turn += 1
+        (self.waiting.appendleft if first else self.waiting.append)(thread)
+        self._leave(thread, first)
+
+    def _leave(self, thread: Thread, keep: bool = False) -> None:
+        self.running.remove(thread)
+        if not keep and self.waiting and not self.full:
+            self._start(self.waiting.popleft())
