@@ -129,7 +129,7 @@ def test_no_rank_ever_holds_a_split_variable_whole(ranks: Start) -> None:
     for variable, whole in zip(net.large(), first):
         parts = variable._whale_parts
         assert deferred_of(variable) is None
-        shapes = [p.shape.as_list() for p in parts._parts]
+        shapes = [p.shape.as_list() for p in parts._parts.values()]
         assert sum(int(np.prod(s)) for s in shapes) == whole.size
         assert max(int(np.prod(s)) for s in shapes) <= 17 / 47 * whole.size
         np.testing.assert_array_equal(parts.whole(), whole)

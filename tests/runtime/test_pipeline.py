@@ -62,6 +62,24 @@ def test_each_rank_calls_its_phases_in_the_order_of_the_schedule(ranks: Start, n
             assert before.name in after.controls
 
 
+def test_no_more_is_under_way_than_the_reader_has_room_for(ranks: Start) -> None:
+    """Receives wait for calls that have taken what came before, calls for sends that nobody has taken yet."""
+    ranks(2, **setting("1f1b", 8))
+    model = Chain(wh.stage, 2)
+    first, second = wh.function(model.losses)._step(batch(0), {}).compiled.ranks  # forward passes only
+    calls = [n for n in first.nodes if n.op == "StatefulPartitionedCall"]
+    sends = [
+        n.name for n in first.nodes if n.op == "WhaleSend" and n.attrs["key"].rpartition("/")[0].endswith("@0to1/0")
+    ]
+    receives = [
+        n for n in second.nodes if n.op == "WhaleRecv" and n.attrs["key"].rpartition("/")[0].endswith("@0to1/0")
+    ]
+    assert len(calls) == 8 and len(sends) == len(receives) == 2 * 8  # two tensors: a skip connection's as well
+    free = [n for n in receives if not n.controls]
+    running = [n for n in calls if not set(n.controls) & set(sends)]
+    assert 0 < len(free) == 2 * len(running) < 8
+
+
 def test_a_graph_grows_little_with_micro_batches(ranks: Start) -> None:
     sizes = {}
     for micro_batches in (2, 4):

@@ -1,18 +1,20 @@
 """Sends and receives of micro-batches, taken out of the functions that compute them.
 
 Inside, a function would end only when its results have arrived, and a receive would begin only with the function that
-reads it. In the main graph receives wait from the beginning of the step, and sends hold nobody up.
+reads it. In the main graph receives wait from the beginning of the step, as far as there is room, and sends hold nobody
+up, as long as the receiver takes what is sent: so many tensors of each kind are under way at a time, and whoever is
+faster than its reader waits for it, instead of filling memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, Func, Shape
 from whale.lowering.emit import COMMUNICATOR
-from whale.rules.communication import ROWS
+from whale.rules.communication import EDGE, ROWS
 
 _CALL = "StatefulPartitionedCall"
 
@@ -31,13 +33,19 @@ class _Outside:
     sent: tuple[Node, ...]
 
 
-def ahead(program: Program) -> Program:
-    """``program`` (a rank's, rolled up) with sends and receives of rows in the main graph."""
+def ahead(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
+    """``program`` (a rank's, rolled up) with sends and receives of rows in the main graph.
+
+    Args:
+      room: (number of the sending place, of the receiving one) -> results of one kind that may be under way.
+    """
     taken = {name: _taken_out(body) for name, body in program.functions.items()}
     if not any(o.received or o.sent for o in taken.values()):
         return program
     nodes: dict[str, Node] = {}
     effects = list(program.effects)
+    readers: dict[str, list[str]] = {}  # a receive -> the calls so far that read it
+    sends: dict[str, list[str]] = {}
     for node in program.nodes:
         function = node.attrs.get("f") if node.op == _CALL else None
         outside = taken.get(function.name) if isinstance(function, Func) else None
@@ -48,7 +56,9 @@ def ahead(program: Program) -> Program:
         arguments = []
         for n in outside.received:
             name = f"{n.name}/{number}"
-            nodes[name] = replace(n, name=name, inputs=(Ref(COMMUNICATOR),), controls=(), attrs=_keyed(n, number))
+            waits = _latest(readers.setdefault(n.name, []), room(n.attrs[EDGE]))
+            nodes[name] = replace(n, name=name, inputs=(Ref(COMMUNICATOR),), controls=waits, attrs=_keyed(n, number))
+            readers[n.name].append(node.name)
             arguments.append(Ref(name))
         results = tuple(outside.body.type_of(r) for r in outside.body.outputs[len(node.outputs) :])
         attrs = {
@@ -57,14 +67,23 @@ def ahead(program: Program) -> Program:
             "Tout": (*node.attrs["Tout"], *(DType(t.dtype) for t in results)),
         }
         outputs = (*node.outputs, *results)
-        nodes[node.name] = replace(node, inputs=(*node.inputs, *arguments), attrs=attrs, outputs=outputs)
+        waits = tuple(w for n in outside.sent for w in _latest(sends.get(n.name, []), room(n.attrs[EDGE])))
+        nodes[node.name] = replace(
+            node, inputs=(*node.inputs, *arguments), controls=(*node.controls, *waits), attrs=attrs, outputs=outputs
+        )
         for i, n in enumerate(outside.sent):
             name = f"{n.name}/{number}"
+            sends.setdefault(n.name, []).append(name)
             operands = (Ref(COMMUNICATOR), Ref(node.name, len(node.outputs) + i))
             nodes[name] = replace(n, name=name, inputs=operands, controls=(), attrs=_keyed(n, number))
             effects.append(name)
     functions = {name: outside.body for name, outside in taken.items()}
     return replace(program, nodes=topological(nodes), effects=tuple(effects), functions=functions)
+
+
+def _latest(before: Sequence[str], count: int) -> tuple[str, ...]:
+    """What has to be over before there is room for one more."""
+    return (before[-count],) if len(before) >= count else ()
 
 
 def _taken_out(body: Program) -> _Outside:
@@ -91,5 +110,5 @@ def _taken_out(body: Program) -> _Outside:
 
 
 def _keyed(node: Node, number: str) -> Mapping[str, object]:
-    attrs = {name: value for name, value in node.attrs.items() if name != ROWS}
+    attrs = {name: value for name, value in node.attrs.items() if name not in (ROWS, EDGE)}
     return {**attrs, "key": f"{node.attrs['key']}/{number}"}

@@ -13,7 +13,7 @@ from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Place
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import COMMUNICATION, COMMUNICATOR, Emitter, unread_communication
-from whale.rules.communication import ROWS
+from whale.rules.communication import EDGE, ROWS
 
 
 class Connector:
@@ -104,7 +104,9 @@ class Connector:
             "T": DType(t.dtype), "ranks": (), "key": self._key(key, source, self.number, part),
             "peer": self.places[source].ranks[part.sender], "shape": Shape(t.shape),
         }  # fmt: skip
-        self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), self._marked(attrs, key, t, direct), (t,))
+        self._add(
+            name, "WhaleRecv", (Ref(COMMUNICATOR),), self._marked(attrs, key, t, direct, (source, self.number)), (t,)
+        )
         return Ref(name)
 
     def _joined(self, name: str, t: TensorType, crossing: Crossing, pieces: list[Ref]) -> Ref:
@@ -148,7 +150,7 @@ class Connector:
                 "T": DType(t.dtype), "ranks": (), "key": self._key(key, self.number, target, part),
                 "peer": self.places[target].ranks[part.receiver],
             }  # fmt: skip
-            marked = self._marked(attrs, key, t, crossing.direct)
+            marked = self._marked(attrs, key, t, crossing.direct, (self.number, target))
             self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), marked, ())
 
     def _cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
@@ -168,14 +170,14 @@ class Connector:
         ends = part.sender if part.sender == part.receiver else f"{part.sender}to{part.receiver}"
         return f"{key}@{source}to{target}/{ends}"
 
-    def _marked(self, attrs: dict, key: str, t: TensorType, direct: bool) -> dict:
+    def _marked(self, attrs: dict, key: str, t: TensorType, direct: bool, edge: tuple[int, int]) -> dict:
         if key not in self.rows:
             return attrs
         cut = self.rows[key]
         if not direct:
             n = static_shape(t)[cut.dim] // (self.micro_batches * cut.blocks)
             cut = split(cut.dim, (n,) * self.micro_batches, cut.blocks)
-        return {**attrs, ROWS: str(cut)}
+        return {**attrs, ROWS: str(cut), EDGE: edge}
 
     def _of_place(self, node: Node) -> Node:
         """A communication op among the place's ranks."""

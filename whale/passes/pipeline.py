@@ -49,7 +49,8 @@ class PlanContext:
     rows, random rows are drawn by each rank.
     ``local`` are the inputs of which a rank is given its own rows only, with the rows of every rank.
     ``variables`` are the placements that the run's variables have already, by handle node; ``split_variables``: new
-    ones may lie split between steps. ``split_scopes``: tensors are divided under ``wh.split``; else rows, as elsewhere.
+    ones may lie split between steps, with ``state_only`` those only that optimizers keep. ``split_scopes``: tensors are
+    divided under ``wh.split``; else rows, as elsewhere.
     ``split_ranks``: ranks that divide tensors together (see whale.runtime.mesh); 0: all.
     ``wire_dtype``: what gradients are rounded to before they are sent.
     ``batch`` are the batch inputs where they are known already.
@@ -67,6 +68,7 @@ class PlanContext:
     local: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     variables: Mapping[str, Placement] = field(default_factory=dict)
     split_variables: bool = True
+    state_only: bool = False
     split_scopes: bool = True
     split_ranks: int = 0
     batch: tuple[BatchInput, ...] | None = None
@@ -251,7 +253,8 @@ def _lay_out(
     while True:
         expanded = expand(program, composites | losses, context)
         layouts = _layouts(expanded, batch, context, {})
-        division = divide(expanded, layouts[""], context.size, context.variables, context.split_variables)
+        at_rest = context.split_variables and not context.state_only
+        division = divide(expanded, layouts[""], context.size, context.variables, at_rest)
         whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
         if not whole:
             break

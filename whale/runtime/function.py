@@ -241,7 +241,9 @@ def _callable(
     passed = dict(captured.captures)
     extra = [passed[n] for n in lowered.inputs[len(captured.inputs) :]]
     handles = [
-        h for i, nodes in enumerate(lowered.handles) for h in context.variables.handles(captured.variables, nodes, i)
+        h
+        for i, nodes in enumerate(lowered.handles)
+        for h in context.variables.handles(captured.variables, nodes, i, context.ranks[i])
     ]
     fixed = extra + handles
     uses = context.variables.uses(captured.variables, used, context)

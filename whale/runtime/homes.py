@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a program does with one variable: on which ranks, and whether it writes."""
+    """What a program does with one variable: on which ranks, and whether it writes.
+
+    ``place`` are the ranks in the order of the one stage that has it; empty: there is none.
+    """
 
     ranks: frozenset[int]
     writes: bool
+    place: tuple[int, ...] = ()
 
 
 class Home:

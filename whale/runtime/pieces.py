@@ -72,13 +72,14 @@ def pieces(variable: Any) -> list[Piece]:
 
 def holders(variable: Any, piece: Piece, context: Context) -> tuple[int, ...]:
     """The ranks that have a piece."""
-    return tuple(range(piece.place, context.size, len(variable._whale_parts.placement.sizes)))
+    found: tuple[int, ...] = variable._whale_parts.holders(piece.place)
+    return found
 
 
 def read_piece(variable: Any, piece: Piece, context: Context, rank: int) -> tf.Tensor:
     """The piece's values now, whatever later steps do, from a rank of this process."""
     variable._whale_parts.settle()
-    part = variable._whale_parts._parts[context.ranks.index(rank)].read_value()
+    part = variable._whale_parts.of_rank(rank).read_value()
     if tuple(part.shape) == piece.size:
         return part
     begin = [0] * len(piece.size)
@@ -95,11 +96,11 @@ def assign_pieces(variable: Any, values: Sequence[tuple[Piece, tf.Tensor]], cont
     """Sets all of ``own_pieces``; a whole value that was assigned before is gone."""
     parts = variable._whale_parts
     parts.settle()
-    for position, rank in enumerate(context.ranks):
-        place = rank % len(parts.placement.sizes)
+    for rank in context.ranks:
+        place = parts.place(rank)
         mine = sorted(((p.start, v) for p, v in values if p.place == place), key=lambda found: found[0])
         if mine:
-            parts._parts[position].assign(tf.concat([v for _, v in mine], axis=parts.placement.dim))
+            parts.of_rank(rank).assign(tf.concat([v for _, v in mine], axis=parts.placement.dim))
 
 
 @contextlib.contextmanager

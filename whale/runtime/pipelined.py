@@ -6,7 +6,7 @@ from whale.errors import PlanError
 from whale.ir.layout import Split, parse_placement, split
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
-from whale.ir.schedule import schedule
+from whale.ir.schedule import credits, live_micro_batches, schedule
 from whale.lowering.ahead import ahead
 from whale.lowering.local import localise
 from whale.lowering.micro import Call, roll
@@ -86,7 +86,13 @@ class WholeInTime:
         here = set(phases.values())
         named = [(f"{p.kind.name}{p.chunk}", p.micro_batch) for p in rows[number]]
         calls = [Call(phase, micro_batch) for phase, micro_batch in named if phase in here]
-        return ahead(roll(program, time, each, calls, phases))
+        waiting = credits(rows)
+
+        def room(edge: tuple[int, int]) -> int:
+            """What may wait, and what is read; past other stages, no more is sent than is alive."""
+            return 1 + waiting.get(edge, live_micro_batches(rows[edge[0]]))
+
+        return ahead(roll(program, time, each, calls, phases), room)
 
     def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
         rows = {**batch_rows(program, self.mine, self.coordinate), **received}

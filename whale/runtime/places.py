@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Split, split
+from whale.ir.layout import Placement, Split, split
 from whale.ir.plan import BatchInput, Place, Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
@@ -16,6 +16,7 @@ from whale.passes.annotate import task_graphs
 from whale.passes.batch import rows_of_ranks
 from whale.passes.pipeline import PlanContext, expand, make_plan
 from whale.passes.places import crossings, cut, edges_of, plan_of_part
+from whale.passes.split import has_split_scopes
 from whale.passes.stages import stage_of
 from whale.runtime.homes import Use
 from whale.runtime.pipelined import WholeInTime
@@ -41,26 +42,29 @@ def plan_places(program: Program, context: PlanContext, places: tuple[Place, ...
         devices=devices,
     )
     cuts = cut(expanded, places)
+    plan = replace(plan, variables=_variables_of(plan, expanded))
     return replace(plan, edges=edges_of(expanded, cuts, plan, crossings(expanded, cuts, plan, {})))
 
 
 def _of_sizes(program: Program, context: PlanContext, places: Sequence[Place]) -> Plan:
     """The plan for the largest places, with those for the others."""
     first, *rest = sorted({len(place.ranks) for place in places}, reverse=True)
-    inside = replace(context, devices=(), split_variables=False, split_ranks=0)
-    plan = make_plan(program, replace(inside, size=first))
-    if not rest:
+    inside = replace(context, devices=(), state_only=True, split_ranks=0)
+    settings = {size: replace(inside, size=size, variables=_known(context, size)) for size in (first, *rest)}
+    plan = make_plan(program, settings[first])
+    if not rest and (context.micro_batches == 1 or first == 1 or not has_split_scopes(program)):
         return plan
-    # All have to speak of one program, and of the same rows in each micro-batch.
+    # All have to speak of one program, and of the same rows in each micro-batch. A split scope wants the rows of all
+    # ranks, of one micro-batch at a time.
     names: set[str] = set()
-    plans = {size: make_plan(program, replace(inside, size=size)) for size in rest} | {first: plan}
+    plans = {size: make_plan(program, settings[size]) for size in rest} | {first: plan}
     while True:
         more = {name for p in plans.values() for name in p.expanded} - names
         names |= more
         expanded = expand(program, names, inside)
         for size, p in plans.items():
             batch = in_each_micro_batch(p.batch_inputs, context.micro_batches)
-            plans[size] = make_plan(expanded, replace(inside, size=size, batch=batch))
+            plans[size] = make_plan(expanded, replace(settings[size], batch=batch))
         if not {name for p in plans.values() for name in p.expanded} - names:
             break
     mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
@@ -68,25 +72,31 @@ def _of_sizes(program: Program, context: PlanContext, places: Sequence[Place]) -
     return replace(plans[first], fingerprint=mark, expanded=kept, others=others)
 
 
+def _known(context: PlanContext, size: int) -> dict[str, Placement]:
+    """The layouts of variables that earlier programs have fixed, as far as they are those of so many ranks."""
+    return {name: p for name, p in context.variables.items() if not isinstance(p, Split) or len(p.sizes) == size}
+
+
 def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tuple[BatchInput, ...]:
     """Batch inputs of which each rank computes some rows of each micro-batch, whatever the number of ranks.
 
     Raises:
-      PlanError: the rows are no multiple of the micro-batches.
+      PlanError: the rows are no multiple of the micro-batches, or fewer than the ranks.
     """
     found = []
     for b in batch:
         assert isinstance(b.placement, Split)
-        size, sizes = b.placement.run, b.placement.sizes
-        if size % micro_batches or b.local:
+        size, ranks = b.placement.run, len(b.placement.sizes)
+        if b.local or size % micro_batches or size < micro_batches * ranks:
             raise PlanError(
-                "stages with different numbers of ranks need micro-batches of the same rows on all of them",
+                "stages of unequal numbers of ranks, or with wh.split inside, need the same rows in each micro-batch",
                 op=b.name,
-                given=f"{size} rows in {micro_batches} micro-batches" + ", of which each rank passes some" * b.local,
-                expected="rows in multiples of the micro-batches, passed whole on each rank",
+                given=f"{size} rows in {micro_batches} micro-batches for {ranks} ranks"
+                + ", of which each passes its own" * b.local,
+                expected="rows in multiples of the micro-batches, one at least for each rank, passed whole on each",
                 action="change the batch, pipeline.num_micro_batch or the devices of the stages",
             )
-        of_one = rows_of_ranks(size // micro_batches, len(sizes))
+        of_one = rows_of_ranks(size // micro_batches, ranks)
         found.append(replace(b, placement=split(0, of_one, micro_batches)))
     return tuple(found)
 
@@ -131,7 +141,7 @@ def _refuse(context: PlanContext, places: Sequence[Place]) -> None:
             action="start fewer ranks or change the devices of the stages",
         )
     unable = {
-        "zero.level": context.zero_level > 0,
+        "zero.level=3": context.zero_level >= 3,
         'communication.backend="horovod"': context.backend != "whale",
         "split.ranks": 0 < context.split_ranks < max(len(place.ranks) for place in places),
         "a batch of which every rank passes its own rows": bool(context.local),
@@ -151,9 +161,23 @@ _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp", "Re
 
 def uses_of_places(expanded: Program, plan: Plan) -> dict[str, Use]:
     """Which ranks use each variable, and whether it is written, by handle node; nothing for a plan without places."""
-    ranks: dict[str, frozenset[int]] = {}
+    found: dict[str, list[Place]] = {}
     for place, part in zip(plan.places, cut(expanded, plan.places) if plan.places else ()):
         for variable in part.program.variables:
-            ranks[variable.node] = ranks.get(variable.node, frozenset()) | frozenset(place.ranks)
+            found.setdefault(variable.node, []).append(place)
     written = {r.node for n in expanded.nodes if n.op not in _READS for r in n.inputs if r.node in expanded.variable_of}
-    return {name: Use(mine, name in written) for name, mine in ranks.items()}
+    return {
+        name: Use(
+            frozenset(r for p in places for r in p.ranks), name in written, places[0].ranks if len(places) == 1 else ()
+        )
+        for name, places in found.items()
+    }
+
+
+def _variables_of(plan: Plan, expanded: Program) -> dict[str, Placement]:
+    """How the variables that lie split between steps lie over the ranks of their stage."""
+    found: dict[str, Placement] = {}
+    for place, part in zip(plan.places, cut(expanded, plan.places)):
+        mine = plan.of(len(place.ranks)).variables
+        found.update((v.node, mine[v.node]) for v in part.program.variables if v.node in mine)
+    return found

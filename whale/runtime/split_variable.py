@@ -36,54 +36,86 @@ class Parts:
     """The parts that this process's ranks hold of one variable.
 
     Attributes:
-      handles: of the parts, in the order of the process's ranks.
+      group: the ranks that have the parts, if they are those of a stage; empty: all ranks, in groups in a row.
     """
 
-    def __init__(self, captured: CapturedVariable, placement: Split, context: Context, initial: Initial | None = None):
+    def __init__(
+        self,
+        captured: CapturedVariable,
+        placement: Split,
+        context: Context,
+        initial: Initial | None = None,
+        group: tuple[int, ...] = (),
+    ):
         """
         Args:
           initial: the value of a variable that holds none: its parts are all that is made.
         """
-        self.name, self.placement = captured.name, placement
+        self.name, self.placement, self.group = captured.name, placement, group
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
-        self._parts: list[tf.Variable] = []
+        self._parts: dict[int, tf.Variable] = {}  # by rank
         if initial is None:
             self.settle()
         else:
-            for rank in context.ranks:
-                self._parts.append(initial.part(placement, rank % len(placement.sizes), f"part{rank}"))
+            for rank, place in self._own():
+                self._parts[rank] = initial.part(placement, place, f"part{rank}")
             hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
         self._variable.__class__ = _split_class(kind)
 
     @property
-    def handles(self) -> list[Any]:
-        return [part.handle for part in self._parts]
+    def dtype(self) -> tf.DType:
+        return self._variable.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self._variable.shape
+
+    def place(self, rank: int) -> int | None:
+        """Which part a rank has; None: it has none."""
+        if not self.group:
+            return rank % len(self.placement.sizes)
+        return self.group.index(rank) if rank in self.group else None
+
+    def holders(self, place: int) -> tuple[int, ...]:
+        """The ranks that have a part."""
+        if self.group:
+            return (self.group[place],)
+        return tuple(range(place, self._context.size, len(self.placement.sizes)))
+
+    def of_rank(self, rank: int) -> tf.Variable:
+        """The part that a rank of this process has."""
+        return self._parts[rank]
+
+    def _own(self) -> list[tuple[int, int]]:
+        """(rank, part) of this process's ranks that have one."""
+        places = ((rank, self.place(rank)) for rank in self._context.ranks)
+        return [(rank, place) for rank, place in places if place is not None]
 
     @property
     def bytes(self) -> int:
         """What these ranks hold: their parts, and the whole value where somebody assigned one."""
         held = self._held()
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
-        return whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts)
+        return whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts.values())
 
     def settle(self) -> None:
         """Cuts the whole value into parts, if the variable itself has one."""
         whole = self._held()
         if whole is None:
             return
-        for i, rank in enumerate(self._context.ranks):
-            self._set(i, _cut(whole, self.placement, rank % len(self.placement.sizes)))
+        for rank, place in self._own():
+            self._set(rank, _cut(whole, self.placement, place))
         hold_nothing(self._handle, whole.dtype)
 
-    def _set(self, i: int, part: tf.Tensor) -> None:
-        if i < len(self._parts):
-            self._parts[i].assign(part)
+    def _set(self, rank: int, part: tf.Tensor) -> None:
+        if rank in self._parts:
+            self._parts[rank].assign(part)
         else:
             # Not tf.Variable, which asks who defers creations.
-            name = f"part{self._context.ranks[i]}"
-            self._parts.append(resource_variable_ops.ResourceVariable(part, trainable=False, name=name))
+            name = f"part{rank}"
+            self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
 
     def whole(self) -> tf.Tensor:
         """The global value. Collective between processes, unless a whole value was assigned.
@@ -94,10 +126,11 @@ class Parts:
         held = self._held()
         if held is not None:
             return held
-        parts = [part.read_value() for part in self._parts]
         if self._context.between_processes:
-            return _gathered(parts[0], self.name, self.placement, self._context)
-        return _joined(parts[: len(self.placement.sizes)], self.placement)
+            part = self._parts.get(self._context.rank)
+            return _gathered(None if part is None else part.read_value(), self, self._context)
+        parts = [self._parts[self.holders(i)[0]].read_value() for i in range(len(self.placement.sizes))]
+        return _joined(parts, self.placement)
 
     def bring_home(self) -> None:
         """The whole value into the variable itself, until the next step. Collective between processes."""
@@ -149,9 +182,10 @@ def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
     return tf.gather(joined, np.argsort(order), axis=placement.dim)
 
 
-def _gathered(part: tf.Tensor, name: str, placement: Split, context: Context) -> tf.Tensor:
+def _gathered(part: tf.Tensor | None, parts: Parts, context: Context) -> tf.Tensor:
     from whale.runtime.context import is_current
 
+    name, placement = parts.name, parts.placement
     if not is_current(context):
         raise CommError(
             "a variable that lies split over the ranks cannot be read any more",
@@ -175,10 +209,17 @@ def _gathered(part: tf.Tensor, name: str, placement: Split, context: Context) ->
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     sizes = [placement.local(place) for place in range(len(placement.sizes))]
     first = context.rank - context.rank % len(sizes)  # of the ranks that have the parts between them
-    group = list(range(first, first + len(sizes)))
-    key = f"whale/read/{name}@{first}"
-    joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=group)
-    return _in_order(joined, placement)
+    group = list(parts.group or range(first, first + len(sizes)))
+    key = f"whale/read/{name}@{group[0]}"
+    joined = tf.zeros((0,), parts.dtype)
+    if part is not None:
+        joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=group)
+        joined = _in_order(joined, placement)
+    if parts.group:  # the other ranks have nothing of it
+        (joined,) = ops.whale_broadcast(
+            comm=comm, inputs=[joined], key=f"{key}/sent", root=group[0], shapes=[parts.shape], ranks=[]
+        )
+    return joined
 
 
 @cache

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
-from whale.errors import CommError
+from whale.errors import CommError, PlanError
 from whale.ir.layout import B, Placement, Split
 from whale.runtime.deferred import deferred_of, forget, make_whole
 from whale.runtime.faults import raise_comm_error
@@ -90,12 +90,14 @@ class VariableOwner:
         Raises:
           CommError: the ranks cannot exchange the values.
         """
+        for c in captured:
+            self._refuse_elsewhere(c, uses.get(c.node))
         new = [c for c in captured if id(c.handle) not in self._entries]
         initials = _agreed_initials(new, context)
         if context.between_processes:
             for c, initial in zip(new, initials):
                 ranks = uses[c.node].ranks if c.node in uses else frozenset()
-                if initial is not None and 0 < len(ranks) < context.size:
+                if initial is not None and 0 < len(ranks) < context.size and not isinstance(placed.get(c.node), Split):
                     self._give_home(c, initial, ranks, context)
             rest = [i for i, c in enumerate(new) if id(c.handle) not in self._entries]
             new, initials = [new[i] for i in rest], [initials[i] for i in rest]
@@ -104,14 +106,14 @@ class VariableOwner:
                 make_whole(c.variable)
         if context.between_processes and new:
             try:
-                self._send(new, initials, context, placed)
+                self._send(new, initials, context, placed, uses)
             except tf.errors.OpError as error:
                 raise_comm_error(error, context)
                 raise
         for c, initial in zip(new, initials):
             placement = placed.get(c.node)
             if isinstance(placement, Split):
-                self._divide(c, placement, initial, context)
+                self._divide(c, placement, initial, context, uses.get(c.node))
                 continue
             copies = [
                 tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
@@ -129,6 +131,7 @@ class VariableOwner:
         initials: Sequence[Initial | None],
         context: Context,
         placed: Mapping[str, Placement],
+        uses: Mapping[str, Use],
     ) -> None:
         """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
         _broadcast_values([c for c in new if not isinstance(placed.get(c.node), Split)], context)
@@ -136,7 +139,7 @@ class VariableOwner:
             placement = placed.get(c.node)
             if isinstance(placement, Split) and initial is None:
                 _broadcast_values([c], context)
-                self._divide(c, placement, None, context)
+                self._divide(c, placement, None, context, uses.get(c.node))
 
     def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Context) -> None:
         """The value of a variable that holds none, on ``ranks`` only."""
@@ -149,7 +152,22 @@ class VariableOwner:
         self._entries[id(c.handle)] = _Entry(c, ())
         self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
 
-    def _divide(self, c: CapturedVariable, placement: Split, initial: Initial | None, context: Context) -> None:
+    def _refuse_elsewhere(self, c: CapturedVariable, use: Use | None) -> None:
+        """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
+        entry = self._entries.get(id(c.handle))
+        if entry is not None and entry.parts is not None and entry.parts.group:
+            if use is None or use.place != entry.parts.group:
+                raise PlanError(
+                    "a variable that lies split over the ranks of a stage is used outside of it",
+                    op=c.name,
+                    given="zero.level",
+                    expected="steps with the same stages, or programs that do not use it",
+                    action="leave zero.level out, or use the variable under the same wh.stage",
+                )
+
+    def _divide(
+        self, c: CapturedVariable, placement: Split, initial: Initial | None, context: Context, use: Use | None
+    ) -> None:
         """Parts of the variable on the ranks of this process, unless it has them."""
         if id(c.handle) in self._entries:
             return
@@ -158,7 +176,7 @@ class VariableOwner:
         in_turns = initial is not None and not initial.is_divisible and context.between_processes
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
-                self._split.append(Parts(c, placement, context, initial))
+                self._split.append(Parts(c, placement, context, initial, use.place if use else ()))
             if in_turns:
                 context.comms[0].allgather_bytes("whale/first_values/turn", b"", _TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
@@ -189,7 +207,7 @@ class VariableOwner:
             use = uses.get(c.node, Use(frozenset(range(context.size)), True))
             key, entry = id(c.handle), self._entries[id(c.handle)]
             found.append((key, use))
-            if use.writes and len(use.ranks) < context.size and key not in self._homes:
+            if use.writes and len(use.ranks) < context.size and key not in self._homes and entry.parts is None:
                 self._homes[key] = Home(entry.name, entry.variable, entry.copies, context)
         return found
 
@@ -244,12 +262,14 @@ class VariableOwner:
                 continue
             entry.left = entry.read()
 
-    def handles(self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int) -> list[Any]:
-        """Handles of the variables behind ``nodes`` for the process's rank number ``position``."""
+    def handles(
+        self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int
+    ) -> list[Any]:
+        """Handles of the variables behind ``nodes`` for ``rank``, the process's rank number ``position``."""
         by_node = {c.node: c for c in captured}
         entries = [self._entries[id(by_node[n].handle)] for n in nodes]
         return [
-            e.parts.handles[position] if e.parts else e.handle if position == 0 else e.copies[position - 1].handle
+            e.parts.of_rank(rank).handle if e.parts else e.handle if position == 0 else e.copies[position - 1].handle
             for e in entries
         ]
 

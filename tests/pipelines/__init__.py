@@ -1,0 +1,1 @@
+"""Pipelines of many kinds against one device."""

@@ -1,0 +1,18 @@
+"""A few of the runs of ``python -m tests.pipelines``, the same each time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.pipelines.compare import LIMIT, difference
+from tests.pipelines.matrix import Run, all_runs
+
+SAMPLE = random.Random(7).sample(list(all_runs()), 5)
+
+
+@pytest.mark.parametrize("run", SAMPLE, ids=str)
+def test_a_pipeline_is_as_one_device(run: Run) -> None:
+    error, where = difference(run)
+    assert error <= LIMIT, where
