@@ -169,6 +169,15 @@ def test_damage_is_found_and_named(ranks: Start, tmp_path: Path) -> None:
     with pytest.raises(wh.CheckpointError, match=r"data-00001"):
         manager.restore(path)
     shard.write_bytes(whole)
+    index = Path(f"{path}.index")
+    entries = index.read_bytes()
+    for place in generator.sample(range(len(entries) - 100), 3):  # behind them lies what nobody reads
+        damaged = bytearray(entries)
+        damaged[place] ^= 1 << generator.randrange(8)
+        index.write_bytes(damaged)
+        with pytest.raises(wh.CheckpointError, match=r"ckpt-\d+\.index"):
+            manager.restore(path)
+    index.write_bytes(entries)
     manager.restore(path)
     with pytest.raises(wh.CheckpointError, match="cannot be read"):
         manager.restore(str(tmp_path / "ckpt-99"))

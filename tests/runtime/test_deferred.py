@@ -185,3 +185,63 @@ def test_what_cannot_be_recorded_is_run_once(ranks: Start) -> None:
     stateful = tf.Variable(lambda: tf.random.normal((50, 50)))
     tf.random.set_seed(5)
     np.testing.assert_array_equal(stateful, tf.random.normal((50, 50)))
+
+
+V1_NAMES = (
+    "zeros", "ones", "constant", "random_uniform", "random_normal", "truncated_normal", "uniform_unit_scaling",
+    "variance_scaling", "orthogonal", "identity", "glorot_uniform", "glorot_normal", "he_normal", "he_uniform",
+    "lecun_normal", "lecun_uniform",
+)  # fmt: skip
+
+
+def v1_initializers() -> dict[str, Any]:
+    """Initializers of TensorFlow 1 by name."""
+    made = tf.compat.v1.initializers
+    return {name: made.constant(2.5) if name == "constant" else getattr(made, name)() for name in V1_NAMES}
+
+
+@pytest.mark.core
+def test_parts_of_initial_values_of_version_1_are_those_of_the_whole(ranks: Start) -> None:
+    def variables() -> list[tf.Variable]:
+        tf.random.set_seed(11)
+        return [
+            tf.Variable(lambda make=make: make((INPUTS, OUTPUTS), dtype=tf.float32), name=name)
+            for name, make in v1_initializers().items()
+        ]
+
+    whole = [v.numpy() for v in variables()]
+    ranks(3, **{"zero.level": 3, "zero.min_bytes": 0})
+    made = variables()
+
+    @wh.function
+    def product(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_mean(tf.square(x @ v)) for v in made])
+        for variable, slope in zip(made, tape.gradient(loss, made)):
+            variable.assign_sub(slope)
+        return loss
+
+    product.plan(tf.ones((4, INPUTS)))
+    for name, variable, value in zip(V1_NAMES, made, whole):
+        parts = [np.asarray(part) for part in variable._whale_parts._parts]
+        assert [len(part) for part in parts] == [11, 11, 11]
+        assert (raw(np.concatenate(parts)) == raw(value)).all(), name
+
+
+def test_initial_values_of_a_session_are_those_of_one_device(ranks: Start) -> None:
+    def values(session: Callable[..., Any]) -> list[np.ndarray]:
+        with tf.Graph().as_default() as graph:
+            tf.compat.v1.set_random_seed(11)
+            made = [
+                tf.compat.v1.get_variable(name, (INPUTS, OUTPUTS), initializer=make, use_resource=True)
+                for name, make in v1_initializers().items()
+            ]
+            start = tf.compat.v1.global_variables_initializer()
+        with session(graph=graph) as running:
+            running.run(start)
+            return [running.run(variable) for variable in made]
+
+    alone_values = values(tf.compat.v1.Session)
+    ranks(3)
+    for name, value, other in zip(V1_NAMES, values(wh.Session), alone_values):
+        assert (raw(value) == raw(other)).all(), name

@@ -214,6 +214,13 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
         if not any(isinstance(p, Split | Own) for p in strategies[node.name].inputs + strategies[node.name].outputs):
             found[node.name] = _once(node, "linear in what is summed before")
             continue
+        if (
+            node.inputs
+            and node.outputs
+            and all(r.node in found or strategies[r.node].outputs[r.index] == B for r in node.inputs)
+        ):
+            found[node.name] = _once(node, "of what is whole, or computed once")
+            continue
         if node.op not in LOOPS and node.op not in BRANCHES and _has_no_rows(node, strategies, found):
             found[node.name] = _once(node, "of sums, which happen to be as large as the batch")
             continue
