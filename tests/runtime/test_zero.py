@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,39 @@ def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:
         mine = sum(int(np.prod(parts._parts[rank].shape)) for parts in held)
         assert mine <= state / 3 + sum(v.shape[-1] for v in moments), (mine, state)
     assert sum(int(np.prod(p.shape)) for parts in held for p in parts._parts.values()) >= state
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_groups_of_ranks_have_state_that_lies_split_within_them(ranks: Start, level: int) -> None:
+    def losses(function: Any, scope: Callable[[], Any]) -> tuple[list[float], Any]:
+        tf.keras.utils.set_random_seed(1)
+        layers = [tf.keras.layers.Dense(16, "tanh", dtype="float64") for _ in range(3)]
+        for layer in layers:
+            layer.build((None, 16))
+        weights = [w for layer in layers for w in layer.trainable_variables]
+        optimizer = tf.keras.optimizers.Adam(0.01, epsilon=1e-3)
+        optimizer.build(weights)
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                y = layers[0](x)
+                with scope():
+                    y = layers[1](y)
+                loss = tf.reduce_mean(tf.square(layers[2](y)))
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return loss
+
+        x = tf.random.stateless_normal((ROWS, 16), (1, 2), dtype=tf.float64)
+        return [float(step(x)) for _ in range(3)], step.plan(x).variables if function is wh.function else {}
+
+    wanted, _ = losses(tf.function, contextlib.nullcontext)
+    ranks(4, **{"zero.level": level, "zero.min_bytes": 0, "split.ranks": 2})
+    found, placed = losses(wh.function, wh.split)
+    np.testing.assert_allclose(found, wanted, rtol=1e-13)
+    # Two moments of six weights; at level 3 the weights as well.
+    assert len(placed) >= (12 if level == 1 else 18)
+    assert all(isinstance(p, Split) and len(p.sizes) == 2 for p in placed.values())
 
 
 def test_small_state_stays_whole(ranks: Start) -> None:

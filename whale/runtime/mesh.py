@@ -58,8 +58,8 @@ def plan_mesh(program: Program, context: PlanContext, group: int) -> Plan:
       group: ranks that divide tensors together.
 
     Raises:
-      PlanError: the ranks, or the rows of the batch, do not make equal groups; the program has loops or branches, sends
-        its gradients through Horovod, or splits its optimizer's state.
+      PlanError: the ranks, or the rows of the batch, do not make equal groups; the program has loops or branches, or
+        sends its gradients through Horovod.
     """
     _refuse(program, context, group)
     groups = context.size // group
@@ -136,13 +136,6 @@ def _refuse(program: Program, context: PlanContext, group: int) -> None:
             given=given,
             expected="one group of all ranks",
             action="leave split.ranks out",
-        )
-    if context.zero_level:
-        raise PlanError(
-            "the optimizer's state cannot be split over groups of ranks",
-            given=f"{given}, zero.level={context.zero_level}",
-            expected="zero.level=0 or one group of all ranks",
-            action="leave zero.level or split.ranks out",
         )
     if context.wire_dtype:
         raise PlanError(
