@@ -169,6 +169,7 @@ def _check(cluster: Cluster, file: files.File) -> None:
         for name in host.networks:
             if name not in cluster.networks:
                 facts = nearest(name, cluster.networks) if cluster.networks else {"expected": "an entry of networks"}
+                facts["action"] = "name one of the file's networks, or add it to them"
                 fail(
                     ["hosts", i, "networks", name],
                     "a host names a network that the file does not have",

@@ -100,6 +100,12 @@ KEYS: tuple[Key, ...] = (
         "the first training step is spread in the way that is predicted to be the fastest; scopes are kept as they are",
     ),
     Key(
+        "cost_model.profile",
+        "str",
+        "",
+        "file that `whale profile` wrote on this machine, by which auto_parallel predicts; empty: a quick measurement",
+    ),
+    Key(
         "sync_batch_norm",
         "bool",
         False,

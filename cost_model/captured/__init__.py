@@ -3,7 +3,7 @@
 Graph       graph      a rank's program as numbers: who waits for whom, which results share memory
 Exchange    traffic    what a communication op moves and holds
 Table       table      what `whale profile` measured on a machine; a JSON file
-Ran         execute    discrete events over all ranks: executor threads, the cores that they share, exchanges
+Played      execute    discrete events over all ranks: executor threads, the cores that they share, exchanges
 Allocator   allocator  TensorFlow's best fit, as far as sizes go; liveness plays a step's order on it
 Machine     predict    seconds of operations and exchanges, measured or by the catalogue; predict_ranks
 """

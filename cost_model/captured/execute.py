@@ -8,7 +8,7 @@ it tells the other ranks that its own has come, and the last one to come lets al
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,27 +17,24 @@ from whale.errors import PlanError
 
 from .cores import Clock, Host, Job, Thread
 from .graph import Graph
-from .liveness import peak_bytes
 from .traffic import Exchange
 
 SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class Played:
     """What a step took on one rank.
 
     Attributes:
         end_s: when its last node ended.
-        peak_bytes: the most memory that it held, with what is there before the step.
-        resident_bytes: what is there between steps: variables, inputs, buffers of communication.
+        order: a node where it started, its complement (~node) where it had ended.
         compute_s: its kernels, alone on a core.
         exchange_s: the same of its exchanges.
     """
 
     end_s: float
-    peak_bytes: int
-    resident_bytes: int
+    order: list[int]
     compute_s: float
     exchange_s: float
 
@@ -69,7 +66,6 @@ class _Rank:
     graph: Graph
     host: Host
     seconds: Sequence[float]
-    scratch: Sequence[int]
     waiting: list[int]
     stacks: list[deque[int]]
     inline: list[deque[int]]
@@ -77,6 +73,7 @@ class _Rank:
     threads: list[Thread] = field(default_factory=list)
     engine: Thread = field(default_factory=lambda: Thread(lambda: None))
     jobs: deque[Job] = field(default_factory=deque)
+    met: Counter[str] = field(default_factory=Counter)
     end_s: float = 0.0
     order: list[int] = field(default_factory=list)
 
@@ -84,22 +81,20 @@ class _Rank:
 def run(
     graphs: Sequence[Graph],
     seconds: Sequence[Sequence[float]],
-    scratch_bytes: Sequence[Sequence[int]],
     exchange_s: Callable[[Exchange], float],
     sharing: Sharing,
-) -> list[Ran]:
+) -> list[Played]:
     """Plays one step of all ranks.
 
     Args:
         graphs: of the ranks.
         seconds: of each node alone on a core (or device); nodes of 0 take no time.
-        scratch_bytes: memory of each node while it runs.
         exchange_s: seconds of work that an exchange is for each of its ranks.
 
     Raises:
         PlanError: the ranks wait for each other.
     """
-    return _Run(graphs, seconds, scratch_bytes, exchange_s, sharing).play()
+    return _Run(graphs, seconds, exchange_s, sharing).play()
 
 
 class _Run:
@@ -107,7 +102,6 @@ class _Run:
         self,
         graphs: Sequence[Graph],
         seconds: Sequence[Sequence[float]],
-        scratch: Sequence[Sequence[int]],
         exchange_s: Callable[[Exchange], float],
         sharing: Sharing,
     ) -> None:
@@ -117,7 +111,7 @@ class _Run:
         self.come: dict[tuple[str, tuple[int, ...]], list[tuple[_Rank, int]]] = {}
         count = sharing.threads
         self.ranks = [
-            _Rank(i, g, hosts[sharing.hosts[i]], seconds[i], scratch[i], list(g.after), [deque() for _ in range(count)],
+            _Rank(i, g, hosts[sharing.hosts[i]], seconds[i], list(g.after), [deque() for _ in range(count)],
                   [deque() for _ in range(count)], len(g.after))
             for i, g in enumerate(graphs)
         ]  # fmt: skip
@@ -125,7 +119,7 @@ class _Run:
             rank.threads = [Thread(partial(self._next, rank, number)) for number in range(count)]
             rank.engine = Thread(partial(_popped, rank.jobs), urgent=True)
 
-    def play(self) -> list[Ran]:
+    def play(self) -> list[Played]:
         for rank in self.ranks:
             for i, count in enumerate(rank.graph.after):
                 if count == 0:
@@ -139,9 +133,9 @@ class _Run:
                 stuck = sorted(k for k, come in self.come.items() if come)
                 raise PlanError("the ranks wait for each other", given=str(stuck[:3] or f"rank {rank.number}"))
         return [
-            Ran(
+            Played(
                 rank.end_s,
-                *peak_bytes(rank.graph, rank.order, rank.scratch),
+                rank.order,
                 sum(rank.seconds),
                 sum(map(self.exchange_s, rank.graph.exchanges.values())),
             )
@@ -209,7 +203,9 @@ class _Run:
     def _meet(self, rank: _Rank, node: int) -> None:
         """An exchange starts on one rank; the last one to come starts it for all."""
         what = rank.graph.exchanges[node]
-        key = (what.key, what.ranks)
+        number = rank.met[what.key]  # micro-batches use one key after the other
+        rank.met[what.key] += 1
+        key = (f"{what.key}/{number}", what.ranks)
 
         def announce() -> None:
             come = self.come.setdefault(key, [])

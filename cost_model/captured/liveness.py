@@ -8,14 +8,15 @@ from .allocator import Allocator
 from .buffers import APPLIED, UPDATES
 from .graph import Graph
 
-STEPS = 5  # the first is left out: pieces do not lie yet as they will from then on
+STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
 
 
-def peak_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int]) -> tuple[int, int]:
-    """(most bytes during a step, bytes between steps) of a rank that starts and ends its nodes in an order.
+def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int]:
+    """(most bytes during a step, bytes between steps) of a rank that starts and ends its nodes in some orders.
 
     Args:
-        order: a node where it starts, its complement (~node) where it has ended.
+        orders: of steps, one after the other, over and over; in each a node where it starts, its complement (~node)
+            where it has ended.
         scratch_bytes: memory of each node while it runs.
     """
     allocator = Allocator()
@@ -28,13 +29,13 @@ def peak_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int])
         if size:
             allocator.take(size)
     resident = 0
-    for step in range(STEPS):
+    for step in range(max(STEPS, 2 * len(orders) + 1)):
         resident = max(resident, allocator.live_bytes) if step > 1 else allocator.live_bytes
         if step <= 1:
             allocator.peak_bytes = allocator.live_bytes
         memory = _Memory(graph, allocator, variables)
         scratch: dict[int, int] = {}
-        for event in order:
+        for event in orders[step % len(orders)]:
             if event >= 0:
                 memory.begin(event)
                 if scratch_bytes[event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 from whale.errors import ClusterError
 from whale.ir.program import Node, Program
@@ -12,14 +13,16 @@ from ..cluster import Cluster, DeviceEntry, HostEntry
 from ..collectives import COLLECTIVES, group, point_to_point_s
 from ..compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
 from ..ops.work import Work
-from .execute import Ran, Sharing, run
+from .execute import Played, Sharing, run
 from .graph import graph_of
+from .liveness import peak_bytes
 from .table import CONTRACTIONS, Measured, Table
 from .traffic import Exchange
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256
 SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
+PLAYS, VARIES = 6, 0.3  # further plays of a step, and how much kernels' times differ between them (of their logarithm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,25 @@ class Machine:
     def allocated(self, size: int) -> int:
         """Bytes that the allocator gives for a tensor."""
         return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a step takes on one rank.
+
+    Attributes:
+        end_s: when its last node ends.
+        peak_bytes: the most memory that it holds, with what is there before the step.
+        resident_bytes: what is there between steps: variables, inputs, buffers of communication.
+        compute_s: its kernels, alone on a core.
+        exchange_s: the same of its exchanges.
+    """
+
+    end_s: float
+    peak_bytes: int
+    resident_bytes: int
+    compute_s: float
+    exchange_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +114,27 @@ def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPred
         for i, what in g.exchanges.items():
             scratch[rank][i] = sum(map(machine.allocated, what.scratch_bytes))
 
-    def play(sharing: Sharing, slower: float) -> list[Ran]:
-        def exchange_s(what: Exchange) -> float:
-            return slower * machine.exchange_s(what)
-
-        return run(graphs, seconds, scratch, exchange_s, sharing)
-
     sharing = machine.sharing
-    ran = play(sharing, 1.0)
-    # What is held at once depends on who happens to be first, so memory is the most of several plays.
-    others = [play(replace(sharing, cores=[0.5 * c for c in sharing.cores]), 1.0)] if sharing.threads > 1 else []
+    played = run(graphs, seconds, machine.exchange_s, sharing)
+    # What is held at once, and where it lies, depends on who happens to be first: no two steps have the same order.
+    others: list[list[Played]] = []
+    if sharing.threads > 1:
+        slower = replace(sharing, cores=[0.5 * c for c in sharing.cores])
+        others.append(run(graphs, seconds, machine.exchange_s, slower))
+        generator = Random(0)
+        for _ in range(PLAYS):
+            varied = [[s * generator.lognormvariate(0.0, VARIES) for s in one] for one in seconds]
+            others.append(run(graphs, varied, machine.exchange_s, sharing))
     if len(graphs) > 1:
-        others.append(play(sharing, SLOW_EXCHANGES))
+        others.append(run(graphs, seconds, lambda what: SLOW_EXCHANGES * machine.exchange_s(what), sharing))
     ran = [
-        replace(one, peak_bytes=max([one.peak_bytes, *(o[r].peak_bytes for o in others)])) for r, one in enumerate(ran)
+        Ran(
+            one.end_s,
+            *peak_bytes(graphs[r], [one.order, *(o[r].order for o in others)], scratch[r]),
+            one.compute_s,
+            one.exchange_s,
+        )
+        for r, one in enumerate(played)
     ]
     return CapturedPrediction(
         step_s=max(rank.end_s for rank in ran) + machine.call_s,

@@ -46,7 +46,7 @@ def in_order(program: Program) -> tuple[int, int]:
     """(peak, resident) when one node runs after the other."""
     g = graph_of(program, 0, 1)
     order = [event for i in range(len(g.nodes)) for event in (i, ~i)]
-    return peak_bytes(g, order, [0] * len(g.nodes))
+    return peak_bytes(g, [order], [0] * len(g.nodes))
 
 
 def chain(*ops: str, branch: bool = False) -> Program:

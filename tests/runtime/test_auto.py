@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import whale as wh
+from cost_model.captured.table import write
+from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
 from tests.runtime.test_split import Classifier, double
-from whale.errors import PlanError
+from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Split
 from whale.planner import pipelines, programs
 from whale.planner.programs import Choice, Rates
@@ -199,3 +203,22 @@ def test_an_optimizers_state_is_divided_where_its_update_takes_long(
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
     assert chosen is not None and chosen.zero == 1
+
+
+def test_ways_are_played_by_a_profile(
+    ranks: Callable[..., None], speed: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed(SLOW_LINK)  # these rates would send nothing
+    expected = Classifier().train()
+    path = tmp_path / "profile.json"
+    write(msgspec.structs.replace(TABLE, host="bench", call_s=0.0, node_s=1e-9), path)
+    ranks(2, auto_parallel=True, **{"cost_model.profile": str(path)})
+    classifier = Classifier(wh.function)
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    said = capsys.readouterr().err
+    assert "(bench as `whale profile` measured it)" in said
+    wh.shutdown()
+    ranks(2, auto_parallel=True, **{"cost_model.profile": str(tmp_path / "none.json")})
+    with pytest.raises(ClusterError, match="the profile cannot be read"):
+        Classifier(wh.function).train()

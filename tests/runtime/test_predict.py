@@ -18,9 +18,8 @@ from tests.cost_model.test_captured import LAB, TABLE
 from whale.capture.function import capture_function
 from whale.passes.pipeline import normalise
 from whale.runtime import measure
-from whale.runtime.compile import plan_context
+from whale.runtime.compile import make_any_plan, plan_context
 from whale.runtime.context import current
-from whale.runtime.mesh import plan_program
 from whale.runtime.predict import Planned, predict_plan, rank_programs
 from whale.runtime.profile import programs as profile_programs
 
@@ -32,6 +31,7 @@ class Model:
     """Two layers and a classifier, with momentum."""
 
     def __init__(self, scope: Callable[[], Any] = contextlib.nullcontext) -> None:
+        self.first = wh.stage if scope is wh.stage else contextlib.nullcontext
         draw = np.random.default_rng(2).standard_normal
         shapes = ((12, 24), (24, 24), (24, 40), (40,))
         self.weights = [tf.Variable(draw(shape)) for shape in shapes]
@@ -41,7 +41,8 @@ class Model:
     def step(self, x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         w = self.weights
         with tf.GradientTape() as tape:
-            hidden = tf.tanh(tf.nn.relu(x @ w[0]) @ w[1])
+            with self.first():
+                hidden = tf.tanh(tf.nn.relu(x @ w[0]) @ w[1])
             with self.scope():
                 logits = tf.nn.bias_add(hidden @ w[2], w[3])
                 loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
@@ -60,7 +61,7 @@ def planned_here(model: Model) -> Planned:
     """The plan of this process's run, made without running."""
     settings = plan_context(current())
     program = normalise(capture_function(model.step, batch(), {}).program, settings)
-    return Planned(program, plan_program(program, settings), settings)
+    return Planned(program, make_any_plan(program, settings), settings)
 
 
 PLANS = {
@@ -69,6 +70,11 @@ PLANS = {
     "split": (2, {}, wh.split),
     "groups": (4, {"split.ranks": 2}, wh.split),
     "state": (2, {"zero.level": 1, "zero.min_bytes": 0}, contextlib.nullcontext),
+    "pipeline": (2, {"pipeline.num_micro_batch": 4}, wh.stage),
+    "pipelines": (4, {"pipeline.num_micro_batch": 2, "pipeline.schedule": "gpipe"}, wh.stage),
+    "micro-batches": (2, {"pipeline.num_micro_batch": 4}, contextlib.nullcontext),
+    "tree": (3, {"communication.algorithm": "tree"}, contextlib.nullcontext),
+    "ring": (4, {"communication.algorithm": "ring"}, contextlib.nullcontext),
     "state of three": (3, {"zero.level": 2, "zero.min_bytes": 0}, contextlib.nullcontext),
 }
 

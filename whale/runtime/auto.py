@@ -16,8 +16,12 @@ from typing import Any
 
 import msgspec
 
-from whale.errors import PlanError, WhaleError
+from cost_model.captured import table as tables
+from cost_model.captured.predict import measured_machine, predict_ranks
+from cost_model.captured.table import Table
+from whale.errors import ClusterError, PlanError, WhaleError
 from whale.ir.collector import no_garbage_collection
+from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.program import Program
 from whale.lowering.local import localise
@@ -111,6 +115,7 @@ def _agreed(program: Program, settings: PlanContext, context: Context, number: i
 def _best(program: Program, settings: PlanContext, context: Context, rates: Sequence[Rates]) -> Choice:
     """The fastest choice by prediction, of those that fit into memory; says on standard error what it found."""
     limit = _memory_bytes(context, settings.size)
+    profile = _profile(context)
     end_s = time.monotonic() + BUDGET_S
     found: list[tuple[float, int, Choice]] = []
     lost: list[str] = []
@@ -122,7 +127,7 @@ def _best(program: Program, settings: PlanContext, context: Context, rates: Sequ
             lost.append(f"{choice.name}: every rank is given its own rows only")
             continue
         try:
-            seconds, size = _predicted(program, settings, choice, rates)
+            seconds, size = _predicted(program, settings, choice, profile or rates)
         except WhaleError as error:
             lost.append(f"{choice.name}: cannot run: {error.message}")
             continue
@@ -142,20 +147,35 @@ def _best(program: Program, settings: PlanContext, context: Context, rates: Sequ
     best = min(fitting, key=lambda e: e[0])
     if best[0] > first[0] * (1 - LEAST_GAIN):
         best = first
-    _say(best, found, lost, limit, rates[0])
+    origin = f"{profile.host} as `whale profile` measured it" if profile else rates[0].origin
+    _say(best, found, lost, limit, origin)
     return msgspec.structs.replace(best[2], predicted_s=best[0])
 
 
 def _say(
-    best: tuple[float, int, Choice], found: list[tuple[float, int, Choice]], lost: list[str], limit: float, rates: Rates
+    best: tuple[float, int, Choice], found: list[tuple[float, int, Choice]], lost: list[str], limit: float, origin: str
 ) -> None:
-    lines = [f"whale: auto_parallel: {best[2].name}, predicted {1e3 * best[0]:.2f} ms a step ({rates.origin})"]
+    lines = [f"whale: auto_parallel: {best[2].name}, predicted {1e3 * best[0]:.2f} ms a step ({origin})"]
     for seconds, size, choice in sorted(found, key=lambda e: e[0]):
         if choice is not best[2]:
             fits = "" if size <= limit else f", does not fit: {size / 1e9:.2f} of {limit / 1e9:.2f} GB"
             lines.append(f"whale:   {choice.name}: {1e3 * seconds:.2f} ms{fits}")
     lines += [f"whale:   {one}" for one in lost]
     sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _profile(context: Context) -> Table | None:
+    """What `cost_model.profile` names, if anything; it describes one host, so all ranks have to be there."""
+    path = context.config["cost_model.profile"]
+    if not path:
+        return None
+    if context.between_processes and context.place.local_size != context.size:
+        raise ClusterError(
+            "a profile describes one host, and the ranks are on several",
+            given=f"cost_model.profile: {path}",
+            action="leave cost_model.profile out: the ranks are then measured for a moment",
+        )
+    return tables.read(path)
 
 
 def _unequal(rates: Sequence[Rates]) -> bool:
@@ -218,8 +238,17 @@ def _lowered(program: Program, settings: PlanContext, choice: Choice, ranks: Seq
         return [localise(expanded, plan, rank, "predicted", None) for rank in ranks]
 
 
-def _predicted(program: Program, settings: PlanContext, choice: Choice, rates: Sequence[Rates]) -> tuple[float, int]:
-    """(seconds, bytes) of a step on the slowest rank; of equal ranks the first stands for all."""
+def _predicted(
+    program: Program, settings: PlanContext, choice: Choice, rates: Sequence[Rates] | Table
+) -> tuple[float, int]:
+    """(seconds, bytes) of a step on the slowest rank.
+
+    With a profile all ranks are played, as `whale plan` does; with rates the first of equal ranks stands for all.
+    """
+    if isinstance(rates, Table):
+        machine = measured_machine(rates, settings.size, fingerprint(program))
+        played = predict_ranks(_lowered(program, settings, choice, range(settings.size)), machine)
+        return played.step_s, played.peak_bytes
     unlike = choice.stages or choice.shares or settings.shares or _unequal(rates)
     locals_ = _lowered(program, settings, choice, range(settings.size if unlike else 1))
     if choice.stages:

@@ -153,14 +153,14 @@ def compile_program(
     lap("expand")
     what = f"`{program.name}` (program {number} of the run)"
     with no_garbage_collection():
-        lowered = _lowered(program, expanded, plan, settings, context.ranks, context.comm_name, what)
+        lowered = lower_ranks(program, expanded, plan, settings, context.ranks, context.comm_name, what)
         ranks = tuple(compile_marked(_with_number(r, number)) for r in lowered)
         context.footprints[program.name] = footprint(ranks[0])
     lap("localise")
     return Compiled(plan, expanded, ranks, number, times)
 
 
-def _lowered(
+def lower_ranks(
     program: Program,
     expanded: Program,
     plan: Plan,
@@ -169,6 +169,7 @@ def _lowered(
     comm: str,
     what: str,
 ) -> list[Program]:
+    """What ``ranks`` run: the expanded program, made local and cut into micro-batches where there are any."""
     if plan.places:
         return lower_places(expanded, plan, ranks, comm, what, settings)
     if plan.inner is not None:
@@ -185,7 +186,7 @@ def with_memory(program: Program, plan: Plan, settings: PlanContext) -> Plan:
     ranks = range(min(settings.size, _MOST_RANKS_SHOWN))
     expanded = expand(program, plan.expanded, settings)
     with no_garbage_collection():
-        each = [footprint(r) for r in _lowered(program, expanded, plan, settings, ranks, "", plan.program)]
+        each = [footprint(r) for r in lower_ranks(program, expanded, plan, settings, ranks, "", plan.program)]
     return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES})
 
 

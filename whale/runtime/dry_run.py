@@ -52,8 +52,8 @@ class Prediction:
     profile: str | None = None
     cluster: str | None = None
 
-    def text(self, planned: Planned) -> str:
-        """What the plan is predicted to take, or why that is not known.
+    def text(self, planned: Planned) -> tuple[bool, str]:
+        """(whether it is known, what the plan is predicted to take or why that is not known).
 
         Raises:
           ClusterError: a file that was named cannot be read, or does not fit the plan.
@@ -61,17 +61,17 @@ class Prediction:
         """
         if self.cluster is not None:
             on = read_cluster(self.cluster)
-            return report(predict_plan(planned, on), f"{on.name}, by the catalogue's figures")
+            return True, report(predict_plan(planned, on), f"{on.name}, by the catalogue's figures")
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
-            return "No predicted time: this machine has not been measured (`whale profile`)\n"
+            return False, "No predicted time: this machine has not been measured (`whale profile`)\n"
         try:
             table = read(path)
-            return report(predict_plan(planned, table), f"{table.host} as `whale profile` measured it")
+            return True, report(predict_plan(planned, table), f"{table.host} as `whale profile` measured it")
         except WhaleError as error:
             if self.profile is not None:
                 raise
-            return f"No predicted time: {error}\n"
+            return False, f"No predicted time: {error}\n"
 
 
 def main(
@@ -97,8 +97,10 @@ def main(
     planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
     if out is not None:
         planned.plan.save(out)
-    sys.stdout.write(format_plan(planned.plan))
-    sys.stdout.write(prediction.text(planned))
+    known, text = prediction.text(planned)
+    # One figure for memory: what a play of the step holds at most, or else an estimate from the plan alone.
+    sys.stdout.write(format_plan(replace(planned.plan, memory={}) if known else planned.plan))
+    sys.stdout.write(text)
     return 0
 
 

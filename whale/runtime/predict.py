@@ -10,10 +10,9 @@ from cost_model.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.lowering.local import localise
+from whale.passes.inline import inline
 from whale.passes.pipeline import PlanContext, expand
-from whale.runtime.mesh import lower_mesh
-from whale.runtime.places import lower_places
+from whale.runtime.compile import lower_ranks
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,12 @@ def rank_programs(planned: Planned) -> list[Program]:
       PlanError: the plan lacks a strategy or a reshard.
     """
     program, plan, settings = planned.program, planned.plan, planned.settings
+    size = plan.size if plan.inner is None else plan.size * plan.inner.size
     if plan.places:
-        ranks = range(sum(len(place.ranks) for place in plan.places))
-        expanded = expand(program, plan.expanded, settings)
-        return lower_places(expanded, plan, ranks, "", "", settings)
-    if plan.inner is not None:
-        return lower_mesh(program, plan, settings, range(plan.size * plan.inner.size), "", "")
+        size = sum(len(place.ranks) for place in plan.places)
     expanded = expand(program, plan.expanded, settings)
-    return [localise(expanded, plan, rank, "", None) for rank in range(plan.size)]
+    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
+    return [inline(r) for r in lower_ranks(program, expanded, plan, settings, range(size), "", "")]
 
 
 def predict_plan(planned: Planned, on: Table | Cluster, counted_from_bytes: int = 0) -> CapturedPrediction:
