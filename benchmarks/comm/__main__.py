@@ -194,6 +194,7 @@ def main() -> None:
             f"--sizes are some of {','.join(size.title.replace(' ', '') for size in SIZES)}; --rounds is at least 2"
         )
     libraries = present([part for part in options.only.split(";") if part], options.mpich)
+    order = [size.title for size in SIZES], [library.title for library in LIBRARIES]
     where, results = machine(), []
     with tempfile.TemporaryDirectory(prefix="whale-probe-") as folder:
         probe = build_probe(Path(folder))
@@ -205,10 +206,9 @@ def main() -> None:
                     results += [report.Result(ranks, size.title, title, tuple(s)) for title, s in found.items()]
                     times = ", ".join(f"{r.library} {1e3 * r.median_s:.3f}" for r in results[-len(found) :])
                     print(f"{ranks} processes, {size.title}, ms: {times}", flush=True)
-    order = [size.title for size in SIZES], [library.title for library in LIBRARIES]
+                    if options.out:  # after each size, so that a run that is ended keeps what it has
+                        report.write(options.out, results, *order, where=where, rounds=options.rounds)
     print("\n" + report.markdown(results, *order))
-    if options.out:
-        report.write(options.out, results, *order, where=where, rounds=options.rounds)
 
 
 if __name__ == "__main__":
