@@ -29,6 +29,7 @@ from whale.runtime.context import Context, current
 from whale.runtime.deferred import capturing
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.homes import Use
+from whale.runtime.memory import trim
 from whale.runtime.parts import local_arguments
 from whale.runtime.places import uses_of_places
 from whale.runtime.trace import span
@@ -92,6 +93,7 @@ class Function:
             and len(step.captured.inputs) == len(args)
         ):
             self._quick[quick] = step
+            trim()  # the first call of a step
         return result
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -210,6 +212,7 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"), no_garbage_collection():
         call = _callable(captured, compiled, context, uses)
+    trim()
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return _Step(call, captured, compiled, seconds)
 

