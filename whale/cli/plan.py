@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whale.errors import PlanError
+
+if TYPE_CHECKING:
+    from cost_model.describe import Transformer
+    from whale.planner.tables import Table
 
 
 def add_to(verbs: Any) -> None:
@@ -23,6 +27,8 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
+    verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
+    verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
     verb.add_argument("--batch", type=int, metavar="ROWS", help="rows of the global batch")
     verb.add_argument("--budget", type=float, default=10.0, metavar="S", help="seconds for the search (default 10)")
     verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
@@ -40,6 +46,11 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
     )
+    verb.add_argument(
+        "--explain",
+        metavar="OP",
+        help="say how an operation of the script lies (a name or a pattern), and what else would cost",
+    )
     verb.add_argument("script", nargs="?", help="the script to plan")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     verb.set_defaults(call=call, wrong=verb.error)
@@ -47,31 +58,33 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
+    if given.jobs:
+        return _jobs(given)
     if given.describe or given.profile:
         return _described(given)
+    if given.offers:
+        given.wrong("offers are for a described or measured model: add --describe or --profile")
     if given.script is None:
         given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
     from whale.runtime.dry_run import Prediction, main
 
     where = Prediction(given.measured, given.cluster)
-    return main(given.script, tuple(given.arguments), given.ranks, given.out, where, given.model) or 0
+    return main(given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain) or 0
 
 
 def _described(given: argparse.Namespace) -> int:
     from cost_model import cluster, discover
     from whale.doctor.cgroup import cpu_quota
-    from whale.planner import ask, planfile, show, tables
+    from whale.planner import ask, planfile, show
 
     if given.describe and given.profile:
         raise PlanError("a model is either described or measured", given="--describe and --profile")
+    if given.offers:
+        return _offers(given)
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
     machines = discover.local(cpu_quota()) if given.cluster == "local" else cluster.read(given.cluster)
-    transformer, batch = ask.describe(given.describe) if given.describe else (None, None)
-    table = tables.read(given.profile) if given.profile else None
-    batch = given.batch or batch or (table.batch if table else None)
-    if batch is None:
-        raise PlanError("the global batch is not known", action="add --batch ROWS")
+    transformer, table, batch = _model(given)
     limits = ask.limits(given.fixed, given.budget)
     plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
     print(show.show(plan))
@@ -79,4 +92,43 @@ def _described(given: argparse.Namespace) -> int:
         print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
     if given.out:
         planfile.save(plan, given.out)
+    return 0
+
+
+def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None, int]:
+    """The model by description or by tables, and the global batch."""
+    from whale.planner import ask, tables
+
+    transformer, batch = ask.describe(given.describe) if given.describe else (None, None)
+    table = tables.read(given.profile) if given.profile else None
+    batch = given.batch or batch or (table.batch if table else None)
+    if batch is None:
+        raise PlanError("the global batch is not known", action="add --batch ROWS")
+    return transformer, table, batch
+
+
+def _offers(given: argparse.Namespace) -> int:
+    from whale.planner import ask, offers, planfile
+
+    if given.cluster or given.advise or given.planner != "whale":
+        raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
+    transformer, table, batch = _model(given)
+    limits = ask.limits(given.fixed, given.budget)
+    answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.software, limits)
+    print("\n".join(offers.ranking(answers)))
+    best = answers[0].plan
+    if best is not None and given.out:
+        planfile.save(best, given.out)
+    return 0 if best is not None else 1
+
+
+def _jobs(given: argparse.Namespace) -> int:
+    from cost_model import cluster
+    from whale.planner import offers
+
+    if given.cluster is None or given.describe or given.profile or given.offers:
+        raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
+    machines = cluster.read(given.cluster)
+    packed = offers.pack(offers.read_jobs(given.jobs), machines, given.software)
+    print("\n".join(offers.packing(packed, machines)))
     return 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
+    from whale.ir.plan import Plan
     from whale.planner.planfile import PlanFile
 
 
@@ -16,12 +17,16 @@ def add_to(verbs: Any) -> None:
     """Adds the verbs to the command's parser."""
     verb = verbs.add_parser("show", help="print a saved plan", description="Prints a plan that `whale plan -o` wrote.")
     verb.add_argument("plan", help="the plan's JSON file")
+    verb.add_argument("-v", dest="verbose", action="store_true", help="a row for each operation, or layer, as well")
     verb.set_defaults(call=call)
     verb = verbs.add_parser(
-        "explain", help="say where a layer lies and why", description="One layer of a plan and what else would cost."
+        "explain",
+        help="say where an operation or a layer lies and why",
+        description="One operation of a script's plan (a name, a part of it, or a pattern), or one layer of a "
+        "described model's, and what else would cost.",
     )
     verb.add_argument("plan", help="the plan's JSON file")
-    verb.add_argument("layer", type=int, help="the layer's number, from 0")
+    verb.add_argument("what", metavar="OP", help="an operation's name; a layer's number, from 0, for a described model")
     verb.set_defaults(call=_explain)
     verb = verbs.add_parser("diff", help="compare two plans", description="What differs between two saved plans.")
     verb.add_argument("plan", help="a plan's JSON file")
@@ -54,15 +59,37 @@ def call(given: argparse.Namespace) -> int:
 
     data = _bytes(given.plan)
     if planfile.is_spread(data):
-        from whale.planner.show import show
+        from whale.planner.show import layer_table, show
 
-        print(show(planfile.loads(data, given.plan)))
+        plan = planfile.loads(data, given.plan)
+        print(show(plan))
+        if given.verbose:
+            print("\n".join(["", *layer_table(plan)]))
         return 0
-    from whale.ir.plan import plan_from_json
     from whale.ir.plan_text import format_plan
 
-    print(format_plan(plan_from_json(data)))
+    captured = _captured(data, given.plan)
+    print(format_plan(captured))
+    if given.verbose:
+        from whale.passes.explain import op_table
+
+        print("\n".join(op_table(captured)))
     return 0
+
+
+def _captured(data: bytes, path: str) -> Plan:
+    from whale.ir.plan import plan_from_json
+
+    try:
+        return plan_from_json(data)
+    except ValueError as error:
+        raise PlanError(
+            "the plan cannot be read",
+            given=path,
+            reason=str(error),
+            expected="a file that `whale plan -o` wrote",
+            action="make the plan again",
+        ) from error
 
 
 def _bytes(path: str) -> bytes:
@@ -85,9 +112,21 @@ def _load(path: str) -> PlanFile:
 
 
 def _explain(given: argparse.Namespace) -> int:
+    from whale.planner import planfile
+
+    data = _bytes(given.plan)
+    if not planfile.is_spread(data):
+        from whale.passes.explain import explained_of_plan
+
+        print("\n".join(explained_of_plan(_captured(data, given.plan), given.what)))
+        return 0
     from whale.planner.show import explain
 
-    print(explain(_load(given.plan), given.layer))
+    if not given.what.isdigit():
+        raise PlanError(
+            "a described model's plan has layers", given=given.what, expected="a number from 0", action="give the layer"
+        )
+    print(explain(planfile.loads(data, given.plan), int(given.what)))
     return 0
 
 

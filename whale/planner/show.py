@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cost_model.memory import Footprint
 
-from .evaluate import Evaluation
+from .evaluate import Evaluation, layers_of
 from .planfile import PlanFile
 from .pools import Machines
 from .spread import Stage
@@ -132,6 +132,30 @@ def schedule_lines(plan: PlanFile) -> list[str]:
         text = " ".join(passes[:18]) + (" ..." if len(passes) > 18 else "")
         lines.append(f"  {stage:>5}    {text}")
     return lines
+
+
+def layer_table(plan: PlanFile) -> list[str]:
+    """A row for each layer: its stage, seconds of a micro-batch on the slowest of its devices, what it holds there."""
+    model, _, found = plan.evaluate()
+    rows = [f"{'layer':>6} {'stage':>6} {'forward':>10} {'backward':>10} {'params':>10} {'kept of a micro-batch':>22}"]
+    of = {
+        layer: index
+        for index, stage in enumerate(plan.spread.stages)
+        for low, high in stage.layers
+        for layer in range(low, high)
+    }
+    for layer in range(model.count):
+        index = of[layer]
+        part = plan.spread.stages[index].parts[found.stages[index].limiting]
+        costs = layers_of(model, plan.spread, part, plan.spread.ranks)
+        one = slice(layer, layer + 2)
+        forward, backward, held, own = (
+            values[1] - values[0]
+            for values in (costs.forward_s[one], costs.backward_s[one], costs.held_bytes[one], costs.parameters[one])
+        )
+        times = f"{1e3 * forward:>7.2f} ms {1e3 * backward:>7.2f} ms"
+        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {size(held):>22}")
+    return rows
 
 
 def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:

@@ -16,7 +16,8 @@ from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.passes.pipeline import PlanContext, normalise
+from whale.passes.explain import explained
+from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import make_any_plan, plan_context, with_memory
 from whale.runtime.predict import Planned, predict_plan, report
@@ -81,6 +82,7 @@ def main(
     out: str | None = None,
     prediction: Prediction = Prediction(),
     is_model: bool = False,
+    explain: str | None = None,
 ) -> int:
     """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
 
@@ -89,6 +91,7 @@ def main(
       out: file that receives the plan as JSON.
       prediction: on what the time is predicted.
       is_model: ``script`` is a model file (see whale.runtime.described).
+      explain: name or pattern of operations of which it is said why they lie as they do.
 
     Raises:
       ClusterError: the script or a file does not exist.
@@ -101,6 +104,9 @@ def main(
     # One figure for memory: what a play of the step holds at most, or else an estimate from the plan alone.
     sys.stdout.write(format_plan(replace(planned.plan, memory={}) if known else planned.plan))
     sys.stdout.write(text)
+    if explain is not None:
+        expanded = expand(planned.program, planned.plan.expanded, planned.settings)
+        sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
     return 0
 
 
