@@ -7,8 +7,9 @@ import pytest
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.plan import plan_from_json
+from whale.ir.plan_explain import explained_of_plan, find_ops, op_table
 from whale.ir.program import Program
-from whale.passes.explain import explained, explained_of_plan, find_ops, op_table
+from whale.passes.explain import explained
 from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
 
 

@@ -71,7 +71,7 @@ def call(given: argparse.Namespace) -> int:
     captured = _captured(data, given.plan)
     print(format_plan(captured))
     if given.verbose:
-        from whale.passes.explain import op_table
+        from whale.ir.plan_explain import op_table
 
         print("\n".join(op_table(captured)))
     return 0
@@ -116,7 +116,7 @@ def _explain(given: argparse.Namespace) -> int:
 
     data = _bytes(given.plan)
     if not planfile.is_spread(data):
-        from whale.passes.explain import explained_of_plan
+        from whale.ir.plan_explain import explained_of_plan
 
         print("\n".join(explained_of_plan(_captured(data, given.plan), given.what)))
         return 0

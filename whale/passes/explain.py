@@ -1,78 +1,29 @@
 """Why an operation of a plan lies as it does: its layout, where that comes from, what it moves, what else is legal.
 
-explained_of_plan   from a saved plan alone
-explained           with the program: the chain back to the batch or a variable, and the alternatives with their cost
+What a saved plan says without its program is in `whale.ir.plan_explain`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterable, Sequence
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, even_sizes, moved_bytes, split
-from whale.ir.plan import Plan, Reshard
+from whale.ir.plan import Plan
+from whale.ir.plan_explain import MOST_OPS, decided, find_ops, layout_of
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program, Ref
 from whale.passes.cost import change_cost, fraction
 from whale.rules import rule_of
 from whale.rules.graph import view
 
-MOST_OPS = 5
 MOST_ALTERNATIVES = 6
 SHOWN_STEPS = 5  # of a chain, beside its end
 
 
-def find_ops(plan: Plan, pattern: str) -> list[str]:
-    """Names of the plan's nodes that match a pattern (`*` and `?` as in file names), or else contain it.
-
-    Raises:
-        PlanError: none does.
-    """
-    names = list(plan.strategies.get("", {}))
-    found = [n for n in names if fnmatch.fnmatchcase(n, pattern)] or [n for n in names if pattern in n]
-    if not found:
-        raise PlanError(
-            "the plan has no such operation",
-            given=pattern,
-            expected=f"a name, or a pattern, of one of {len(names)} operations (`whale show -v` lists them)",
-            action="correct the name",
-        )
-    return found
-
-
-def op_table(plan: Plan) -> list[str]:
-    """A row for each operation: its layout, the bytes that its operands' and results' changes of layout move, why."""
-    moved: dict[str, int] = {}
-    for r in plan.reshards:
-        if not r.graph:
-            moved[r.ref.node] = moved.get(r.ref.node, 0) + r.bytes
-    rows = [f"{'operation':44} {'layout':44} {'moved':>10}  why"]
-    for name, s in plan.strategies.get("", {}).items():
-        short = name if len(name) <= 44 else "..." + name[-41:]
-        sent = human_bytes(moved[name]) if moved.get(name) else ""
-        rows.append(f"{short:44} {_layout(s):44} {sent:>10}  {s.why}")
-    return rows
-
-
-def explained_of_plan(plan: Plan, pattern: str) -> list[str]:
-    """What a saved plan says of the operations that a pattern names.
-
-    Raises:
-        PlanError: there is none.
-    """
-    lines: list[str] = []
-    found = find_ops(plan, pattern)
-    for name in found[:MOST_OPS]:
-        lines += [name, *_decided(plan, name, None), ""]
-    if len(found) > MOST_OPS:
-        lines += [f"... and {len(found) - MOST_OPS} more", ""]
-    return [*lines, "Chains and alternatives need the program: `whale plan SCRIPT --explain OP`."]
-
-
 def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
-    """The same with what only the program tells.
+    """What is known of the operations that a pattern names: also the chain back to the batch or a variable, alternatives.
 
     Args:
         program: that the plan speaks of (see whale.passes.pipeline.expand).
@@ -85,7 +36,7 @@ def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
     for name in found[:MOST_OPS]:
         node = program.by_name[name]
         lines += [f"{name}: {node.op}" + (f", in {node.scope}" if node.scope else "")]
-        lines += _decided(plan, name, node)
+        lines += decided(plan, name, node)
         lines += [
             "  because  " + line if i == 0 else "           " + line
             for i, line in enumerate(_chain(program, plan, name))
@@ -95,30 +46,6 @@ def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
     if len(found) > MOST_OPS:
         lines.append(f"... and {len(found) - MOST_OPS} more")
     return lines
-
-
-def _layout(s: Strategy) -> str:
-    return "first rank only" if s.once else str(s)
-
-
-def _decided(plan: Plan, name: str, node: Node | None) -> list[str]:
-    s = plan.strategies[""][name]
-    lines = [f"  layout   {_layout(s)}   ({s.why})"]
-    read = set(node.inputs) if node is not None else set()
-    for r in plan.reshards:
-        if r.graph or not r.bytes:
-            continue
-        if r.ref.node == name:
-            lines.append(f"  result   {_moves(r, plan)}")
-        elif r.ref in read and node is not None and s.inputs[node.inputs.index(r.ref)] == r.target:
-            lines.append(f"  operand  {r.ref} {_moves(r, plan)}")
-    return lines
-
-
-def _moves(r: Reshard, plan: Plan) -> str:
-    others = len(plan.groups.get(r.group, ())) - 1 if r.group >= 0 else 0
-    together = f", together with {others} others" if others > 0 else ""
-    return f"{r.source} -> {r.target}, {human_bytes(r.bytes)}{together}" + (f" ({r.origin})" if r.origin else "")
 
 
 def _chain(program: Program, plan: Plan, name: str) -> list[str]:
@@ -184,7 +111,7 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
     lines = []
     for more, times, option in rows[:MOST_ALTERNATIVES]:
         sent_text = f"{'+' if more >= 0 else '-'}{human_bytes(abs(more))} a step"
-        lines.append(f"  else     {_layout(option):40} {sent_text:>18}, {times:.2g} x the work on a rank")
+        lines.append(f"  else     {layout_of(option):40} {sent_text:>18}, {times:.2g} x the work on a rank")
     return lines or ["  else     nothing that its operands can be brought to"]
 
 

@@ -1,0 +1,86 @@
+"""Operations of a saved plan: a table of all, and what is known of some without the program."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from whale.errors import PlanError
+from whale.ir.layout import Strategy
+from whale.ir.plan import Plan, Reshard
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Node
+
+MOST_OPS = 5  # explained at a time
+
+
+def find_ops(plan: Plan, pattern: str) -> list[str]:
+    """Names of the plan's nodes that match a pattern (`*` and `?` as in file names), or else contain it.
+
+    Raises:
+        PlanError: none does.
+    """
+    names = list(plan.strategies.get("", {}))
+    found = [n for n in names if fnmatch.fnmatchcase(n, pattern)] or [n for n in names if pattern in n]
+    if not found:
+        raise PlanError(
+            "the plan has no such operation",
+            given=pattern,
+            expected=f"a name, or a pattern, of one of {len(names)} operations (`whale show -v` lists them)",
+            action="correct the name",
+        )
+    return found
+
+
+def op_table(plan: Plan) -> list[str]:
+    """A row for each operation: its layout, the bytes that its operands' and results' changes of layout move, why."""
+    moved: dict[str, int] = {}
+    for r in plan.reshards:
+        if not r.graph:
+            moved[r.ref.node] = moved.get(r.ref.node, 0) + r.bytes
+    rows = [f"{'operation':44} {'layout':44} {'moved':>10}  why"]
+    for name, s in plan.strategies.get("", {}).items():
+        short = name if len(name) <= 44 else "..." + name[-41:]
+        sent = human_bytes(moved[name]) if moved.get(name) else ""
+        rows.append(f"{short:44} {layout_of(s):44} {sent:>10}  {s.why}")
+    return rows
+
+
+def explained_of_plan(plan: Plan, pattern: str) -> list[str]:
+    """What a saved plan says of the operations that a pattern names.
+
+    Raises:
+        PlanError: there is none.
+    """
+    lines: list[str] = []
+    found = find_ops(plan, pattern)
+    for name in found[:MOST_OPS]:
+        lines += [name, *decided(plan, name, None), ""]
+    if len(found) > MOST_OPS:
+        lines += [f"... and {len(found) - MOST_OPS} more", ""]
+    return [*lines, "Chains and alternatives need the program: `whale plan SCRIPT --explain OP`."]
+
+
+def layout_of(s: Strategy) -> str:
+    """A strategy as text."""
+    return "first rank only" if s.once else str(s)
+
+
+def decided(plan: Plan, name: str, node: Node | None) -> list[str]:
+    """An operation's layout, and what moves for it; of its operands only with the node."""
+    s = plan.strategies[""][name]
+    lines = [f"  layout   {layout_of(s)}   ({s.why})"]
+    read = set(node.inputs) if node is not None else set()
+    for r in plan.reshards:
+        if r.graph or not r.bytes:
+            continue
+        if r.ref.node == name:
+            lines.append(f"  result   {_moves(r, plan)}")
+        elif r.ref in read and node is not None and s.inputs[node.inputs.index(r.ref)] == r.target:
+            lines.append(f"  operand  {r.ref} {_moves(r, plan)}")
+    return lines
+
+
+def _moves(r: Reshard, plan: Plan) -> str:
+    others = len(plan.groups.get(r.group, ())) - 1 if r.group >= 0 else 0
+    together = f", together with {others} others" if others > 0 else ""
+    return f"{r.source} -> {r.target}, {human_bytes(r.bytes)}{together}" + (f" ({r.origin})" if r.origin else "")
