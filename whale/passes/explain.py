@@ -23,7 +23,7 @@ SHOWN_STEPS = 5  # of a chain, beside its end
 
 
 def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
-    """What is known of the operations that a pattern names: also the chain back to the batch or a variable, alternatives.
+    """What is known of the operations that a pattern names, with the chain back to the batch and the alternatives.
 
     Args:
         program: that the plan speaks of (see whale.passes.pipeline.expand).
