@@ -199,7 +199,7 @@ def _looked_at(program: Program, settings: PlanContext, rates: Sequence[Rates], 
     if settings.zero_level == 0 and settings.split_variables and not settings.wire_dtype:
         if state_at_rest(program, settings.size, settings.zero_min_bytes, (), settings.variables, False):
             found.append(Choice("data parallel, optimizer's state divided", zero=1))
-    if not settings.local and not settings.zero_level:
+    if not settings.local:
         work = work_of_chain(program, lambda node: node_seconds(program, node, rates[0], settings.size))
         found += [
             one
