@@ -11,7 +11,7 @@ from whale.errors import PlanError
 from whale.planner import ask, offers
 from whale.planner.estimate import Limits
 
-DESCRIBED = "gpt:layers=8,hidden=1024,heads=8,sequence=512,batch=64"
+DESCRIBED = "gpt:layers=16,hidden=4096,heads=32,sequence=1024,batch=256"
 HOST = "{{name: {device}, count: {count}, devices: [{{type: {device}, count: 4}}], networks: {{ib: {{nics: 1}}}}}}"
 OFFERS = """offers:
   - {name: slow, cluster: slow.yaml, price_per_hour: 10.0}
