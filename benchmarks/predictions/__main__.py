@@ -1,6 +1,7 @@
 """Predicted against measured step time and memory of this machine's own runs: six programs under every plan.
 
-    whale profile -o PROFILE; python -m benchmarks.predictions --profile PROFILE [--programs mlp,gpt] [--out docs]
+    whale profile -o PROFILE; python -m benchmarks.predictions --profile PROFILE [--programs mlp,gpt] [--rows FILE]
+    python -m benchmarks.predictions --rows FILE --out docs        reports rows that were measured before
 
 For each program its operations are measured and all plans predicted; then every plan runs, round after round, one plan
 after the other, while the others' processes are stopped. Time: the median over rounds of the slowest rank's mean step.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.groups import Group, under_mpirun
+from benchmarks.predictions import page
 from benchmarks.predictions.plans import KINDS
 from whale.launcher.worker import thread_variables
 
@@ -116,17 +118,20 @@ def report(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Runs what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--profile", type=Path, required=True, help="what `whale profile` wrote; is completed")
+    parser.add_argument("--profile", type=Path, help="what `whale profile` wrote; is completed")
     parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--plans", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round")
     parser.add_argument("--rows", type=Path, help="JSON file that keeps rows of several calls together")
+    parser.add_argument("--out", type=Path, help="folder that receives predictions.md and predictions.png")
     options = parser.parse_args()
+    if options.profile is None and options.rows is None:
+        parser.error("there is nothing to report: --profile measures, --rows has what was measured before")
     rows: list[Row] = []
     if options.rows and options.rows.exists():
         rows = [Row(**row) for row in json.loads(options.rows.read_text())]
-    for program in options.programs.split(","):
+    for program in options.programs.split(",") if options.profile else ():
         found = foresee(program, options.profile)
         wanted = [kind for kind in options.plans.split(",") if "refused" not in found[kind]]
         for kind, why in found.items():
@@ -144,6 +149,8 @@ def main() -> None:
     if options.rows:
         options.rows.write_text(json.dumps([{f: getattr(r, f) for f in Row.__dataclass_fields__} for r in rows]))
     print(report(rows))
+    if options.out:
+        page.write(rows, report(rows), options.out)
 
 
 if __name__ == "__main__":
