@@ -47,6 +47,20 @@ def test_a_described_program_is_the_captured_one(d: f.Description) -> None:
     )
 
 
+def test_full_recompute_holds_less_and_computes_more() -> None:
+    programs = {}
+    for kind in ("none", "full"):
+        d = f.Gpt(**{**TEXT, "layers": 3, "sequence": 32, "batch": 8}, recompute=kind)
+        settings = PlanContext(size=1, recompute="" if kind == "none" else "collection")
+        programs[kind] = normalise(program_of(d), settings)
+        if kind == "full":
+            assert contents(programs[kind]) == contents(normalise(traced(d), settings))
+    work = {kind: sum(w.flops for _, w in program_work(p)) for kind, p in programs.items()}
+    assert 1.15 < work["full"] / work["none"] < 1.34  # a third of the layers' work, and none of the logits'
+    peak = {kind: predict_ranks([p], cluster_machine(LAB)).peak_bytes for kind, p in programs.items()}
+    assert peak["full"] < 0.8 * peak["none"]
+
+
 @pytest.mark.parametrize("d", [SMALL[0], SMALL[-1]], ids=["Gpt", "Dlrm"])
 def test_it_is_planned_and_predicted_like_any_other(d: f.Description) -> None:
     settings = PlanContext(size=2)

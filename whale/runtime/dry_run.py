@@ -113,8 +113,9 @@ def main(
 def _described(path: str, ranks: int) -> Planned:
     from whale.runtime import described
 
-    settings = PlanContext(size=ranks)
-    program = normalise(described.program_of(described.read(path)), settings)
+    description = described.read(path)
+    settings = PlanContext(size=ranks, recompute="" if description.recompute == "none" else "collection")
+    program = normalise(described.program_of(description), settings)
     return Planned(program, make_any_plan(program, settings), settings)
 
 

@@ -12,7 +12,7 @@ batch: 32
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,12 +26,16 @@ Count = Annotated[int, Meta(ge=1)]
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="family"):
     """What all families have: rows of the global batch, element type, optimizer."""
 
+    recompute: ClassVar[str] = "none"
     batch: Count
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     optimizer: Literal["adam", "sgd"] = "adam"
 
 
 class _Transformer(_Model, frozen=True, kw_only=True):
+    """``recompute: full`` holds the layers' inputs only and computes the rest again for the backward pass."""
+
+    recompute: Literal["none", "full"] = "none"  # type: ignore[misc]
     layers: Count
     hidden: Count
     heads: Count

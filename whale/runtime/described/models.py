@@ -18,6 +18,7 @@ from whale.runtime.described.layers import (
     feed_forward,
     norm,
 )
+from whale.runtime.scopes import held
 
 Batch = Mapping[str, tf.Tensor]
 
@@ -72,6 +73,8 @@ def _layers(
 ) -> tf.Tensor:
     for i in range(d.layers):
         at = f"{name}/{i}"
+        if d.recompute == "full":
+            x = held(x)
         x = x + attention(weight, f"{at}/attention", norm(weight, f"{at}/norm1", x), d.heads, causal)
         if memory is not None:
             x = x + attention(weight, f"{at}/cross", norm(weight, f"{at}/norm3", x), d.heads, memory=memory)

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.capture.function import capture_function
-from whale.capture.v1 import capture_graph
+from whale.capture.v1 import GraphCapture
 from whale.ir.program import Program
 from whale.runtime.described import models
 from whale.runtime.described.families import Description
@@ -22,7 +22,10 @@ RATE = 1e-3
 
 
 def program_of(d: Description) -> Program:
-    """The captured step; not normalised. Allocates no weights."""
+    """The captured step; not normalised. Allocates no weights.
+
+    With recompute it carries the marks for ``PlanContext(recompute="collection")``.
+    """
     with tf.Graph().as_default() as graph:
         batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in models.inputs(d).items()}
         made: dict[str, Any] = {}
@@ -32,7 +35,8 @@ def program_of(d: Description) -> Program:
             return _v1.get_variable(name, shape, tf.as_dtype(dtype), initial, use_resource=True, trainable=False)
 
         loss, updates = _step(d, batch, made, variable)
-        captured = capture_graph(graph, [loss, *updates], {t: tuple(t.shape.as_list()) for t in batch.values()})
+        capture = GraphCapture(graph, mark_gradients=d.recompute != "none")
+        captured = capture.capture([loss, *updates], {t: tuple(t.shape.as_list()) for t in batch.values()})
     return captured.program
 
 
@@ -49,7 +53,7 @@ def traced(d: Description) -> Program:
         return loss
 
     specs = [tf.TensorSpec(shape, dtype, name) for name, (shape, dtype) in models.inputs(d).items()]
-    return capture_function(step, specs, {}).program
+    return capture_function(step, specs, {}, mark_gradients=d.recompute != "none").program
 
 
 def _step(
