@@ -48,7 +48,17 @@ def test_wrong_hosts(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["walk"], ["run"], ["run", "train.py"], ["run", "-np", "two", "x.py"], ["plan"], ["show"]]
+    "arguments",
+    [
+        [],
+        ["walk"],
+        ["run"],
+        ["run", "train.py"],
+        ["run", "-np", "two", "x.py"],
+        ["plan"],
+        ["plan", "--model", "m.yaml", "-np"],
+        ["show"],
+    ],
 )
 def test_usage_errors_end_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -69,9 +79,9 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(sys.modules, "whale.runtime.dry_run", DryRun)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
-    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None), False)
+    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None), False, None)
     main(["plan", "train.py"])
-    assert DryRun.seen == ("train.py", (), 2, None, (None, None), False)
+    assert DryRun.seen == ("train.py", (), 2, None, (None, None), False, None)
 
 
 def test_an_error_of_whale_is_explained_without_a_traceback(

@@ -66,6 +66,8 @@ def call(given: argparse.Namespace) -> int:
         given.wrong("offers are for a described or measured model: add --describe or --profile")
     if given.script is None:
         given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
+    if given.model and given.arguments:
+        given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
     from whale.runtime.dry_run import Prediction, main
 
     where = Prediction(given.measured, given.cluster)
