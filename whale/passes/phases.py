@@ -13,7 +13,12 @@ from whale.ir.program import Node, Program
 from whale.passes.stages import stage_of
 
 
-def kinds(program: Program, each: Collection[str], stages: Mapping[str, int], weights_apart: bool) -> dict[str, str]:
+def kinds(
+    program: Program,
+    each: Collection[str],
+    stages: Mapping[str, int],
+    weights_apart: bool,
+) -> dict[str, str]:
     """F, B or W for each node of a micro-batch.
 
     Args:
@@ -42,6 +47,7 @@ def kinds(program: Program, each: Collection[str], stages: Mapping[str, int], we
                 forward.add(ref.node)
             if node.name in sent_back or _is_before(at, node.name, ref.node):
                 sent_back.add(ref.node)
+    _add_what_is_fetched(program, each, at, forward, back, sent_back)
     found = {}
     for node in mine:
         late = weights_apart and node.name not in sent_back
@@ -49,6 +55,55 @@ def kinds(program: Program, each: Collection[str], stages: Mapping[str, int], we
         for ref in node.inputs:
             if found.get(ref.node, "F") != "F" and _is_before(at, ref.node, node.name):
                 raise _circle(node, ref.node)
+    return found
+
+
+def _add_what_is_fetched(
+    program: Program,
+    each: Collection[str],
+    at: Mapping[str, int],
+    forward: set[str],
+    back: Collection[str],
+    sent_back: Collection[str],
+) -> None:
+    """Adds to ``forward`` what a fetched loss or metric of all micro-batches is made of.
+
+    Of the last stage, what takes least to compute: the loss. Otherwise a fetched norm of gradients would make backward
+    passes part of it; so nothing else is added that an earlier stage waits for.
+    """
+    before: dict[str, set[str]] = {}
+    for name in _read_for_outputs(program, each):
+        if name not in back:
+            closure, stack = {name}, [name]
+            while stack:
+                for ref in program.by_name[stack.pop()].inputs:
+                    if ref.node in each and ref.node not in closure and ref.node not in forward:
+                        closure.add(ref.node)
+                        stack.append(ref.node)
+            before[name] = closure
+    last, first = max(at.values(), default=0), True
+    for name, closure in sorted(before.items(), key=lambda item: len(item[1])):
+        more = closure - forward
+        if more & set(back):
+            continue
+        if not more & set(sent_back):
+            forward |= more
+        elif first and at.get(name) == last:
+            forward |= more
+            first = False
+
+
+def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
+    """Nodes of a micro-batch that something reads, computed once, which is fetched."""
+    found, seen = set(), set[str]()
+    stack = [r.node for r in program.outputs]
+    while stack:
+        name = stack.pop()
+        if name in each:
+            found.add(name)
+        elif name not in seen:
+            seen.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
     return found
 
 
@@ -78,7 +133,10 @@ def _circle(node: Node, other: str) -> PlanError:
 
 
 def phases_of_rank(
-    program: Program, each: Collection[str], kind: Mapping[str, str], stages: Mapping[str, int]
+    program: Program,
+    each: Collection[str],
+    kind: Mapping[str, str],
+    stages: Mapping[str, int],
 ) -> dict[str, str]:
     """Phase, such as F0, of each node of a micro-batch in the program of one rank.
 
