@@ -160,7 +160,7 @@ def train(device: Device, x: np.ndarray, y: np.ndarray, epochs: int) -> tuple[Di
 
 
 def _one_screen(plan: Any) -> str:
-    from whale.ir.text import format_plan
+    from whale.ir.plan_text import format_plan
 
     return format_plan(plan)
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.ir.text import format_plan
+from whale.ir.plan_text import format_plan
 
 BYTES = 256
 
