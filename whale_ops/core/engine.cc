@@ -18,10 +18,12 @@ namespace {
 // at once (a small message takes a few microseconds), then it sleeps until somebody rings. MPI does not ring: there it
 // lets others run in between, then sleeps for a while. Where the rank has one core, every look takes some microseconds
 // from the computation that the other ranks wait for, so a sleep is a part of the time waited so far: the longer the
-// wait, the fewer the looks, and the wait grows by that part at most. Where somebody rings, to stay awake and let others run is
-// worse than to sleep: who sleeps is woken at once, who has let others run comes after them.
+// wait, the fewer the looks, and the wait grows by that part at most.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 200'000;
+// The next operation of a chain is submitted some ten microseconds after the last one: to be awake then, letting others run,
+// costs less than to be woken.
+constexpr int64_t kLingerNs = 60'000;
 constexpr int64_t kShortSleepNs = 30'000;
 constexpr int64_t kPartOfWait = 8;
 constexpr int64_t kLongSleepNs = 250'000;
@@ -184,7 +186,7 @@ void Engine::run() {
 
 void Engine::idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns) {
   if (watch.between && watch.active && quiet_ns < kSpinNs) return;
-  if (watch.between && watch.polling && watch.active && quiet_ns < kYieldNs) {
+  if (watch.between && quiet_ns < (watch.polling && watch.active ? kYieldNs : kLingerNs)) {
     sched_yield();
     return;
   }
