@@ -45,6 +45,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "zero.min_bytes": 0,
         "gradient_checkpoint.type": recompute,
         "auto_parallel": scope == "auto",
+        "pipeline.num_stages": int(count or 0) if scope == "auto" else 0,
         "sync_batch_norm": True,
         "random": "global",
     }
