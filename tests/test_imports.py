@@ -15,13 +15,14 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
 
 # Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
-_TOP = {"whale.errors", "whale.config", "whale.started"}
+_TOP = {"whale.errors", "whale.config", "whale.started", "whale.cgroup"}
 ALLOWED: dict[str, set[str]] = {
     "whale": _TOP | {"whale.annotations", "whale.runtime"},  # the lazy public API
     "whale.errors": set(),
     "whale.config": {"whale.errors", "whale.config_keys"},
     "whale.config_keys": set(),
     "whale.started": {"whale.errors"},
+    "whale.cgroup": set(),
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
     "whale.ir": {"whale.errors"},
     "whale.rules": {"whale.errors", "whale.ir"},
@@ -34,8 +35,16 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
     | {"whale.lowering", "whale_ops", "cost_model"},
     "whale.launcher": {"whale.errors", "whale.started", "whale.config"},
-    "whale.doctor": {"whale", "whale.errors", "whale.launcher", "whale_ops"},
-    "whale.cli": {"whale", "whale.errors", "whale.launcher", "whale.doctor", "whale.ir", "whale.runtime"}
+    "whale.doctor": {"whale", "whale.errors", "whale.cgroup", "whale.launcher", "whale_ops"},
+    "whale.cli": {
+        "whale",
+        "whale.errors",
+        "whale.cgroup",
+        "whale.launcher",
+        "whale.doctor",
+        "whale.ir",
+        "whale.runtime",
+    }
     | {"whale.planner", "cost_model"},
     "whale.__main__": {"whale.cli"},
     "whale_ops": {"whale.errors"},

@@ -165,16 +165,37 @@ KEYS: tuple[Key, ...] = (
         "amp.level",
         "str",
         "",
-        "O1: products and convolutions of float32 are computed in bfloat16; empty = as the program says",
+        "O1: products and convolutions of float32 are computed in amp.dtype; empty = as the program says",
         choices=("", "O1"),
+    ),
+    Key(
+        "amp.dtype",
+        "str",
+        "bfloat16",
+        "the type of amp.level=O1; with float16 losses are scaled, and a step whose gradients overflow is skipped",
+        choices=("bfloat16", "float16"),
+    ),
+    Key("amp.initial_scale", "float", 2.0**15, "what losses are multiplied by at first, with float16", minimum=1.0),
+    Key(
+        "amp.growth_steps",
+        "int",
+        2000,
+        "steps in a row without overflow after which losses are scaled by twice as much, with float16",
+        minimum=1,
     ),
     Key(
         "gradient_checkpoint.type",
         "str",
         "",
         "activations that are held until the backward pass, which computes the others again: collection: those that "
-        "the program marks; auto: some, chosen by bytes; empty = all",
-        choices=("", "collection", "auto"),
+        "the program marks; stage: those that go from stage to stage; auto: some, chosen by bytes; empty = all",
+        choices=("", "collection", "auto", "stage"),
+    ),
+    Key(
+        "offload.level",
+        "str",
+        "",
+        "not there yet: the optimizer's state (v0) or weights (v1) in the host's memory; any value is refused",
     ),
     Key(
         "pipeline.num_micro_batch",
@@ -213,6 +234,14 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("zero.ahead", "int", 1, "weights that are gathered while another is used, with zero.level=3", minimum=0),
     Key("zero.min_bytes", "int", 1 << 16, "variables below that size stay whole under zero.level", minimum=0),
+    Key(
+        "memory.limit_bytes",
+        "int",
+        0,
+        "memory that each rank's device has for a step; one that is predicted to take more is refused; 0 = the host's "
+        "memory, divided by its ranks; no limit on GPUs",
+        minimum=0,
+    ),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(
         "trace",

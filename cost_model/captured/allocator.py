@@ -14,10 +14,16 @@ LARGEST_WASTE_BYTES = 128 << 20
 
 
 class Allocator:
-    """Pieces by number; `live_bytes` counts whole pieces, as the allocator's own figures do."""
+    """Pieces by number; `live_bytes` counts whole pieces, as the allocator's own figures do.
 
-    def __init__(self) -> None:
+    `at_peak` has the bytes at the peak by kind, which is any small number that whoever takes a piece gives it.
+    """
+
+    def __init__(self, kinds: int = 1) -> None:
         self.live_bytes = self.peak_bytes = 0
+        self.at_peak = [0] * kinds
+        self._live = [0] * kinds
+        self._kind: list[int] = []
         self._region_bytes = FIRST_REGION_BYTES
         self._sizes: list[int] = []
         self._before: list[int] = []  # neighbours within the region, -1 at its ends
@@ -25,7 +31,7 @@ class Allocator:
         self._used: list[bool] = []
         self._free: list[tuple[int, int]] = []  # (bytes, piece), sorted
 
-    def take(self, size: int) -> int:
+    def take(self, size: int, kind: int = 0) -> int:
         """A piece of at least so many bytes."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
@@ -47,12 +53,33 @@ class Allocator:
             insort(self._free, (whole - size, rest))
         self._used[piece] = True
         self.live_bytes += self._sizes[piece]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._live[kind] += self._sizes[piece]
+        self._kind[piece] = kind
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
         return piece
+
+    def lend(self, size: int) -> None:
+        """Bytes of kind 0 in many pieces, of which only the sum is known; given back by lending as much less."""
+        self.live_bytes += size
+        self._live[0] += size
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
+
+    def become(self, piece: int, kind: int) -> None:
+        """A piece that is used is of another kind from now on."""
+        self._live[self._kind[piece]] -= self._sizes[piece]
+        self._live[kind] += self._sizes[piece]
+        self._kind[piece] = kind
+
+    def forget_peak(self) -> None:
+        """From now on the peak is that of what comes."""
+        self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
     def give(self, piece: int) -> None:
         """Gives a piece back."""
         self.live_bytes -= self._sizes[piece]
+        self._live[self._kind[piece]] -= self._sizes[piece]
         self._used[piece] = False
         behind, before = self._behind[piece], self._before[piece]
         if behind >= 0 and not self._used[behind]:
@@ -67,6 +94,7 @@ class Allocator:
         self._before.append(before)
         self._behind.append(behind)
         self._used.append(False)
+        self._kind.append(0)
         return len(self._sizes) - 1
 
     def _merge(self, one: int, other: int, free: bool = True) -> None:

@@ -65,11 +65,14 @@ class Graph:
         return self.program.nodes
 
 
-def graph_of(program: Program, rank: int, size: int, allocated: Callable[[int], int] = int) -> Graph:
+def graph_of(
+    program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, with_loops: bool = False
+) -> Graph:
     """The graph of what ``rank`` of ``size`` runs.
 
     Args:
         allocated: bytes that the device's allocator takes for a tensor of so many bytes.
+        with_loops: loops and branches are nodes like others.
 
     Raises:
         PlanError: the program has loops or branches: how often they run is not known before they do.
@@ -78,7 +81,7 @@ def graph_of(program: Program, rank: int, size: int, allocated: Callable[[int], 
     first: list[int] = []
     sizes: list[int] = []
     for node in program.nodes:
-        if node.op in LOOPS:
+        if node.op in LOOPS and not with_loops:
             raise PlanError(
                 "a program with loops or branches has no predicted time and memory",
                 op=node.name,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from .allocator import Allocator
 from .buffers import APPLIED, UPDATES
 from .graph import Graph
 
 STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What memory is for, as numbers below `count`: of each result, of variables by handle node, of the rest."""
+
+    count: int
+    results: Sequence[int]
+    variables: dict[str, int]
+    resident: int
 
 
 def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int]:
@@ -19,33 +30,55 @@ def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Seq
             where it has ended.
         scratch_bytes: memory of each node while it runs.
     """
-    allocator = Allocator()
+    nothing = Kinds(1, [0] * len(graph.sizes), dict.fromkeys(graph.variable_bytes, 0), 0)
+    most, resident = peaks(graph, orders, scratch_bytes, nothing)
+    return sum(most), resident
+
+
+def peaks(
+    graph: Graph,
+    orders: Sequence[Sequence[int]],
+    scratch_bytes: Sequence[int],
+    kinds: Kinds,
+    steps: int = STEPS,
+    calls: Collection[int] = (),
+) -> tuple[list[int], int]:
+    """(bytes by kind at the moment when they are most, bytes between steps); scratch memory is of the kind 0.
+
+    Args:
+        calls: nodes whose scratch memory is that of many nodes.
+    """
+    allocator = Allocator(kinds.count)
     variables = {}
     for handle, size in graph.variable_bytes.items():
         drawn = _Owner(allocator, size, 1)  # random bits, of which the initial value is computed
-        variables[handle] = _Owner(allocator, size, 1)
+        variables[handle] = _Owner(allocator, size, 1, kinds.variables[handle])
         drawn.drop()
     for size in graph.resident_sizes:
         if size:
-            allocator.take(size)
+            allocator.take(size, kinds.resident)
     resident = 0
-    for step in range(max(STEPS, 2 * len(orders) + 1)):
+    for step in range(max(steps, 2 * len(orders) + 1)):
         resident = max(resident, allocator.live_bytes) if step > 1 else allocator.live_bytes
         if step <= 1:
-            allocator.peak_bytes = allocator.live_bytes
-        memory = _Memory(graph, allocator, variables)
+            allocator.forget_peak()
+        memory = _Memory(graph, allocator, variables, kinds)
         scratch: dict[int, int] = {}
         for event in orders[step % len(orders)]:
             if event >= 0:
                 memory.begin(event)
-                if scratch_bytes[event]:
+                if event in calls:
+                    allocator.lend(scratch_bytes[event])
+                elif scratch_bytes[event]:
                     scratch[event] = allocator.take(scratch_bytes[event])
             else:
-                if ~event in scratch:
+                if ~event in calls:
+                    allocator.lend(-scratch_bytes[~event])
+                elif ~event in scratch:
                     allocator.give(scratch.pop(~event))
                 memory.end(~event)
         memory.close()
-    return allocator.peak_bytes, resident
+    return allocator.at_peak, resident
 
 
 class _Owner:
@@ -53,10 +86,15 @@ class _Owner:
 
     __slots__ = ("_allocator", "piece", "references")
 
-    def __init__(self, allocator: Allocator, size: int, references: int) -> None:
+    def __init__(self, allocator: Allocator, size: int, references: int, kind: int = 0) -> None:
         self._allocator = allocator
-        self.piece = allocator.take(size) if size else -1
+        self.piece = allocator.take(size, kind) if size else -1
         self.references = references
+
+    def become(self, kind: int) -> None:
+        """What lies there is of another kind from now on."""
+        if self.piece >= 0:
+            self._allocator.become(self.piece, kind)
 
     def drop(self) -> None:
         self.references -= 1
@@ -68,8 +106,8 @@ class _Owner:
 class _Memory:
     """One step. Readers of a result refer to its memory until they have run; the caller refers to what it fetches."""
 
-    def __init__(self, graph: Graph, allocator: Allocator, variables: dict[str, _Owner]) -> None:
-        self._graph, self._allocator, self._variables = graph, allocator, variables
+    def __init__(self, graph: Graph, allocator: Allocator, variables: dict[str, _Owner], kinds: Kinds) -> None:
+        self._graph, self._allocator, self._variables, self._kinds = graph, allocator, variables, kinds
         self._held = _Owner(allocator, 0, 1 << 60)  # inputs and constants stay where they are
         self._owner: list[_Owner] = [self._held] * len(graph.sizes)
         self._readers = graph.readers
@@ -93,7 +131,12 @@ class _Memory:
                 candidates = (self._owner[r] for r in g.taken[mine])
                 # Only the node that asks refers to it.
                 free = next((o for o in candidates if o.references == 1), None)
-                owner = free if free is not None else _Owner(self._allocator, g.sizes[mine], 0)
+                kind = self._kinds.results[mine]
+                if free is None:
+                    free = _Owner(self._allocator, g.sizes[mine], 0, kind)
+                elif self._kinds.count > 1:
+                    free.become(kind)
+                owner = free
             self._owner[mine] = owner
             owner.references += 1
         if op in UPDATES or op in APPLIED:
@@ -106,6 +149,7 @@ class _Memory:
                 value.references += 1
                 self._variables[handle].drop()
                 self._variables[handle] = value
+                value.become(self._kinds.variables[handle])
 
     def end(self, node: int) -> None:
         """The node has ended: what nobody will read any more is given back."""
@@ -126,5 +170,6 @@ class _Memory:
         """In place; first copied where somebody still reads it."""
         owner = self._variables.get(handle)
         if owner is not None and owner.references > 1:
-            self._variables[handle] = _Owner(self._allocator, self._graph.variable_bytes[handle], 1)
+            size, kind = self._graph.variable_bytes[handle], self._kinds.variables[handle]
+            self._variables[handle] = _Owner(self._allocator, size, 1, kind)
             owner.drop()

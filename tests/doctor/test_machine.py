@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from whale.doctor import cgroup, machine
+from whale import cgroup
+from whale.doctor import machine
 
 pytestmark = pytest.mark.core
 

@@ -70,6 +70,7 @@ class Model:
         (2, {"zero.level": "3"}, 0.0, nothing),
         (2, {}, 0.0, wh.split),
         (2, {"pipeline.num_micro_batch": 4}, 0.0, wh.stage),
+        (2, {"pipeline.num_micro_batch": 2}, 0.3, wh.stage),
     ],
 )
 def test_losses_and_weights_are_the_same(
@@ -78,7 +79,7 @@ def test_losses_and_weights_are_the_same(
     x = tf.random.stateless_normal([12, 8], [2, 3], dtype=tf.float64)
     config = {"zero.min_bytes": 0, "random": "global", **config}
     found = []
-    for kind in ("", "collection", "auto"):
+    for kind in ("", "collection", "auto", *(["stage"] if half is wh.stage else [])):
         ranks(count, **config, **{TYPE: kind})
         model = Model(wh.function, 8, 9, 3, dropout, half)
         found.append(model.run(x))
@@ -121,9 +122,10 @@ def test_the_collection_of_a_session(ranks: Start) -> None:
     assert not none and [n for n in names if "Tanh" in n] == ["Tanh_2/whale_again", "Tanh/whale_again"], names
 
 
-def test_nothing_marked(ranks: Start) -> None:
-    ranks(1, **{TYPE: "collection"})
-    with pytest.raises(PlanError, match=r"wh\.checkpoint"):
+@pytest.mark.parametrize(("kind", "action"), [("collection", r"wh\.checkpoint"), ("stage", r"wh\.stage")])
+def test_nothing_marked(ranks: Start, kind: str, action: str) -> None:
+    ranks(1, **{TYPE: kind})
+    with pytest.raises(PlanError, match=action):
         Model(wh.function, 8, 2, 0).step(tf.ones([4, 8], tf.float64))
 
 

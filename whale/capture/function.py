@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
+from whale.capture.scaling import LossScale, scaled_losses
 from whale.capture.signature import Arguments, take_apart
 from whale.errors import CaptureError
 from whale.ir.program import Node, Program, const_node
@@ -28,6 +30,7 @@ def capture_function(
     kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
     mark_gradients: bool = False,
+    loss_scale: LossScale | None = None,
 ) -> Captured:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -40,6 +43,7 @@ def capture_function(
         constants of the trace.
       name: name of the program; default the function's.
       mark_gradients: nodes that compute gradients carry a mark.
+      loss_scale: what losses are multiplied by before they are differentiated, and how it adapts; None: nothing.
 
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
@@ -54,10 +58,14 @@ def capture_function(
 
     def call(*tensors: tf.Tensor) -> Any:
         positional, keywords = arguments.rebuild(tensors)
-        return called(*positional, **keywords)
+        results = called(*positional, **keywords)
+        if loss_scale is not None:
+            loss_scale.update()
+        return results
 
     call.__name__ = program_name
-    with gradient_scopes(mark_gradients):
+    scaled = nullcontext() if loss_scale is None else scaled_losses(loss_scale)
+    with gradient_scopes(mark_gradients), scaled:
         concrete = tf.function(call, autograph=autograph).get_concrete_function(*specs)
     traced_s = time.perf_counter()
     captured = _captured(concrete, program_name)

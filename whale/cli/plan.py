@@ -76,7 +76,7 @@ def call(given: argparse.Namespace) -> int:
 
 def _described(given: argparse.Namespace) -> int:
     from cost_model import cluster, discover
-    from whale.doctor.cgroup import cpu_quota
+    from whale.cgroup import cpu_quota
     from whale.planner import ask, planfile, show
 
     if given.describe and given.profile:

@@ -28,7 +28,7 @@ def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from cost_model import discover
     from cost_model.captured.table import default_path
-    from whale.doctor.cgroup import cpu_quota, memory_limit_bytes
+    from whale.cgroup import cpu_quota, memory_limit_bytes
     from whale.launcher.worker import thread_variables
 
     cores, memory_bytes = discover.host_resources(cpu_quota(), memory_limit_bytes())

@@ -26,7 +26,7 @@ def add_to(verbs: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
     from cost_model import allocation, cluster, discover, job, profile
-    from whale.doctor.cgroup import cpu_quota
+    from whale.cgroup import cpu_quota
 
     if given.cluster == "local":
         machines = allocation.spread(discover.local(cpu_quota()), allocation.hosts(os.environ), given.network)

@@ -1,7 +1,7 @@
 """`whale doctor`: looks at an environment for what stops or slows a run, and says what to do about it.
 
 software.py   Python, TensorFlow, Keras, NumPy, op library, compiler, MPI, Horovod; imports none of them
-machine.py    CPUs and their quotas (cgroup.py), memory, shared memory, limits, temporary folder, GPUs
+machine.py    CPUs and their quotas (whale.cgroup), memory, shared memory, limits, temporary folder, GPUs
 trial.py      a run of two processes (whale/runtime/trial.py) with a time limit
 report.py     the table and the JSON
 """

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from whale.doctor import cgroup
+from whale import cgroup
 from whale.doctor.finding import Finding, output_of
 
 GIB = 1 << 30

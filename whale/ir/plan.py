@@ -100,7 +100,7 @@ class Plan:
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
         coordinate where they have the whole tensor, once in all where each has a part.
       inner_bytes: what moves along the second axis, in all its groups together.
-      memory: category -> predicted bytes of each rank at the fullest moment of a step (see whale.passes.footprint);
+      memory: category -> predicted bytes of each rank at the fullest moment of a step (see whale.runtime.memory_plan);
         empty where nobody asked.
       places: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
       others: plans of the same program for the places that do not have ``size`` ranks, one for each number.

@@ -92,13 +92,19 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """The rank that takes most."""
+    """The rank that takes most, and the others where they differ."""
     if not plan.memory:
         return []
     totals = [sum(row) for row in zip(*plan.memory.values())]
     rank = totals.index(max(totals))
-    parts = ", ".join(f"{name} {human_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
-    return [f"Memory at most {human_bytes(totals[rank])}, on rank {rank} (predicted): {parts}"]
+
+    def parts(rank: int) -> str:
+        return ", ".join(f"{name} {human_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
+
+    out = [f"Memory at most {human_bytes(totals[rank])}, on rank {rank} (predicted): {parts(rank)}"]
+    if max(totals) > 1.01 * min(totals):
+        out += [f"  rank {r}: {human_bytes(n)}: {parts(r)}" for r, n in enumerate(totals) if r != rank]
+    return out
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -16,6 +16,7 @@ from whale.ir.values import DType, Func, Tensor, TensorType
 COMPILED = "_XlaMustCompile"
 # Marks of nodes that compute gradients, of activations that the user wants held, and of what is computed again.
 BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
+UNSCALED, ALL_FINITE = "_whale_unscaled", "_whale_all_finite"  # see whale.capture.scaling
 
 
 class Ref(NamedTuple):

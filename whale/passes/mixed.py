@@ -1,9 +1,10 @@
-"""Mixed precision (``amp.level=O1``): products and convolutions in bfloat16, sums, losses and updates in float32.
+"""Mixed precision (``amp.level=O1``): products and convolutions in 16 bits, sums, losses and updates in float32.
 
 Micikevicius et al., "Mixed precision training", ICLR 2018; the lists are a part of those of TensorFlow's
-``auto_mixed_precision``. An op that only passes numbers on (``_BETWEEN``) is computed in bfloat16 where it lies
+``auto_mixed_precision``. An op that only passes numbers on (``_BETWEEN``) is computed in 16 bits where it lies
 between two products; what comes of the last product, a weight's gradient above all, is float32 again, and is summed as
-that over ranks and micro-batches. Variables stay float32. bfloat16 has the range of float32, so losses need no scaling.
+that over ranks and micro-batches. Variables stay float32. bfloat16 has the range of float32, so losses need no scaling;
+for float16 see whale.passes.scaling.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
-_WIDE, LOW = "float32", "bfloat16"
+_WIDE = "float32"
 _PRODUCTS = frozenset(
     "MatMul BatchMatMul BatchMatMulV2 Einsum Conv2D Conv2DBackpropInput Conv2DBackpropFilter Conv3D "
     "Conv3DBackpropInputV2 Conv3DBackpropFilterV2 DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
@@ -29,13 +30,13 @@ _BETWEEN = frozenset(
 )
 
 
-def mixed_precision(program: Program) -> Program:
-    """``program`` with its float32 products, and what lies between two of them, in bfloat16."""
-    bodies = {name: _of_graph(body) for name, body in program.functions.items()}
-    return replace(_of_graph(program), functions=bodies)
+def mixed_precision(program: Program, low_dtype: str) -> Program:
+    """``program`` with its float32 products, and what lies between two of them, in ``low_dtype``."""
+    bodies = {name: _of_graph(body, low_dtype) for name, body in program.functions.items()}
+    return replace(_of_graph(program, low_dtype), functions=bodies)
 
 
-def _of_graph(program: Program) -> Program:
+def _of_graph(program: Program, low_dtype: str) -> Program:
     low = _computed_low(program)
     if not low:
         return program
@@ -44,7 +45,7 @@ def _of_graph(program: Program) -> Program:
 
     def as_type(ref: Ref, dtype: str, scope: str) -> Ref:
         """``ref``, which is float32 in the program, as ``dtype``."""
-        made = LOW if ref.node in low else _WIDE
+        made = low_dtype if ref.node in low else _WIDE
         if made == dtype:
             return ref
         if (ref, dtype) not in casts:
@@ -56,19 +57,19 @@ def _of_graph(program: Program) -> Program:
         return casts[ref, dtype]
 
     for node in program.nodes:
-        wanted = LOW if node.name in low else _WIDE
+        wanted = low_dtype if node.name in low else _WIDE
         inputs = tuple(as_type(r, wanted, node.scope) if program.type_of(r).dtype == _WIDE else r for r in node.inputs)
         node = replace(node, inputs=inputs) if inputs != node.inputs else node
-        if wanted == LOW:
-            outputs = tuple(replace(t, dtype=LOW) if t.dtype == _WIDE else t for t in node.outputs)
-            node = replace(node, attrs={**node.attrs, "T": DType(LOW)}, outputs=outputs)
+        if wanted == low_dtype:
+            outputs = tuple(replace(t, dtype=low_dtype) if t.dtype == _WIDE else t for t in node.outputs)
+            node = replace(node, attrs={**node.attrs, "T": DType(low_dtype)}, outputs=outputs)
         nodes[node.name] = node
     fetched = tuple(as_type(r, _WIDE, "") if program.type_of(r).dtype == _WIDE else r for r in program.outputs)
     return replace(program, nodes=tuple(nodes.values()), outputs=fetched)
 
 
 def _computed_low(program: Program) -> set[str]:
-    """Nodes that are computed in bfloat16."""
+    """Nodes that are computed in 16 bits."""
     fitting = {n.name: n for n in program.nodes if n.attrs.get("T") == _WIDE}
     products = {name for name, node in fitting.items() if node.op in _PRODUCTS}
     between = {name: node for name, node in fitting.items() if node.op in _BETWEEN}

@@ -30,6 +30,7 @@ from whale.passes.propagate import GraphLayout, propagate
 from whale.passes.recompute import recompute
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
+from whale.passes.scaling import skip_overflow
 from whale.passes.scopes import split_scope
 from whale.passes.specialise import specialise
 from whale.passes.split import divide
@@ -56,8 +57,9 @@ class PlanContext:
     ``batch`` are the batch inputs where they are known already.
     ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``; from 3 on
     weights as well, of which ``zero_ahead`` are gathered while another is used.
-    ``mixed_precision``: products are computed in bfloat16.
+    ``mixed_precision``: the type of 16 bits that products are computed in; "": that of the program.
     ``recompute``: which activations are held, the others being computed again (see whale.passes.recompute); "": all.
+    ``limit_bytes``: memory that each rank has for a step; 0: it is not said.
     ``micro_batches``: into how many parts each rank cuts its rows; ``micro_statistics``: batch statistics are of each.
     """
 
@@ -80,11 +82,12 @@ class PlanContext:
     zero_level: int = 0
     zero_min_bytes: int = 0
     zero_ahead: int = 1
-    mixed_precision: bool = False
+    mixed_precision: str = ""
     recompute: str = ""
     micro_batches: int = 1
     micro_statistics: bool = False
     schedule: str = "1f1b"
+    limit_bytes: int = 0
     dump: str = ""
 
 
@@ -101,6 +104,9 @@ def normalise(program: Program, context: PlanContext) -> Program:
         _dump(context, "captured", program)
         refuse_horovod(program)
         for step in NORMALISE:
+            if step is annotate and context.mixed_precision == "float16":
+                program = skip_overflow(program)
+                _dump(context, "skip_overflow", program)
             program = step(program)
             _dump(context, step.__name__, program)
         if context.recompute:
@@ -112,7 +118,7 @@ def normalise(program: Program, context: PlanContext) -> Program:
             program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)
             _dump(context, "separate_uses", program)
         if context.mixed_precision:
-            program = mixed_precision(program)
+            program = mixed_precision(program, context.mixed_precision)
             _dump(context, "mixed_precision", program)
     return program
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from whale.errors import PlanError
 from whale.ir.program import BACKWARD, CHECKPOINT, COMPILED, RECOMPUTED, Node, Program, Ref, function_refs, topological
 from whale.ir.values import UNMOVABLE
+from whale.passes.stages import stage_of
 
 _MOST_SEGMENTS = 64
 
@@ -26,15 +27,25 @@ def recompute(program: Program, kind: str) -> Program:
     """``program`` with copies of the forward nodes that its backward nodes read.
 
     Args:
-      kind: ``collection``: the checkpoints are those that the user marked; ``auto``: they are chosen by bytes.
+      kind: ``collection``: the checkpoints are those that the user marked; ``auto``: they are chosen by bytes;
+        ``stage``: they are what one stage sends to another one.
 
     Raises:
       PlanError: gradients are computed, and no tensor is marked.
     """
     forward = _Forward(program)
-    if not forward.backward:
-        return program
-    numbers = forward.marked() if kind == "collection" else forward.chosen()
+    if not forward.backward or any(n.attrs.get(RECOMPUTED) for n in program.nodes):
+        return program  # no gradients, or done before
+    ways = {"collection": forward.marked, "auto": forward.chosen, "stage": forward.sent}
+    numbers = ways[kind]()
+    if kind == "stage" and not numbers:
+        raise PlanError(
+            "the model has no stages whose activations could be computed again",
+            op=program.name,
+            given='gradient_checkpoint.type="stage"',
+            expected="two stages or more",
+            action='build the parts of the model under wh.stage(), or set gradient_checkpoint.type="auto"',
+        )
     if kind == "collection" and not numbers:
         raise PlanError(
             "no activation is marked to be held",
@@ -63,10 +74,26 @@ class _Forward:
                 self.fixed.add(node.name)
             elif not node.stateful and node.op != "Placeholder" and self.fixed.issuperset(reads):
                 self.fixed.add(node.name)
+        self.drawn = self._drawn()
         self.twice = {n.name for n in program.nodes if self._may_run_twice(n)}
 
+    def _drawn(self) -> set[str]:
+        """What is made from random numbers only, a mask for dropout: it is small, and no part of the batch's rows."""
+        found: set[str] = set()
+        for node in self.program.nodes:
+            made = "Random" in node.op or (bool(node.inputs) and not node.stateful)
+            if (
+                made
+                and node.name not in self.fixed
+                and all(r.node in self.fixed or r.node in found for r in node.inputs)
+            ):
+                found.add(node.name)
+        return found
+
     def _may_run_twice(self, node: Node) -> bool:
-        if node.name in self.backward or node.name in self.fixed or not node.inputs or node.stateful:
+        if node.name in self.backward or node.name in self.fixed or node.name in self.drawn:
+            return False
+        if not node.inputs or node.stateful:
             return False
         if "Random" in node.op or node.attrs.get(COMPILED) or any(True for _ in function_refs(node)):
             return False
@@ -84,6 +111,19 @@ class _Forward:
                 if node.op not in ("Identity", "Reshape", "Snapshot") or node.inputs[0].node in self.fixed:
                     break
                 name = node.inputs[0].node
+        return found
+
+    def sent(self) -> dict[str, int]:
+        """What a stage hands to another one, numbered by stage in the order of the program."""
+        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
+        for node in self.program.nodes:
+            stage = stage_of(node.scope)
+            if not stage or node.name in self.backward or node.name in self.fixed:
+                continue
+            readers = (reader for ref in node.refs() for reader, _ in self.program.consumers.get(ref, ()))
+            if any(r.name not in self.backward and stage_of(r.scope) not in ("", stage) for r in readers):
+                found[node.name] = numbers.setdefault(stage, len(numbers))
         return found
 
     def chosen(self) -> dict[str, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 import msgspec
@@ -18,13 +19,14 @@ from whale.ir.program import Node, Program, Ref
 from whale.lowering.compiled import compile_marked
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
-from whale.passes.footprint import CATEGORIES, footprint, variable_kinds
+from whale.passes.footprint import CATEGORIES, variable_kinds
 from whale.passes.groups import refuse_groups
 from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.passes.scopes import all_paths
 from whale.passes.stages import places_of
 from whale.runtime.auto import spread_program
 from whale.runtime.context import Context
+from whale.runtime.memory_plan import limit_bytes, options_text, predicted, refuse_what_does_not_fit
 from whale.runtime.mesh import lower_mesh, plan_program
 from whale.runtime.micro import in_micro_batches
 from whale.runtime.places import lower_places, plan_places
@@ -87,11 +89,12 @@ def plan_context(context: Context) -> PlanContext:
         zero_level=config.zero_level,
         zero_min_bytes=config["zero.min_bytes"],
         zero_ahead=config["zero.ahead"],
-        mixed_precision=config["amp.level"] == "O1",
+        mixed_precision=config["amp.dtype"] if config["amp.level"] == "O1" else "",
         recompute=config["gradient_checkpoint.type"],
         micro_batches=config["pipeline.num_micro_batch"],
         schedule=config["pipeline.schedule"],
         micro_statistics=config["pipeline.micro_batch_statistics"],
+        limit_bytes=config["memory.limit_bytes"],
         dump=config["dump"] if context.rank == 0 else "",
     )
 
@@ -101,6 +104,7 @@ def compile_program(
     context: Context,
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     variables: Mapping[str, Placement] | None = None,
+    marked: Callable[[], Program] | None = None,
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
 
@@ -108,10 +112,11 @@ def compile_program(
       local: inputs of which this rank is given its own rows only, with the rows of every rank.
       variables: how variables lie that earlier programs have fixed, by handle node; None: all lie whole, whatever the
         scopes say, because this run cannot hold them split.
+      marked: captures the program with its gradients marked; None: it cannot.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
-      PlanError: the program cannot be spread as asked.
+      PlanError: the program cannot be spread as asked, or does not fit into the memory of a rank's device.
       CommError: a rank does not take part.
     """
     number, context.programs = context.programs, context.programs + 1
@@ -130,6 +135,7 @@ def compile_program(
     # A step that is traced while a pipeline is entered belongs to it as well.
     number_of_parts = one_number(context, all_paths(program).union(context.scopes[-1:]))
     settings = replace(settings, micro_batches=number_of_parts)
+    as_captured = program
     program = normalise(program, settings)
     lap("normalise")
     if context.dry is not None:
@@ -155,8 +161,16 @@ def compile_program(
     with no_garbage_collection():
         lowered = lower_ranks(program, expanded, plan, settings, context.ranks, context.comm_name, what)
         ranks = tuple(compile_marked(_with_number(r, number)) for r in lowered)
-        context.footprints[program.name] = footprint(ranks[0])
     lap("localise")
+
+    def options() -> str:
+        limit, _ = limit_bytes(context.config, context.local_ranks)
+        return options_text(settings, limit, as_captured, marked, lower_first_ranks)
+
+    if context.dry is None:
+        refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, options)
+    context.predicted[program.name] = cache(lambda: predicted(lowered[0], context.rank, context.size))
+    lap("memory")
     return Compiled(plan, expanded, ranks, number, times)
 
 
@@ -183,11 +197,26 @@ def lower_ranks(
 
 def with_memory(program: Program, plan: Plan, settings: PlanContext) -> Plan:
     """``plan`` with the bytes that its ranks will hold; of many ranks, the first ones."""
+    with no_garbage_collection():
+        ranks = _first_ranks(program, plan, settings)
+        each = [predicted(lowered, rank, settings.size) for rank, lowered in ranks.items()]
+    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES})
+
+
+def lower_first_ranks(settings: PlanContext, captured: Program) -> dict[int, Program]:
+    """What the first ranks would run of a program that is planned in this process alone.
+
+    Raises:
+      PlanError: it cannot be spread so.
+    """
+    program = normalise(captured, settings)
+    return _first_ranks(program, make_any_plan(program, settings), settings)
+
+
+def _first_ranks(program: Program, plan: Plan, settings: PlanContext) -> dict[int, Program]:
     ranks = range(min(settings.size, _MOST_RANKS_SHOWN))
     expanded = expand(program, plan.expanded, settings)
-    with no_garbage_collection():
-        each = [footprint(r) for r in lower_ranks(program, expanded, plan, settings, ranks, "", plan.program)]
-    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES})
+    return dict(zip(ranks, lower_ranks(program, expanded, plan, settings, ranks, "", plan.program)))
 
 
 def compile_alone(program: Program, context: Context) -> Program:

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
 from whale.started import ProcessPlace, process_place
+
+if TYPE_CHECKING:
+    from whale.capture.scaling import LossScale
 
 
 @dataclass
@@ -42,7 +45,8 @@ class Context:
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
-      footprints: name of a program -> category -> bytes that its step takes on the first rank here, predicted.
+      predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
+      loss_scale: of float16 steps; None before the first one.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
 
@@ -60,7 +64,8 @@ class Context:
     scopes: list[str] = field(default_factory=list)
     scope_count: int = 0
     dividing_scope_seen: bool = False
-    footprints: dict[str, dict[str, int]] = field(default_factory=dict)
+    predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
+    loss_scale: LossScale | None = None
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
@@ -70,6 +75,11 @@ class Context:
     @property
     def rank(self) -> int:
         return self.ranks[0]
+
+    @property
+    def local_ranks(self) -> int:
+        """How many ranks share this host."""
+        return max(1, self.place.local_size if self.between_processes else self.size)
 
     @property
     def local_batch(self) -> bool:

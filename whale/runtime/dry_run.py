@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
 from collections.abc import Sequence
@@ -19,8 +20,10 @@ from whale.ir.program import Program
 from whale.passes.explain import explained
 from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.runtime import context as runtime_context
-from whale.runtime.compile import make_any_plan, plan_context, with_memory
-from whale.runtime.predict import Planned, predict_plan, report
+from whale.runtime.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
+from whale.runtime.loss_scale import loss_scale_of
+from whale.runtime.memory_plan import options_text, refusal_of_plan
+from whale.runtime.predict import Planned, machine, predict_plan, report
 
 
 def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
@@ -34,11 +37,12 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
       CaptureError: the step cannot be captured.
       PlanError: the batch cannot be split as asked.
     """
-    settings = PlanContext(size=ranks)
+    settings, scale = PlanContext(size=ranks), None
     if runtime_context._current is not None:
+        scale = loss_scale_of(runtime_context._current)
         settings = replace(plan_context(runtime_context._current), size=ranks)
     marked = bool(settings.recompute)
-    captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked)
+    captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
     return with_memory(program, make_any_plan(program, settings), settings)
 
@@ -74,6 +78,25 @@ class Prediction:
                 raise
             return False, f"No predicted time: {error}\n"
 
+    def check_memory(self, planned: Planned) -> None:
+        """Compares the plan's memory with that of the cluster's devices, or with ``memory.limit_bytes``.
+
+        Raises:
+          PlanError: it does not fit.
+        """
+        plan, settings = planned.plan, planned.settings
+        if not plan.memory:
+            return
+        ranks = len(next(iter(plan.memory.values())))
+        limits: Sequence[float] = [settings.limit_bytes or math.inf] * ranks
+        if self.cluster is not None and not settings.limit_bytes:
+            limits = machine(read_cluster(self.cluster), settings.size, planned.program).memory_bytes
+        totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
+        if any(total > limit for total, limit in zip(totals, limits)):
+            # The program is normalised as it was planned; that changes nothing when it is done again.
+            options = options_text(settings, min(limits), planned.program, None, lower_first_ranks)
+            raise refusal_of_plan(plan.program, plan.memory, limits, options)
+
 
 def main(
     script: str,
@@ -107,6 +130,7 @@ def main(
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
         sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
+    prediction.check_memory(planned)
     return 0
 
 

@@ -23,12 +23,14 @@ from whale.capture.signature import Arguments, take_apart
 from whale.errors import ProgramError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
+from whale.ir.program import Program
 from whale.lowering.functions import lower_to_function
 from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
 from whale.runtime.deferred import capturing
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.homes import Use
+from whale.runtime.loss_scale import loss_scale_of
 from whale.runtime.memory import trim
 from whale.runtime.parts import local_arguments
 from whale.runtime.places import uses_of_places
@@ -201,10 +203,24 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
         for tensor in arguments.tensors:
             _own_rows(tensor, context)
     with captures_steps(), span(context.trace, "capture", "compile"):
-        captured = capture_function(fn, args, kwargs, mark_gradients=bool(context.config["gradient_checkpoint.type"]))
+        captured = capture_function(
+            fn,
+            args,
+            kwargs,
+            mark_gradients=bool(context.config["gradient_checkpoint.type"]),
+            loss_scale=loss_scale_of(context),
+        )
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
-    compiled = compile_program(captured.program, context, local, context.variables.layouts(captured.variables))
+
+    def marked() -> Program:
+        with captures_steps():
+            return _with_scopes(
+                capture_function(fn, args, kwargs, mark_gradients=True, loss_scale=loss_scale_of(context))
+            ).program
+
+    layouts = context.variables.layouts(captured.variables)
+    compiled = compile_program(captured.program, context, local, layouts, marked)
     with span(context.trace, "send variables", "compile"):
         uses = uses_of_places(compiled.program, compiled.plan)
         context.variables.adopt(captured.variables, context, compiled.plan.variables, uses)

@@ -77,7 +77,14 @@ def memory_report() -> MemoryReport:
         allocated = None, None
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, most = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
-    return MemoryReport(context.ranks, dict(held), dict(context.footprints), *allocated, resident, most)
+    return MemoryReport(
+        context.ranks,
+        dict(held),
+        {name: find() for name, find in context.predicted.items()},
+        *allocated,
+        resident,
+        most,
+    )
 
 
 def trim() -> None:

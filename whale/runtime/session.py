@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import GraphCapture, Source
-from whale.errors import ProgramError
+from whale.errors import ConfigError, ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.lowering.functions import lower_to_graph
@@ -74,6 +74,13 @@ class Session(tf.compat.v1.Session):
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
         self._lock = threading.Lock()  # queue runners run beside the main thread
+        if self._whale.config["amp.level"] and self._whale.config["amp.dtype"] == "float16":
+            raise ConfigError(
+                "a session's losses cannot be scaled",
+                given='amp.dtype="float16"',
+                expected='amp.dtype="bfloat16", or a step that is a wh.function',
+                action="leave amp.dtype out, or write the step as a wh.function",
+            )
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._capture_only = False
         self._present = Present(self._whale.size)

@@ -1,0 +1,154 @@
+"""Steps whose gradients overflow change nothing (``amp.dtype=float16``): the updates ask whether all are finite.
+
+Tracing has scaled losses and marked the unscaled gradients (whale.capture.scaling). Here one answer is made of all of
+them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits for
+the last micro-batch. Where it is no, what is assigned is the old value, what is added is zero. That concerns the
+updates that depend on a gradient, and the counters that only these read (an optimizer's `iterations`); statistics of
+the forward pass are updated as in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+
+from whale.errors import PlanError
+from whale.ir.program import ALL_FINITE, UNSCALED, Node, Program, Ref, const_node, topological
+from whale.ir.values import DType, TensorType, numpy_dtype
+
+_ADDED = frozenset({"AssignAddVariableOp", "AssignSubVariableOp"})
+_ASSIGNED = "AssignVariableOp"
+_READS = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp"})
+_FLAG = TensorType("bool", ())
+_NAME = "whale/all_finite"
+
+
+def skip_overflow(program: Program) -> Program:
+    """``program`` with its updates skipped where a gradient is not finite.
+
+    Raises:
+      PlanError: an update is one op that cannot be skipped, or gradients are computed inside loops or branches.
+    """
+    for body in program.functions.values():
+        inside = next((n for n in body.nodes if UNSCALED in n.attrs), None)
+        if inside is not None:
+            raise PlanError(
+                "gradients are computed inside a loop or branch",
+                op=inside.name,
+                given='amp.dtype="float16"',
+                expected="the tape outside of loops, branches and functions that are compiled on their own",
+                action='compute gradients outside, or set amp.dtype="bfloat16"',
+            )
+    gradients = [n for n in program.nodes if UNSCALED in n.attrs]
+    if not gradients or f"{_NAME}/0" in program.by_name:  # none, or done before
+        return program
+    return _Skipper(program, gradients).run()
+
+
+class _Skipper:
+    def __init__(self, program: Program, gradients: list[Node]):
+        self.program, self.gradients = program, gradients
+        self.nodes: dict[str, Node] = {}
+
+    def run(self) -> Program:
+        behind = self._behind({n.name for n in self.gradients})
+        skipped = behind | self._counters(behind)
+        answer = self._answer()
+        for node in self.program.nodes:
+            inputs = tuple(answer if ALL_FINITE in self.program.by_name[r.node].attrs else r for r in node.inputs)
+            node = replace(node, inputs=inputs)
+            if node.name in skipped and self._updates(node):
+                node = self._skipped(node, answer)
+            self.nodes[node.name] = node
+        return self.program.with_nodes(topological(self.nodes))
+
+    def _updates(self, node: Node) -> bool:
+        handles = [r for r in node.inputs if r.node in self.program.variable_of]
+        return bool(handles) and node.op not in _READS
+
+    def _behind(self, names: Collection[str]) -> set[str]:
+        """What depends on ``names``, by operands or by a variable that is read after its update."""
+        found = set(names)
+        for node in self.program.nodes:
+            is_read_after = node.op == "ReadVariableOp" and not found.isdisjoint(node.controls)
+            if is_read_after or not found.isdisjoint(r.node for r in node.inputs):
+                found.add(node.name)
+        return found
+
+    def _counters(self, behind: Collection[str]) -> set[str]:
+        """Updates that do not depend on gradients or inputs, of variables that are read for updates that do."""
+        before = {n.name for n in self.gradients}
+        for node in reversed(self.program.nodes):
+            if node.name in before:
+                before.update(r.node for r in node.inputs)
+        for_updates: set[str] = set()  # what leads to a gradient's update, but not to a gradient
+        fed = set(self.program.inputs)
+        for node in reversed(self.program.nodes):
+            readers = [r for ref in node.refs() for r, _ in self.program.consumers.get(ref, ())]
+            if any(r.name in for_updates or r.name in behind for r in readers if r.name not in before):
+                for_updates.add(node.name)
+        for node in self.program.nodes:
+            if any(r.node in fed for r in node.inputs):
+                fed.add(node.name)
+        told = self._behind({n.name for n in self.program.nodes if ALL_FINITE in n.attrs})
+        read = {
+            n.inputs[0].node for n in self.program.nodes if n.op == "ReadVariableOp" and n.name in for_updates
+        }  # fmt: skip
+        return {
+            n.name
+            for n in self.program.nodes
+            if n.op in _ADDED | {_ASSIGNED}
+            and n.name not in behind
+            and n.inputs[0].node in read
+            and n.inputs[1].node not in fed
+            and n.name not in told
+        }
+
+    def _answer(self) -> Ref:
+        """Whether all gradients are finite."""
+        each: list[Ref] = []
+        for i, node in enumerate(self.gradients):
+            t = node.outputs[0]
+            base = f"{_NAME}/{i}"
+            self._add(Node(base, "IsFinite", (Ref(node.name),), (), {"T": DType(t.dtype)}, (replace(t, dtype="bool"),)))
+            axes = self._const(f"{base}/axes", np.arange(len(t.shape or ()), dtype=np.int32))
+            attrs = {"keep_dims": False, "Tidx": DType("int32")}
+            self._add(Node(f"{base}/all", "All", (Ref(base), axes), (), attrs, (_FLAG,)))
+            each.append(Ref(f"{base}/all"))
+        found = each[0]
+        for i, one in enumerate(each[1:]):
+            self._add(Node(f"{_NAME}/and_{i}", "LogicalAnd", (found, one), (), {}, (_FLAG,)))
+            found = Ref(f"{_NAME}/and_{i}")
+        return found
+
+    def _skipped(self, node: Node, answer: Ref) -> Node:
+        if node.op not in _ADDED and node.op != _ASSIGNED:
+            raise PlanError(
+                "an update that is one op with the optimizer's arithmetic cannot be skipped when gradients overflow",
+                op=f"{node.name} ({node.op})",
+                given='amp.dtype="float16"',
+                expected="updates by assign, assign_add and assign_sub, as the optimizers of Keras 3 make them",
+                action='use such an optimizer, or set amp.dtype="bfloat16"',
+            )
+        handle, value = node.inputs
+        t = self.program.type_of(value)
+        if node.op in _ADDED:
+            other = self._const(f"{node.name}/whale_nothing", np.zeros((), numpy_dtype(t.dtype)))
+        else:
+            # After what was assigned before, as the assignment itself.
+            name = f"{node.name}/whale_before"
+            attrs = {"dtype": DType(t.dtype)}
+            self._add(Node(name, "ReadVariableOp", (handle,), node.controls, attrs, (t,), node.scope, True))
+            other = Ref(name)
+        name = f"{node.name}/whale_unless"
+        self._add(Node(name, "SelectV2", (answer, value, other), (), {"T": DType(t.dtype)}, (t,), node.scope))
+        return replace(node, inputs=(handle, Ref(name)))
+
+    def _const(self, name: str, value: np.ndarray) -> Ref:
+        return self._add(const_node(name, value))
+
+    def _add(self, node: Node) -> Ref:
+        self.nodes[node.name] = node
+        return Ref(node.name)
