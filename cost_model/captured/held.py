@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 
 from whale.ir.program import Node, Program, Ref, function_refs
 
@@ -24,7 +23,6 @@ from .table import CONTRACTIONS
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
 _THREADS = 2
 _STEPS_OF_A_CALL = 2
-_UNEVEN_PLAYS, _SLOWER = 1, (0.5, 2.0)  # plays in which each node takes that much longer, drawn evenly
 
 # (tensor -> kind, variable's handle -> kind) of a program; what is not there is of the first kind.
 KindsOf = Callable[[Program], tuple[Mapping[Ref, int], Mapping[str, int]]]
@@ -96,10 +94,8 @@ class _Holder:
 
     def of(self, program: Program) -> Held:
         graph, seconds, scratch, calls = self._graph(program)
-        # What is held at once depends on who happens to be first, so memory is the most of several plays.
-        draw = Random(0)
-        others = [[s * draw.uniform(*_SLOWER) for s in seconds] for _ in range(_UNEVEN_PLAYS)]
-        orders = [_order(graph, seconds, float(_THREADS)), *(_order(graph, other, 1.0) for other in (seconds, *others))]
+        # What is held at once depends on who happens to be first, so memory is the most of two plays.
+        orders = [_order(graph, seconds, cores) for cores in (float(_THREADS), 1.0)]
         most, resident = peaks(graph, orders, scratch, self._kinds(graph), calls=calls)
         return Held(tuple(most), resident)
 

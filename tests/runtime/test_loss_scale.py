@@ -62,8 +62,6 @@ class Model:
         (2, {"zero.level": 1, "zero.min_bytes": 0}, nullcontext),
         (2, {"zero.level": 3, "zero.min_bytes": 0}, nullcontext),
         (2, {}, wh.split),
-        (2, {"pipeline.num_micro_batch": 4}, wh.stage),
-        (4, {"pipeline.num_micro_batch": 2}, wh.stage),
     ],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Start, count: int, config: Any, scope: Any) -> None:
@@ -144,6 +142,10 @@ def test_what_cannot_be_skipped_is_refused(ranks: Start) -> None:
         step(tf.ones((2, 4)))
     with pytest.raises(ConfigError, match=re.escape("wh.function")):
         wh.Session(graph=tf.Graph())
+    wh.shutdown()
+    ranks(2, **FLOAT16)
+    with pytest.raises(PlanError, match="amp.dtype"):
+        Model(wh.function, wh.stage).step(*batch())
     wh.shutdown()
     ranks(1)
     with pytest.raises(ConfigError, match="losses are not scaled"):

@@ -143,6 +143,7 @@ def _refuse(context: PlanContext, places: Sequence[Place]) -> None:
     unable = {
         "zero.level=3": context.zero_level >= 3,
         'communication.backend="horovod"': context.backend != "whale",
+        'amp.dtype="float16" (bfloat16 can)': context.mixed_precision == "float16",
         "split.ranks": 0 < context.split_ranks < max(len(place.ranks) for place in places),
         "a batch of which every rank passes its own rows": bool(context.local),
     }
