@@ -82,7 +82,8 @@ else:
     for layer in layers:
         layer.build((None, inputs))
     weights = [w for layer in layers for w in layer.trainable_variables]
-    optimizer = tf.compat.v1.train.AdamOptimizer(1e-4)
+    optimizer = tf.keras.optimizers.Adam(1e-4)
+    optimizer.build(weights)
     whole = 3 * count * 4 * inputs * inputs
 
 
@@ -104,7 +105,7 @@ def step(x: tf.Tensor) -> tf.Tensor:
     if optimizer is None:
         descent.apply_gradients((slope, weight.value) for weight, slope in zip(weights, slopes))
     else:
-        optimizer.apply_gradients((slope, weight.value) for weight, slope in zip(weights, slopes))
+        optimizer.apply_gradients(zip(slopes, weights))
     return loss
 
 
