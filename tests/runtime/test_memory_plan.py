@@ -16,7 +16,7 @@ from whale.errors import PlanError
 from whale_ops.memory import memory, reset_peak
 
 Start = Callable[..., None]
-# A quiet machine has less than 0.1; which of two threads is first may make a tensor more or less on a busy one.
+# Which of TensorFlow's threads is first decides what is alive together: on a busy machine steps differ by as much.
 LARGEST_ERROR = 0.2
 
 
