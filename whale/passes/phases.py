@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from whale.errors import PlanError
 from whale.ir.program import Node, Program
-from whale.passes.stages import stage_of
+from whale.passes.stages import free_nodes, stage_of
 
 
 def kinds(
@@ -108,9 +108,12 @@ def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:
-    """The stage of each node; of what lowering added, that of its operands."""
+    """The stage of each node; of what lowering added, that of its operands. Free nodes have none."""
     at: dict[str, int] = {}
+    free = free_nodes(program)
     for node in program.nodes:
+        if node.name in free:
+            continue
         own = stages.get(stage_of(node.scope))
         found = [own] if own is not None else [at[r.node] for r in node.inputs if r.node in at]
         if found:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
@@ -46,10 +46,15 @@ def stages_of(program: Program) -> tuple[str, ...]:
     stage = {n.name: stage_of(n.scope) for n in program.nodes}
     found = sorted({s for s in stage.values() if s}, key=_entered_as)
     before: dict[str, set[str]] = {s: set() for s in found}  # what it reads of, directly or not
+    handles, free = program.variable_of, free_nodes(program)
+    weights: set[str] = set()  # what is read from variables, whose homes say nothing about the order
 
     for node in program.nodes:
+        if any(r.node in handles for r in node.inputs) or (node.op in PASSED_ON and node.inputs[0].node in weights):
+            weights.add(node.name)
         mine = stage[node.name]
-        for other in {stage[r.node] for r in node.inputs} - {mine, ""} if mine else ():
+        read = (r.node for r in node.inputs if r.node not in weights and r.node not in free)
+        for other in {stage[name] for name in read} - {mine, ""} if mine else ():
             # Backward reads come later than the forward reads that they answer.
             if mine not in before[other] and other not in before[mine]:
                 more = before[other] | {other}
@@ -208,16 +213,17 @@ class _Assignment:
             if name not in self.free:
                 self._put(name, stage)
         placed = set(self.stage)
-        reads: dict[str, str] = {}  # what is read from a variable -> the variable's home
+        reads: dict[str, str] = {}  # what is read from a variable -> its home; "": several stages read it
         for node in program.nodes:
             if any(r.node in program.variable_of for r in node.inputs):
-                reads[node.name] = self.stage.get(node.name, "")
+                several = len(set(self._marked(reader.name for reader in self._readers(node)))) > 1
+                reads[node.name] = "" if several else self.stage.get(node.name, "")
             elif node.op in PASSED_ON and node.inputs[0].node in reads:
                 reads[node.name] = reads[node.inputs[0].node]
             if node.name in self.free or node.name in self.stage or does_nothing(node):
                 continue
             owned = [s for s in (reads.get(r.node, "") for r in node.inputs) if s]
-            found = max(owned, key=self._number) if owned and node.op not in PASSED_ON else self._nearest(node)
+            found = max(owned, key=self._number) if owned and node.op not in PASSED_ON else self._nearest(node, reads)
             if owned:
                 placed.add(node.name)
             if found:
@@ -271,7 +277,9 @@ class _Assignment:
                 sparse = [n for n in members if by_name[n].op in _SPARSE_READS]
                 created = [stage_of(handles[n].scope) for n in members if n in handles]
                 known = [s for s in created if s in self.order] if not self._marked(members) else []
-                stage = next(iter(self._marked(sparse) + self._marked(members) + known), "")
+                readers = [r.name for name in members if name not in handles for r in self._readers(by_name[name])]
+                reading = sorted(self._marked(readers), key=self._number)
+                stage = next(iter(self._marked(sparse) + self._marked(members) + known + reading), "")
             for name in members if stage else ():
                 self.stage[name] = stage
 
@@ -283,13 +291,13 @@ class _Assignment:
             for member in self.together.get(name, [name]):
                 self.stage[member] = stage
 
-    def _nearest(self, node: Node) -> str:
-        """The stage that has most of what the node reads; of several, the last one, or of gradients that are summed
-        (for a tensor that several stages read) the first one, where backward passes go.
+    def _nearest(self, node: Node, reads: Mapping[str, str]) -> str:
+        """The stage that has most of what the node reads, weights of several stages left out; of several, the last one,
+        or of gradients that are summed (for a tensor that several stages read) the first one, where backward passes go.
         """
         near: Counter[str] = Counter()
         for ref in dict.fromkeys(node.inputs):
-            if self.stage.get(ref.node):
+            if self.stage.get(ref.node) and reads.get(ref.node) != "":
                 near[self.stage[ref.node]] += self._bytes(ref)
         sign = -1 if node.op == "AddN" else 1
         return max(near, key=lambda s: (near[s], sign * self._number(s))) if near else ""
