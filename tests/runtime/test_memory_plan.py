@@ -16,7 +16,8 @@ from whale.errors import PlanError
 from whale_ops.memory import memory, reset_peak
 
 Start = Callable[..., None]
-# Which of TensorFlow's threads is first decides what is alive together: on a busy machine steps differ by as much.
+# Which of TensorFlow's threads is first decides what is alive together, and the peak of one step differs from the next
+# one's by up to a third; a prediction is compared with the range of some steps.
 LARGEST_ERROR = 0.2
 
 
@@ -97,7 +98,8 @@ class ConvNet(Model):
         return tf.reduce_mean(tf.square(tf.reduce_mean(x, (1, 2)) @ self.weights[-1]))
 
 
-def measured_and_predicted(model: type[Model]) -> tuple[int, int]:
+def measured_and_predicted(model: type[Model]) -> tuple[list[int], int]:
+    """(peaks of some steps, sorted; what was predicted)."""
     gc.collect()
     before = memory().live_bytes
     made = model()
@@ -106,25 +108,28 @@ def measured_and_predicted(model: type[Model]) -> tuple[int, int]:
         made.step(x)
     gc.collect()
     peaks = []
-    for _ in range(3):  # the peak of a step depends on which of two threads happens to be first
+    for _ in range(8):
         reset_peak()
         made.step(x)
         peaks.append(memory().peak_bytes - before)
-    measured = sorted(peaks)[1]
     report = wh.memory_report()
     (of_step,) = report.predicted.values()
     assert f"predicted for a step of {next(iter(report.predicted))}" in str(report)
     one = sum(4 * int(np.prod(s)) for s in model.shapes)
     assert of_step["parameters"] >= one <= of_step["slots"]  # in whole pieces
-    return measured, sum(of_step.values())
+    return sorted(peaks), sum(of_step.values())
+
+
+def agree(peaks: list[int], predicted: int) -> bool:
+    return (1 - LARGEST_ERROR) * peaks[0] <= predicted <= (1 + LARGEST_ERROR) * peaks[-1]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("model", [Mlp, Gpt, ConvNet])
 def test_the_measured_peak_is_the_predicted_one(ranks: Start, model: type[Model], micro_batches: int) -> None:
     ranks(1, **{"pipeline.num_micro_batch": micro_batches})
-    measured, predicted = measured_and_predicted(model)
-    assert abs(predicted / measured - 1) < LARGEST_ERROR, (predicted, measured)
+    peaks, predicted = measured_and_predicted(model)
+    assert agree(peaks, predicted), (peaks, predicted)
 
 
 def test_recomputation_takes_what_is_predicted(ranks: Start) -> None:
@@ -133,8 +138,8 @@ def test_recomputation_takes_what_is_predicted(ranks: Start) -> None:
         ranks(1, **{"gradient_checkpoint.type": kind})
         found.append(measured_and_predicted(Gpt))
         wh.shutdown()
-    (held, _), (measured, predicted) = found
-    assert measured < 0.8 * held and abs(predicted / measured - 1) < LARGEST_ERROR, found
+    (held, _), (peaks, predicted) = found
+    assert peaks[-1] < 0.8 * held[0] and agree(peaks, predicted), found
 
 
 def test_a_step_that_does_not_fit_is_refused_and_an_option_that_is_named_fits(ranks: Start) -> None:
