@@ -57,8 +57,8 @@ def tied() -> tuple[list[np.ndarray], Callable[..., Results]]:
     return [first_value(0, CLASSES, WIDTH), first_value(1, WIDTH, WIDTH)], forward
 
 
-def towers() -> tuple[list[np.ndarray], Callable[..., Results]]:
-    """Two towers side by side, joined row by row."""
+def towers(contrastive: bool = False) -> tuple[list[np.ndarray], Callable[..., Results]]:
+    """Two towers side by side, joined row by row, or by a loss over all pairs of rows of the batch."""
 
     def forward(w: Sequence[Any], x: tf.Tensor, y: tf.Tensor, stage: Scope, split: Scope) -> Results:
         with stage():
@@ -66,25 +66,13 @@ def towers() -> tuple[list[np.ndarray], Callable[..., Results]]:
         with stage():
             texts = tf.tanh(y @ w[1])
         with stage():
-            near = tf.reduce_sum((images @ w[2]) * texts, axis=1)
-            loss = tf.reduce_mean(tf.nn.softplus(-near))
+            if contrastive:
+                near = tf.matmul(images @ w[2], texts, transpose_b=True)
+                loss = tf.reduce_mean(tf.nn.log_softmax(near) * -tf.eye(ROWS, dtype=tf.float64))
+            else:
+                near = tf.reduce_sum((images @ w[2]) * texts, axis=1)
+                loss = tf.reduce_mean(tf.nn.softplus(-near))
         return {"loss": loss, "rows": near}
-
-    return [first_value(0, WIDTH, 4), first_value(1, CLASSES, 4), first_value(2, 4, 4)], forward
-
-
-def contrastive() -> tuple[list[np.ndarray], Callable[..., Results]]:
-    """Two towers side by side, joined by a loss over all pairs of rows of the batch."""
-
-    def forward(w: Sequence[Any], x: tf.Tensor, y: tf.Tensor, stage: Scope, split: Scope) -> Results:
-        with stage():
-            images = tf.tanh(x @ w[0])
-        with stage():
-            texts = tf.tanh(y @ w[1])
-        with stage():
-            logits = tf.matmul(images @ w[2], texts, transpose_b=True)
-            loss = tf.reduce_mean(tf.nn.log_softmax(logits) * -tf.eye(ROWS, dtype=tf.float64))
-        return {"loss": loss, "rows": logits}
 
     return [first_value(0, WIDTH, 4), first_value(1, CLASSES, 4), first_value(2, 4, 4)], forward
 
@@ -95,7 +83,7 @@ MODELS = {
     "chain 4": lambda: chain(4),
     "tied": tied,
     "towers": towers,
-    "contrastive": contrastive,
+    "contrastive": lambda: towers(contrastive=True),
 }
 
 

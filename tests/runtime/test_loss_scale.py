@@ -108,16 +108,16 @@ def test_scaled_gradients_are_not_lost_below_the_range_of_float16(ranks: Start) 
 
 
 def test_the_scale_goes_as_that_of_keras(ranks: Start) -> None:
-    if tf.__version__ < "2.16":
-        pytest.skip("Keras 2 has another loss scale optimizer")
-    optimizer = tf.keras.optimizers.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1), 64.0, 3)
-    weight = tf.keras.Variable(np.ones(2, np.float32))
+    keras_3 = hasattr(tf.keras.optimizers, "LossScaleOptimizer")
+    scaled = tf.keras.optimizers.LossScaleOptimizer if keras_3 else tf.keras.mixed_precision.LossScaleOptimizer
+    optimizer = scaled(tf.keras.optimizers.SGD(0.1), initial_scale=64.0, dynamic_growth_steps=3)
+    weight = tf.keras.Variable(np.ones(2, np.float32)) if keras_3 else tf.Variable(np.ones(2, np.float32))
     optimizer.build([weight])
     pattern = [False, False, False, True, False, False, True, False, False, False, False]
     expected = []
     for overflows in pattern:
-        optimizer.apply([tf.fill((2,), np.inf if overflows else 1.0)])
-        expected.append(float(optimizer.dynamic_scale))
+        optimizer.apply_gradients([(tf.fill((2,), np.inf if overflows else 1.0), weight)])
+        expected.append(float(optimizer.dynamic_scale if keras_3 else optimizer.loss_scale))
     ranks(1, **{**FLOAT16, "amp.initial_scale": 64.0, "amp.growth_steps": 3})
     model = Model(wh.function)
     found = []

@@ -18,7 +18,7 @@ from whale_ops.memory import memory, reset_peak
 Start = Callable[..., None]
 # Which of TensorFlow's threads is first decides what is alive together, and the peak of one step differs from the next
 # one's by up to a third; a prediction is compared with the range of some steps.
-LARGEST_ERROR = 0.2
+LARGEST_ERROR = 0.15
 
 
 def normal(*shape: int) -> tf.Tensor:

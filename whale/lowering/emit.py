@@ -258,8 +258,18 @@ def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
     return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
 
 
-def unread_communication(nodes: Mapping[str, Node], read: Sequence[str]) -> list[str]:
-    """Communication that nothing of ``read`` depends on: what it brings, or gives, other ranks read."""
+def unread_communication(
+    nodes: Mapping[str, Node],
+    read: Sequence[str],
+    effects: Sequence[str] = (),
+    talks: Callable[[Node], bool] = lambda node: False,
+) -> list[str]:
+    """Communication that nothing of ``read`` or ``effects`` depends on: what it brings, or gives, other ranks read.
+
+    Args:
+      talks: whether a node is a loop or branch with communication inside. Such nodes belong to the result unless they
+        are effects: TensorFlow runs what a branch does beside its results only if somebody waits for the whole branch.
+    """
     live: set[str] = set()
 
     def mark(stack: list[str]) -> None:
@@ -270,12 +280,14 @@ def unread_communication(nodes: Mapping[str, Node], read: Sequence[str]) -> list
                 stack.extend(r.node for r in nodes[name].inputs)
                 stack.extend(nodes[name].controls)
 
-    mark(list(read))
+    mark([*read, *effects])
     added = []
-    for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION]):
+    for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION or talks(node)]):
         if name not in live:
             added.append(name)
             mark([name])
+        elif name not in effects and talks(nodes[name]):
+            added.append(name)
     return added
 
 

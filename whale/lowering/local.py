@@ -13,7 +13,7 @@ from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_sha
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
-from whale.lowering.emit import COMMUNICATION, Emitter, emit_reshard, is_joint
+from whale.lowering.emit import Emitter, emit_reshard, is_joint, unread_communication
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
@@ -141,28 +141,9 @@ class _Localiser:
 
     def _unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
         """Communication that nothing which surely runs depends on; it has to run all the same."""
-        nodes = self.emitter.nodes
-        live: set[str] = set()
-
-        def mark(stack: list[str]) -> None:
-            while stack:
-                name = stack.pop()
-                if name not in live:
-                    live.add(name)
-                    stack.extend(r.node for r in nodes[name].inputs)
-                    stack.extend(nodes[name].controls)
-
         # Results of a body may not be read by its caller, so they keep nothing alive there.
-        mark([r.node for r in outputs if self.graph == ""] + list(effects))
-        added = []
-        for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION or self._talks(node)]):
-            if name not in live:
-                added.append(name)
-                mark([name])
-            elif name not in effects and self._talks(nodes[name]):
-                # TensorFlow runs what a branch does beside its results only if somebody waits for the whole branch.
-                added.append(name)
-        return added
+        read = [r.node for r in outputs if self.graph == ""]
+        return unread_communication(self.emitter.nodes, read, effects, self._talks)
 
     def _talks(self, node: Node) -> bool:
         """Whether it is a loop or branch with communication inside."""
