@@ -178,15 +178,6 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
         raise wrong()
     if key.name == "communication.emulate_link":
         parse_link(value)
-    if key.name == "offload.level" and value:
-        raise ConfigError(
-            "nothing can be held in the host's memory instead of the device's yet",
-            given=f"offload.level={value!r}",
-            source=origin,
-            expected="no value",
-            action='leave it out; zero.level=3, gradient_checkpoint.type="auto" and more micro-batches save memory. '
-            "On processors it would save nothing: the device's memory is the host's",
-        )
     return value
 
 

@@ -195,7 +195,9 @@ KEYS: tuple[Key, ...] = (
         "offload.level",
         "str",
         "",
-        "not there yet: the optimizer's state (v0) or weights (v1) in the host's memory; any value is refused",
+        "what lies in the host's memory while an accelerator computes: optimizer: the optimizer's state, and updates "
+        "are computed there; v0: weights as well, copied at use; empty = nothing",
+        choices=("", "optimizer", "v0"),
     ),
     Key(
         "pipeline.num_micro_batch",

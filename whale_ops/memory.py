@@ -32,17 +32,18 @@ class DeviceMemory:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The op library, for its plain functions."""
     import tensorflow as tf
 
     import whale_ops
     from whale_ops import _native, build
 
     whale_ops.ops()
-    library = ctypes.CDLL(str(_native.library_path(build.ops_name(tf.__version__))))
-    library.whale_host_memory.argtypes = [ctypes.POINTER(ctypes.c_int64)]
-    library.whale_host_memory_reset.restype = None
-    return library
+    found = ctypes.CDLL(str(_native.library_path(build.ops_name(tf.__version__))))
+    found.whale_host_memory.argtypes = found.whale_offloaded.argtypes = [ctypes.POINTER(ctypes.c_int64)]
+    found.whale_host_memory_reset.restype = found.whale_offloaded.restype = None
+    return found
 
 
 def memory(gpu: str = "") -> DeviceMemory:
@@ -57,7 +58,7 @@ def memory(gpu: str = "") -> DeviceMemory:
         info = tf.config.experimental.get_memory_info(gpu)
         return DeviceMemory(info["current"], info["peak"])
     values = (ctypes.c_int64 * 4)()
-    if not _library().whale_host_memory(values):
+    if not library().whale_host_memory(values):
         raise CommError(
             "TensorFlow's allocator keeps no figures",
             given="an allocator without statistics",
@@ -74,4 +75,4 @@ def reset_peak(gpu: str = "") -> None:
 
         tf.config.experimental.reset_memory_stats(gpu)
     else:
-        _library().whale_host_memory_reset()
+        library().whale_host_memory_reset()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from whale.errors import PlanError
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import ON_HOST, Node, Program, Ref
 
 from ..ops.work import Work, work
 from . import buffers
@@ -89,7 +89,8 @@ def graph_of(
                 expected="a program without them",
             )
         first.append(len(sizes))
-        sizes += [allocated(t.bytes) for t in node.outputs]
+        elsewhere = node.attrs.get(ON_HOST) and not _leaves_host(node)
+        sizes += [0 if elsewhere else allocated(t.bytes) for t in node.outputs]
     shared = [-1] * len(sizes)
     taken: list[tuple[int, ...]] = [()] * len(sizes)
     held: set[int] = set()
@@ -124,7 +125,8 @@ def graph_of(
                 candidates = [o for o in buffers.forwarded(node, k) if o < len(reads)]
                 alike = [o for o in candidates if inputs[o].dtype == t.dtype and inputs[o].elements == t.elements]
                 taken[mine] = tuple(reads[o] for o in alike)
-    variables = {v.node: allocated(v.type.bytes) for v in program.variables}
+    elsewhere = {r.node for node in program.nodes if node.attrs.get(ON_HOST) for r in node.inputs}
+    variables = {v.node: 0 if v.node in elsewhere else allocated(v.type.bytes) for v in program.variables}
     resident = [sizes[first[place[name]]] for name in program.inputs if program.by_name[name].outputs]
     resident += [allocated(e.staging_bytes) for e in exchanges.values()]
     fetched = [first[place[r.node]] + r.index for r in program.outputs]
@@ -135,6 +137,11 @@ def graph_of(
         program, does, exchanges, after, followers, operands, results, sizes, shared, taken, held, fetched,
         _fused(program), variables, resident, readers,
     )  # fmt: skip
+
+
+def _leaves_host(node: Node) -> bool:
+    """Whether it is a copy from the host's memory, and its result takes the device's."""
+    return node.op == "WhaleOffload" and not node.attrs["to_host"]
 
 
 def _fused(program: Program) -> list[bool]:

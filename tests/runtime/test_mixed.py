@@ -98,7 +98,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Start) -> None:
 
 
 def test_levels() -> None:
-    with pytest.raises(ConfigError, match="in the host's memory"):
-        wh.Config({"offload.level": "v0"})
+    with pytest.raises(ConfigError, match="'optimizer'"):
+        wh.Config({"offload.level": "v1"})
     with pytest.raises(ConfigError, match="'O1'"):
         wh.Config({"amp.level": "O2"})

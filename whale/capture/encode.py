@@ -13,7 +13,7 @@ from tensorflow.python.framework import op_def_registry, versions
 
 from whale.capture.attrs import NodeAttrs, dtype_enum
 from whale.errors import ProgramError
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import ON_HOST, Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor
 
 # Colocations name nodes that may be gone, recorded shapes are those of another graph, and the rest describes the
@@ -22,6 +22,7 @@ _DROPPED = frozenset(
     {"_class", "_output_shapes", "_user_specified_name", "_has_manual_control_dependencies", "api_implements",
      "api_preferred_device", "forward_function_name", "backward_function_name"}
 )  # fmt: skip
+HOST_DEVICE = "/device:CPU:0"
 _LIST_FIELD = {"string": "s", "int": "i", "float": "f", "bool": "b", "type": "type", "shape": "shape",
                "tensor": "tensor", "func": "func"}  # fmt: skip
 
@@ -109,7 +110,7 @@ def encode(value: Any, kind: str = "") -> Any:
 
 
 def to_node_def(node: Node, name: str, inputs: Sequence[str]) -> Any:
-    """The NodeDef that computes ``node`` under another name and on other operands, with no device.
+    """The NodeDef that computes ``node`` under another name and on other operands; on no device, or on the host's.
 
     Args:
       inputs: operands as GraphDefs spell them (``a``, ``a:1``), then controls (``^a``).
@@ -126,7 +127,9 @@ def to_node_def(node: Node, name: str, inputs: Sequence[str]) -> Any:
         node_def = node_def_pb2.NodeDef(name=name, op=node.op)
         kinds = attr_types(node.op)
         for key, value in node.attrs.items():
-            node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
+            if key != ON_HOST:
+                node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
+        node_def.device = HOST_DEVICE if node.attrs.get(ON_HOST) else ""
     node_def.input.extend(inputs)
     return node_def
 

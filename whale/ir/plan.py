@@ -95,6 +95,7 @@ class Plan:
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
       exceptions: what the run computes otherwise than one device, in words.
       variables: handle nodes of variables that lie split between steps, with how.
+      offloaded: handle nodes of variables that lie in the host's memory, beside an accelerator.
       expanded: composite nodes that the plan speaks of in their decomposed form.
       inner: on a mesh of two axes, the plan of the second axis, for what the first axis' first coordinate runs.
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
@@ -135,6 +136,7 @@ class Plan:
     schedule: str = ""
     micro_batches: int = 1
     in_time: bool = False
+    offloaded: tuple[str, ...] = ()
 
     @property
     def logical_bytes(self) -> int:
@@ -208,6 +210,7 @@ class Plan:
                 others=[plan.to_json().decode() for plan in self.others],
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
+                offloaded=list(self.offloaded),
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -246,6 +249,7 @@ class _File(msgspec.Struct):
     edges: list[tuple[str, int, int, int, int]] = []
     schedule: str = ""
     micro_batches: int = 1
+    offloaded: list[str] = []
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
 
@@ -311,6 +315,7 @@ def _plan(f: _File) -> Plan:
         others=tuple(plan_from_json(o.encode()) for o in f.others),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,
+        offloaded=tuple(f.offloaded),
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

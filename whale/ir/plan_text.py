@@ -67,6 +67,8 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     if plan.variables:
         ways = Counter(f"dimension {p.dim}" for p in plan.variables.values() if isinstance(p, Split))
         out.append(f"Split variables  {', '.join(f'{n} along {way}' for way, n in sorted(ways.items()))}")
+    if plan.offloaded:
+        out.append(f"In the host's memory  {len(plan.offloaded)} variables")
     moving = [r for r in plan.reshards if r.bytes]
     between = f" (with that inside the {plan.size} groups)" if plan.inner is not None else ""
     horovod = sum(r.backend == "horovod" for r in moving)

@@ -17,6 +17,7 @@ COMPILED = "_XlaMustCompile"
 # Marks of nodes that compute gradients, of activations that the user wants held, and of what is computed again.
 BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
 UNSCALED, ALL_FINITE = "_whale_unscaled", "_whale_all_finite"  # see whale.capture.scaling
+ON_HOST = "_whale_host"  # mark of a node that is computed in the host's memory: see whale.passes.offload
 
 
 class Ref(NamedTuple):

@@ -59,6 +59,7 @@ class PlanContext:
     weights as well, of which ``zero_ahead`` are gathered while another is used.
     ``mixed_precision``: the type of 16 bits that products are computed in; "": that of the program.
     ``recompute``: which activations are held, the others being computed again (see whale.passes.recompute); "": all.
+    ``offload``: which variables lie in the host's memory beside an accelerator (see whale.passes.offload); "": none.
     ``limit_bytes``: memory that each rank has for a step; 0: it is not said.
     ``micro_batches``: into how many parts each rank cuts its rows; ``micro_statistics``: batch statistics are of each.
     """
@@ -87,6 +88,7 @@ class PlanContext:
     micro_batches: int = 1
     micro_statistics: bool = False
     schedule: str = "1f1b"
+    offload: str = ""
     limit_bytes: int = 0
     dump: str = ""
 
@@ -112,7 +114,7 @@ def normalise(program: Program, context: PlanContext) -> Program:
         if context.recompute:
             program = recompute(program, context.recompute)
             _dump(context, "recompute", program)
-        if context.zero_level >= 3:
+        if context.zero_level >= 3 or context.offload == "v0":
             program = hoist_reads(program, context.zero_min_bytes)
             _dump(context, "hoist_reads", program)
             program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)

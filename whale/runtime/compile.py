@@ -21,6 +21,7 @@ from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.footprint import CATEGORIES, variable_kinds
 from whale.passes.groups import refuse_groups
+from whale.passes.offload import crossing_bytes, offload, offloaded
 from whale.passes.pipeline import PlanContext, expand, normalise
 from whale.passes.scopes import all_paths
 from whale.passes.stages import places_of
@@ -94,6 +95,7 @@ def plan_context(context: Context) -> PlanContext:
         micro_batches=config["pipeline.num_micro_batch"],
         schedule=config["pipeline.schedule"],
         micro_statistics=config["pipeline.micro_batch_statistics"],
+        offload=config["offload.level"],
         limit_bytes=config["memory.limit_bytes"],
         dump=config["dump"] if context.rank == 0 else "",
     )
@@ -170,6 +172,9 @@ def compile_program(
     if context.dry is None:
         refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, options)
     context.predicted[program.name] = cache(lambda: predicted(lowered[0], context.rank, context.size))
+    if plan.offloaded:
+        there, back = zip(*map(crossing_bytes, lowered))
+        context.offloaded[program.name] = sum(there), sum(back)
     lap("memory")
     return Compiled(plan, expanded, ranks, number, times)
 
@@ -185,14 +190,14 @@ def lower_ranks(
 ) -> list[Program]:
     """What ``ranks`` run: the expanded program, made local and cut into micro-batches where there are any."""
     if plan.places:
-        return lower_places(expanded, plan, ranks, comm, what, settings)
-    if plan.inner is not None:
+        lowered = lower_places(expanded, plan, ranks, comm, what, settings)
+    elif plan.inner is not None:
         lowered = lower_mesh(program, plan, settings, ranks, comm, what)
     else:
         lowered = [localise(expanded, plan, rank, comm, what) for rank in ranks]
-    if plan.micro_batches == 1:
-        return lowered
-    return [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
+    if plan.micro_batches > 1 and not plan.places:
+        lowered = [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
+    return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
 
 
 def with_memory(program: Program, plan: Plan, settings: PlanContext) -> Plan:
@@ -321,7 +326,16 @@ def make_any_plan(program: Program, settings: PlanContext) -> Plan:
         f"pipeline.num_micro_batch={settings.micro_batches}": settings.micro_batches > 1,
     }
     refuse_groups(program, settings.size, unable)
-    return plan_places(program, settings, places) if places else plan_program(program, settings)
+    on_host = offloaded(program, settings.offload)
+    if on_host and not settings.split_variables:
+        raise PlanError(
+            "a session's variables cannot lie in the host's memory beside an accelerator",
+            given=f'offload.level="{settings.offload}"',
+            expected="no offload.level, or a step that is a wh.function",
+            action="leave offload.level out, or write the step as a wh.function",
+        )
+    plan = plan_places(program, settings, places) if places else plan_program(program, settings)
+    return replace(plan, offloaded=on_host)
 
 
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:

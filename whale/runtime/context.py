@@ -46,6 +46,7 @@ class Context:
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
       predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
+      offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
       loss_scale: of float16 steps; None before the first one.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
     """
@@ -65,6 +66,7 @@ class Context:
     scope_count: int = 0
     dividing_scope_seen: bool = False
     predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
+    offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
     loss_scale: LossScale | None = None
     failed: bool = False
     dry: DryRun | None = None

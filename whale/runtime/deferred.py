@@ -51,10 +51,16 @@ def install(context: Context) -> None:
 
 
 def _may_lie_split(context: Context) -> bool:
-    if context.size == 1 or context.dry is not None:
-        return False
     config = context.config
-    return bool(config.zero_level or config["auto_parallel"] or context.scopes or context.dividing_scope_seen)
+    if context.dry is not None or (context.size == 1 and not config["offload.level"]):
+        return False
+    return bool(
+        config.zero_level
+        or config["offload.level"]
+        or config["auto_parallel"]
+        or context.scopes
+        or context.dividing_scope_seen
+    )
 
 
 def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from whale.runtime.faults import raise_comm_error
 from whale.runtime.homes import Use
 from whale.runtime.loss_scale import loss_scale_of
 from whale.runtime.memory import trim
+from whale.runtime.offload import compute_device
 from whale.runtime.parts import local_arguments
 from whale.runtime.places import uses_of_places
 from whale.runtime.trace import span
@@ -219,11 +220,14 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
                 capture_function(fn, args, kwargs, mark_gradients=True, loss_scale=loss_scale_of(context))
             ).program
 
+    if context.config["offload.level"] and context.dry is None:
+        compute_device(context.config)  # refused before anything is sent
     layouts = context.variables.layouts(captured.variables)
     compiled = compile_program(captured.program, context, local, layouts, marked)
     with span(context.trace, "send variables", "compile"):
         uses = uses_of_places(compiled.program, compiled.plan)
-        context.variables.adopt(captured.variables, context, compiled.plan.variables, uses)
+        plan = compiled.plan
+        context.variables.adopt(captured.variables, context, plan.variables, uses, plan.offloaded)
         context.variables.classify(captured.variables, compiled.kinds)
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"), no_garbage_collection():
@@ -246,7 +250,8 @@ def _callable(
     captured: Captured, compiled: Compiled, context: Context, used: Mapping[str, Use]
 ) -> Callable[[list[Any]], Any]:
     """A closure that calls the lowered function: tensors in, the user's return structure out."""
-    if context.size > 1:
+    device = compute_device(context.config) if compiled.plan.offloaded else None
+    if context.size > 1 or device:
         import whale_ops
 
         whale_ops.ops()
@@ -296,7 +301,18 @@ def _callable(
             raise_comm_error(error, context)
             raise
 
-    return call if context.trace is None else context.trace.steps(call, what, compiled.number)
+    found = call if device is None else _on_device(call, device)
+    return found if context.trace is None else context.trace.steps(found, what, compiled.number)
+
+
+def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
+    """``call``, of which ``device`` computes what nothing else says."""
+
+    def there(tensors: list[Any]) -> Any:
+        with tf.device(device):
+            return call(tensors)
+
+    return there
 
 
 def _packer(captured: Captured) -> Callable[[Any], Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from whale.errors import CommError
 from whale.ir.plan_text import human_bytes
 from whale.passes.footprint import CATEGORIES
 from whale.runtime.context import current
+from whale.runtime.offload import offloaded_bytes
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class MemoryReport:
       variables: category (parameters, slots, buffers) -> bytes of the variables that these ranks hold now, exactly.
       predicted: name of a program -> category -> bytes at the fullest moment of a step, of the first of these ranks:
         variables, gradients, weights that are gathered, activations.
+      on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``offload.level``).
+      copied: bytes that steps have copied to the host's memory, and from it, since the process began.
+      copied_each_step: name of a program -> bytes that a step of it is predicted to copy to the host's memory, and from
+        it, on all of these ranks.
       allocated_bytes, allocated_peak_bytes: what TensorFlow's allocator has given out, now and at most; None where it
         keeps no figures. Pieces below 256 KiB are not counted on processors.
       resident_bytes, resident_peak_bytes: of the process, by the kernel, libraries included.
@@ -35,6 +40,9 @@ class MemoryReport:
     allocated_peak_bytes: int | None
     resident_bytes: int
     resident_peak_bytes: int
+    on_host_bytes: int = 0
+    copied: tuple[int, int] = (0, 0)
+    copied_each_step: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def variable_bytes(self) -> int:
@@ -48,7 +56,15 @@ class MemoryReport:
             lines.append(f"  predicted for a step of {program}, rank {self.ranks[0]}")
             lines += [f"    {name:<24} {human_bytes(n)}" for name, n in categories.items()]
             lines.append(f"    {'together':<24} {human_bytes(sum(categories.values()))}")
+        for program, (there, back) in self.copied_each_step.items():
+            lines.append(f"  predicted for a step of {program}, beside the host's memory")
+            lines += [f"    {'copied to the host':<24} {human_bytes(there)}"]
+            lines += [f"    {'copied from the host':<24} {human_bytes(back)}"]
         lines.append("  measured")
+        if self.copied_each_step:
+            lines.append(f"    {'held by the host':<24} {human_bytes(self.on_host_bytes)}")
+            lines.append(f"    {'copied to the host':<24} {human_bytes(self.copied[0])}, of all steps")
+            lines.append(f"    {'copied from the host':<24} {human_bytes(self.copied[1])}, of all steps")
         if self.allocated_bytes is not None and self.allocated_peak_bytes is not None:
             lines.append(f"    {'allocated':<24} {human_bytes(self.allocated_bytes)}")
             lines.append(f"    {'allocated at most':<24} {human_bytes(self.allocated_peak_bytes)}")
@@ -84,6 +100,9 @@ def memory_report() -> MemoryReport:
         *allocated,
         resident,
         most,
+        context.variables.held_on_host_bytes(),
+        offloaded_bytes() if context.offloaded else (0, 0),
+        dict(context.offloaded),
     )
 
 

@@ -1,5 +1,7 @@
 """Variables that lie split between steps: every rank holds its part, and steps read and update the parts.
 
+One that lies whole in the host's memory beside an accelerator has one part, which all ranks hold.
+
 The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives
 the global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step
 cuts into parts again.
@@ -36,7 +38,8 @@ class Parts:
     """The parts that this process's ranks hold of one variable.
 
     Attributes:
-      group: the ranks that have the parts, if they are those of a stage; empty: all ranks, in groups in a row.
+      group: the ranks that have the parts, if they are those of a stage; empty: all ranks. In groups in a row, where
+        they are more than the parts.
     """
 
     def __init__(
@@ -46,19 +49,23 @@ class Parts:
         context: Context,
         initial: Initial | None = None,
         group: tuple[int, ...] = (),
+        device: str | None = None,
     ):
         """
         Args:
           initial: the value of a variable that holds none: its parts are all that is made.
+          device: on which the parts lie; None: TensorFlow's choice.
         """
+        self.device = device
         self.name, self.placement, self.group = captured.name, placement, group
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: dict[int, tf.Variable] = {}  # by rank
         if initial is None:
             self.settle()
         else:
-            for rank, place in self._own():
-                self._parts[rank] = initial.part(placement, place, f"part{rank}")
+            with tf.device(device):
+                for rank, place in self._own():
+                    self._parts[rank] = initial.part(placement, place, f"part{rank}")
             hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
@@ -76,13 +83,11 @@ class Parts:
         """Which part a rank has; None: it has none."""
         if not self.group:
             return rank % len(self.placement.sizes)
-        return self.group.index(rank) if rank in self.group else None
+        return self.group.index(rank) % len(self.placement.sizes) if rank in self.group else None
 
     def holders(self, place: int) -> tuple[int, ...]:
         """The ranks that have a part."""
-        if self.group:
-            return (self.group[place],)
-        return tuple(range(place, self._context.size, len(self.placement.sizes)))
+        return (self.group or tuple(range(self._context.size)))[place :: len(self.placement.sizes)]
 
     def of_rank(self, rank: int) -> tf.Variable:
         """The part that a rank of this process has."""
@@ -115,7 +120,8 @@ class Parts:
         else:
             # Not tf.Variable, which asks who defers creations.
             name = f"part{rank}"
-            self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
+            with tf.device(self.device):
+                self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
 
     def whole(self) -> tf.Tensor:
         """The global value. Collective between processes, unless a whole value was assigned.
@@ -128,6 +134,8 @@ class Parts:
             return held
         if self._context.between_processes:
             part = self._parts.get(self._context.rank)
+            if len(self.placement.sizes) == 1 and not self.group and part is not None:
+                return part.read_value()  # every rank has all of it
             return _gathered(None if part is None else part.read_value(), self, self._context)
         parts = [self._parts[self.holders(i)[0]].read_value() for i in range(len(self.placement.sizes))]
         return _joined(parts, self.placement)
@@ -209,10 +217,10 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Context) -> tf.Tens
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     sizes = [placement.local(place) for place in range(len(placement.sizes))]
     first = context.rank - context.rank % len(sizes)  # of the ranks that have the parts between them
-    group = list(parts.group or range(first, first + len(sizes)))
+    group = list(parts.group[: len(sizes)] or range(first, first + len(sizes)))
     key = f"whale/read/{name}@{group[0]}"
     joined = tf.zeros((0,), parts.dtype)
-    if part is not None:
+    if part is not None and context.rank in group:
         joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=group)
         joined = _in_order(joined, placement)
     if parts.group:  # the other ranks have nothing of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +13,9 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
+from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
-from whale.ir.layout import B, Placement, Split
+from whale.ir.layout import B, Placement, Split, split
 from whale.runtime.deferred import deferred_of, forget, make_whole
 from whale.runtime.faults import raise_comm_error
 from whale.runtime.homes import Home, Use, refresh, refresh_for
@@ -47,7 +48,7 @@ class _Entry:
 
     @property
     def layout(self) -> Placement:
-        return B if self.parts is None else self.parts.placement
+        return B if self.parts is None or len(self.parts.placement.sizes) == 1 else self.parts.placement
 
     def read(self) -> tf.Tensor:
         """The first rank's value: the variable's own memory until somebody writes to it."""
@@ -78,6 +79,7 @@ class VariableOwner:
         context: Context,
         placed: Mapping[str, Placement],
         uses: Mapping[str, Use],
+        on_host: Collection[str] = (),
     ) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
 
@@ -86,10 +88,15 @@ class VariableOwner:
         Args:
           placed: handle node -> placement of those that lie split.
           uses: handle node -> the ranks that use it, where they are not all.
+          on_host: those that lie in the host's memory, beside an accelerator.
 
         Raises:
           CommError: the ranks cannot exchange the values.
+          PlanError: a variable cannot lie as the plan says.
         """
+        self._move_to_host([c for c in captured if c.node in on_host])
+        # What lies in the host's memory does so in parts, be it one.
+        placed = {**{c.node: _in_one_part(c) for c in captured if c.node in on_host}, **placed}
         for c in captured:
             self._refuse_elsewhere(c, uses.get(c.node))
         new = [c for c in captured if id(c.handle) not in self._entries]
@@ -106,14 +113,14 @@ class VariableOwner:
                 make_whole(c.variable)
         if context.between_processes and new:
             try:
-                self._send(new, initials, context, placed, uses)
+                self._send(new, initials, context, placed, uses, on_host)
             except tf.errors.OpError as error:
                 raise_comm_error(error, context)
                 raise
         for c, initial in zip(new, initials):
             placement = placed.get(c.node)
             if isinstance(placement, Split):
-                self._divide(c, placement, initial, context, uses.get(c.node))
+                self._divide(c, placement, initial, context, uses.get(c.node), c.node in on_host)
                 continue
             copies = [
                 tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
@@ -132,6 +139,7 @@ class VariableOwner:
         context: Context,
         placed: Mapping[str, Placement],
         uses: Mapping[str, Use],
+        on_host: Collection[str],
     ) -> None:
         """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
         _broadcast_values([c for c in new if not isinstance(placed.get(c.node), Split)], context)
@@ -139,7 +147,7 @@ class VariableOwner:
             placement = placed.get(c.node)
             if isinstance(placement, Split) and initial is None:
                 _broadcast_values([c], context)
-                self._divide(c, placement, None, context, uses.get(c.node))
+                self._divide(c, placement, None, context, uses.get(c.node), c.node in on_host)
 
     def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Context) -> None:
         """The value of a variable that holds none, on ``ranks`` only."""
@@ -165,8 +173,31 @@ class VariableOwner:
                     action="leave zero.level out, or use the variable under the same wh.stage",
                 )
 
+    def _move_to_host(self, captured: Sequence[CapturedVariable]) -> None:
+        """Forgets what earlier programs had beside the accelerator's memory, so that it is taken in again."""
+        for c in captured:
+            entry = self._entries.get(id(c.handle))
+            if entry is None or (entry.parts is not None and entry.parts.device is not None):
+                continue
+            if entry.parts is not None or id(c.handle) in self._homes:
+                raise PlanError(
+                    "a variable lies in the device's memory since an earlier step",
+                    op=c.name,
+                    given="a step after which it would lie in the host's memory",
+                    expected="the training step, which shows what is an optimizer's state, before others that use it",
+                    action="run the training step first, or leave offload.level out",
+                )
+            self.follow()
+            del self._entries[id(c.handle)]
+
     def _divide(
-        self, c: CapturedVariable, placement: Split, initial: Initial | None, context: Context, use: Use | None
+        self,
+        c: CapturedVariable,
+        placement: Split,
+        initial: Initial | None,
+        context: Context,
+        use: Use | None,
+        on_host: bool,
     ) -> None:
         """Parts of the variable on the ranks of this process, unless it has them."""
         if id(c.handle) in self._entries:
@@ -176,7 +207,8 @@ class VariableOwner:
         in_turns = initial is not None and not initial.is_divisible and context.between_processes
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
-                self._split.append(Parts(c, placement, context, initial, use.place if use else ()))
+                device = HOST_DEVICE if on_host else None
+                self._split.append(Parts(c, placement, context, initial, use.place if use else (), device))
             if in_turns:
                 context.comms[0].allgather_bytes("whale/first_values/turn", b"", _TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
@@ -197,6 +229,11 @@ class VariableOwner:
             held = entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
             found[entry.kind or "buffers"] += held
         return dict(found)
+
+    def held_on_host_bytes(self) -> int:
+        """Of these, what lies in the host's memory beside an accelerator."""
+        parts = (entry.parts for entry in self._entries.values())
+        return sum(p.bytes for p in parts if p is not None and p.device is not None)
 
     def uses(
         self, captured: Sequence[CapturedVariable], uses: Mapping[str, Use], context: Context
@@ -304,6 +341,11 @@ class VariableOwner:
                         expected="equal copies",
                         action="assign to variables on every rank, or inside a step",
                     )
+
+
+def _in_one_part(c: CapturedVariable) -> Split:
+    """What all ranks hold whole, as parts."""
+    return split(0, (int(c.variable.shape[0]),))
 
 
 def _bytes(variable: tf.Variable) -> int:

@@ -291,4 +291,13 @@ REGISTER_OP("WhaleHold")
     .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
     .Doc("The input, as something that is known only when the step runs: nothing behind it is computed while TensorFlow optimises.");
 
+REGISTER_OP("WhaleOffload")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("to_host: bool")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc("The input. Counts its bytes, as those that come to the host's memory from another device, or go from there to one.");
+
 }  // namespace whale_ops

@@ -1,0 +1,153 @@
+"""Optimizers' state in the host's memory, in float64 against one device, and what passes between the devices.
+
+python -m tests.offload                  # all; a second logical device of the processor stands for an accelerator
+python -m tests.offload replica pipeline # some
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+import whale as wh
+from whale.runtime.offload import offloaded_bytes
+
+STEPS = 3
+COMPUTES, HOLDS = "CPU:1", "CPU:0"
+# name -> (ranks, configuration, whether the model has two stages)
+CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "alone": (1, {}, False),
+    "replica": (2, {}, False),
+    "accumulation": (2, {"pipeline.num_micro_batch": 3}, False),
+    "zero 1": (2, {"zero.level": 1, "zero.min_bytes": 0}, False),
+    "zero 3": (2, {"zero.level": 3, "zero.min_bytes": 0}, False),
+    "recompute": (2, {"gradient_checkpoint.type": "auto"}, False),
+    "pipeline": (4, {"pipeline.num_micro_batch": 2}, True),
+    "pipeline, zero 1": (4, {"pipeline.num_micro_batch": 2, "zero.level": 1, "zero.min_bytes": 0}, True),
+    "weights": (1, {"offload.level": "v0", "zero.min_bytes": 0}, False),
+    "weights, replica, accumulation": (2, {"offload.level": "v0", "pipeline.num_micro_batch": 3}, False),
+}
+
+
+class Model:
+    """Two dense layers and an optimizer; the weights lie on the device that computes."""
+
+    def __init__(self, function: Callable[[Any], Any], optimizer: str, stages: bool = False) -> None:
+        draw = np.random.default_rng(0).standard_normal
+        with tf.device(COMPUTES):
+            self.weights = [tf.Variable(draw(shape)) for shape in ((6, 16), (16,), (16, 3))]
+            self.speeds = [tf.Variable(np.zeros(w.shape)) for w in self.weights]
+            self.squares = [tf.Variable(np.zeros(w.shape)) for w in self.weights]
+        self.optimizer, self.stages = optimizer, stages
+        self.step = function(self._step)
+
+    @property
+    def slots(self) -> list[tf.Variable]:
+        return self.speeds + (self.squares if self.optimizer == "adam" else [])
+
+    def _scope(self) -> Any:
+        return wh.stage() if self.stages else tf.name_scope("model")
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with self._scope():
+                h = tf.tanh(x @ self.weights[0] + self.weights[1])
+            with self._scope():
+                loss = tf.reduce_mean(tf.square(h @ self.weights[2] - y))
+        for w, m, v, g in zip(self.weights, self.speeds, self.squares, tape.gradient(loss, self.weights)):
+            if self.optimizer == "adam":
+                m.assign_add((g - m) * 0.1)
+                v.assign_add((g * g - v) * 0.01)
+                w.assign_sub(0.05 * m / (tf.sqrt(v) + 1e-3))
+            else:
+                m.assign(0.9 * m + g)
+                w.assign_sub(0.05 * m)
+        return loss
+
+    def train(self) -> list[np.ndarray]:
+        """Losses, weights and state after some steps."""
+        draw = np.random.default_rng(1).standard_normal
+        losses = [self.step(tf.constant(draw((8, 6))), tf.constant(draw((8, 3)))) for _ in range(STEPS)]
+        return [t.numpy() for t in (*losses, *self.weights, *self.slots)]
+
+
+def try_case(name: str, optimizer: str) -> str:
+    """What is wrong with a run of the case, or ""."""
+    ranks, config, stages = CASES[name]
+    with tf.device(COMPUTES):
+        expected = Model(tf.function, optimizer).train()
+    wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, "offload.level": "optimizer", **config})
+    try:
+        before = offloaded_bytes()
+        model = Model(wh.function, optimizer, stages)
+        tf_context.context().enable_graph_collection()
+        found = model.train()
+        graphs = tf_context.context().export_run_metadata().function_graphs
+        tf_context.context().disable_graph_collection()
+        report = wh.memory_report()
+        error = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(found, expected))
+        (each_step,) = report.copied_each_step.values()
+        copied = tuple(now - then for now, then in zip(report.copied, before))
+        state = sum(v.shape.num_elements() * v.dtype.size for v in model.slots)
+    finally:
+        wh.shutdown()
+    facts = f"error {error:.1e}, held by the host {report.on_host_bytes}, copied {copied} in {STEPS} steps"
+    wrong = []
+    if error > 1e-12:
+        wrong.append("not as one device")
+    if report.on_host_bytes < state:
+        wrong.append(f"the state of {state} bytes is not there")
+    if copied != tuple(STEPS * n for n in each_step) or not all(copied):
+        wrong.append(f"predicted {each_step} for a step")
+    if others := uncounted(graphs):
+        wrong.append(f"not counted: {others}")
+    print(f"{name}, {optimizer}: {facts}; {'WRONG: ' + ', '.join(wrong) if wrong else 'as predicted'}", flush=True)
+    return ", ".join(wrong)
+
+
+def uncounted(functions: Any) -> list[str]:
+    """What the graphs that TensorFlow made of a step move between the devices without its bytes being counted."""
+    found = []
+    for function in functions:
+        for graph in function.partition_graphs:
+            by_name = {node.name: node for node in graph.node}
+            readers: dict[str, list[Any]] = {}
+            for node in graph.node:
+                for text in node.input:
+                    readers.setdefault(text.lstrip("^").split(":")[0], []).append(node)
+            for node in graph.node:
+                # What a control edge moves is an empty tensor, of another type than the model's.
+                kinds = (node.attr["T"].type, node.attr["tensor_type"].type)
+                if not node.device.endswith(f"device:{HOLDS}") or tf.float64.as_datatype_enum not in kinds:
+                    continue
+                if node.op == "_Send":
+                    others = [by_name[node.input[0].split(":")[0]]]
+                elif node.op == "_Recv":
+                    others = readers.get(node.name, [])
+                else:
+                    continue
+                found += [f"{o.name} ({o.op})" for o in others if o.op not in ("WhaleOffload", "_Arg", "_Retval")]
+    return found
+
+
+def main() -> int:
+    """Prints a line for each run; returns 1 when one is not as it should be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.offload", description=__doc__.partition("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
+    parser.add_argument("--optimizers", nargs="+", default=["momentum", "adam"], choices=["momentum", "adam"])
+    options = parser.parse_args()
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    wrong = [
+        f for name in options.cases or CASES for optimizer in options.optimizers if (f := try_case(name, optimizer))
+    ]
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""``offload.level``: the device that computes, and the bytes that pass between it and the host's memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import tensorflow as tf
+
+from whale.capture.encode import HOST_DEVICE
+from whale.config import Config
+from whale.errors import ConfigError
+
+
+def compute_device(config: Config) -> str:
+    """Name of the device beside the host's memory: the first accelerator, or a second logical device of the processor.
+
+    Raises:
+      ConfigError: there is none: the memory that computes is the host's.
+    """
+    processors = tf.config.list_logical_devices("CPU")
+    others = [d for d in tf.config.list_logical_devices() if d.device_type == "GPU"] + processors[1:]
+    if not others:
+        raise ConfigError(
+            "nothing can be held in the host's memory instead of the device's: the device is the host",
+            given=f"offload.level={config['offload.level']!r}, and no device beside {HOST_DEVICE}",
+            expected="an accelerator; to try it without one, a second logical device of the processor "
+            "(tf.config.set_logical_device_configuration)",
+            action='leave it out; zero.level=3, gradient_checkpoint.type="auto" and more micro-batches save memory',
+        )
+    return str(others[0].name)
+
+
+def offloaded_bytes() -> tuple[int, int]:
+    """(bytes that steps of this process have copied to the host's memory, and from it to the device that computes)."""
+    from whale_ops.memory import library
+
+    values = (ctypes.c_int64 * 2)()
+    library().whale_offloaded(values)
+    return values[0], values[1]
