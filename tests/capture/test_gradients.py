@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from tensorflow.python.eager import backprop
+from tensorflow.python.eager import backprop, record
 from tensorflow.python.ops import gradients_util
 
 from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.function import capture_function
 from whale.capture.gradients import gradient_scopes
 from whale.capture.v1 import capture_graph
-from whale.ir.program import Node
+from whale.ir.program import BACKWARD, Node
 
 
 def _scope(name: str):
@@ -68,6 +69,34 @@ def test_tape_inside_a_loop() -> None:
     assert inside["TanhGrad"] == "turn"
 
 
+@tf.custom_gradient
+def _custom(x: tf.Tensor):
+    return tf.math.erf(x), lambda slope: tf.math.atan(slope)
+
+
+@pytest.mark.core
+def test_custom_gradients_and_functions() -> None:
+    a = tf.Variable(np.ones((3, 4), np.float32))
+    inner = tf.function(tf.sinh)
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with _scope("first"):
+                h = _custom(tf.matmul(x, a))
+            with _scope("second"):
+                h = inner(h)
+            with _scope("third"):
+                loss = tf.reduce_mean(_custom(h))
+        return tape.gradient(loss, a)
+
+    nodes = capture_function(step, [np.ones((5, 3), np.float32)], mark_gradients=True).program.nodes
+    assert [n.scope for n in nodes if n.op == "Atan"] == ["third", "first"]
+    assert all(n.attrs.get(BACKWARD) for n in nodes if n.op == "Atan")
+    calls = [n for n in nodes if n.op.endswith("PartitionedCall")]
+    assert [n.scope for n in calls] == ["second", "second"]
+    assert [bool(n.attrs.get(BACKWARD)) for n in calls] == [False, True]
+
+
 def test_graph_gradients() -> None:
     with tf.Graph().as_default() as graph, gradient_scopes():
         x = tf.compat.v1.placeholder(tf.float32, [5, 3], "x")
@@ -78,13 +107,13 @@ def test_graph_gradients() -> None:
 
 
 def test_what_was_there_is_restored() -> None:
-    before = backprop._gradient_function, gradients_util._MaybeCompile
+    before = backprop._gradient_function, gradients_util._MaybeCompile, record.record_operation
     with gradient_scopes():
         outer = backprop._gradient_function
         with gradient_scopes():
             assert backprop._gradient_function is not outer
         assert backprop._gradient_function is outer
-    assert (backprop._gradient_function, gradients_util._MaybeCompile) == before
+    assert (backprop._gradient_function, gradients_util._MaybeCompile, record.record_operation) == before
     x = tf.Variable(3.0)
     with tf.GradientTape() as tape:
         y = x * x

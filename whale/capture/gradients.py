@@ -1,8 +1,9 @@
 """Gradient nodes join the scope of the forward op that they differentiate.
 
 TensorFlow calls one Python function per differentiated op: ``backprop._gradient_function`` for tapes,
-``gradients_util._MaybeCompile`` for tf.gradients. Inside ``gradient_scopes()`` both run under the attribute scope of
-the forward op. Gradients of ``tf.custom_gradient`` do not pass there.
+``gradients_util._MaybeCompile`` for tf.gradients. What a tape does not differentiate op by op (``tf.custom_gradient``,
+calls of functions) is told to it by ``record.record_operation``, with the function that computes its gradient. Inside
+``gradient_scopes()`` all of these run under the attribute scope of the forward op.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import backprop
+from tensorflow.python.eager import backprop, record
 from tensorflow.python.ops import gradients_util
 
 try:
@@ -34,6 +35,7 @@ def gradient_scopes(marked: bool = False) -> Iterator[None]:
     """
     tape_function = backprop._gradient_function
     graph_function = gradients_util._MaybeCompile
+    recorded = record.record_operation
 
     def of_tape(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any) -> Any:
         with _entered(_scope_of_call(op_name, inputs, outputs), marked):
@@ -43,17 +45,34 @@ def gradient_scopes(marked: bool = False) -> Iterator[None]:
         with _entered(_scope_of(op), marked):
             return graph_function(scope, op, func, gradient)
 
-    _install(of_tape, of_graph)
+    def of_record(
+        op_type: str,
+        output_tensors: Any,
+        input_tensors: Any,
+        backward_function: Callable[..., Any],
+        forward_function: Any = None,
+    ) -> Any:
+        known = [t.op for t in output_tensors if _is_graph_tensor(t)]
+
+        def scoped(*slopes: Any) -> Any:
+            with _entered(_scope_of(known[0]), marked):
+                return backward_function(*slopes)
+
+        gradient = scoped if known else backward_function
+        return recorded(op_type, output_tensors, input_tensors, gradient, forward_function)
+
+    _install(of_tape, of_graph, of_record)
     try:
         yield
     finally:
-        _install(tape_function, graph_function)
+        _install(tape_function, graph_function, recorded)
 
 
-def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any]) -> None:
+def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any], of_record: Callable[..., Any]) -> None:
     backprop._gradient_function = of_tape
     pywrap_tfe.TFE_Py_RegisterGradientFunction(of_tape)
     gradients_util._MaybeCompile = of_graph
+    record.record_operation = of_record
 
 
 def _entered(scope: Any, marked: bool) -> Any:
