@@ -197,8 +197,26 @@ def _call_s(call: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def step_seconds(program: Program, rounds: int = 12) -> float:
-    """The median seconds of a whole program of one device, on random values; its variables are made anew."""
+def step_seconds(programs: Sequence[Program], rounds: int = 12) -> list[float]:
+    """The median seconds of a step of each program on one device, on random values; its variables are made anew.
+
+    The programs take turns, so that what disturbs the machine for a while disturbs all of them.
+    """
+    calls = [_step(program) for program in programs]
+    for call in calls:
+        for _ in range(3):
+            call()
+    times_s: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, found in zip(calls, times_s):
+            call()  # finds its variables where the last one's lay in the caches
+            start_s = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start_s)
+    return [statistics.median(found) for found in times_s]
+
+
+def _step(program: Program) -> Callable[[], Any]:
     generator = np.random.default_rng(0)
     values: list[Any] = []
     for name in program.inputs:
@@ -215,15 +233,12 @@ def step_seconds(program: Program, rounds: int = 12) -> float:
         else:
             values.append(_value(t, generator))
     variables = [tf.Variable(_value(v.type, generator)) for v in program.variables]
-    call = _compiled(program, [*values, *(v.handle for v in variables)], len(program.outputs))
-    for _ in range(3):
-        call()
-    times_s = []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - start_s)
-    return statistics.median(times_s)
+    run = _compiled(program, [*values, *(v.handle for v in variables)], len(program.outputs))
+
+    def call(variables: Sequence[tf.Variable] = variables) -> Any:  # which keeps them alive
+        return run()
+
+    return call
 
 
 def overheads() -> tuple[float, float]:

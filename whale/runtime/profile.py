@@ -120,10 +120,9 @@ def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[
     """Measures what all ranks of some plans run, and the steps on one device; completes and writes the table."""
     alone = {fingerprint(p.program): _alone(p) for p in planned}
     steps = {}
-    for mark, program in alone.items():
-        seconds = max(1e-6, measure.step_seconds(program) - table.call_s)
-        say(f"{program.name}: {1e3 * seconds:.1f} ms on one device")
-        steps[mark] = seconds
+    for (mark, program), seconds in zip(alone.items(), measure.step_seconds(list(alone.values()))):
+        steps[mark] = max(1e-6, seconds - table.call_s)
+        say(f"{program.name}: {1e3 * steps[mark]:.1f} ms on one device")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     every = [*alone.values(), *(r for p in planned for r in rank_programs(p))]
     known = {o.signature for o in table.operations}
