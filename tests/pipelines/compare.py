@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,8 +25,11 @@ def on_one_device(model: str, optimizer: str, api: str) -> dict[str, np.ndarray]
     return trained_tf2(model, optimizer, nothing, nothing, tf.function)[0]
 
 
-def difference(run: Run) -> tuple[float, str]:
+def difference(run: Run, **more: Any) -> tuple[float, str]:
     """max|difference| / max(max|value|, learning rate x steps) over all results and variables, and which has it.
+
+    Args:
+      more: settings beside those of the run.
 
     Raises:
       AssertionError: the plan is none of stages, or nothing travels between them.
@@ -37,10 +41,11 @@ def difference(run: Run) -> tuple[float, str]:
         "pipeline.num_micro_batch": run.micro_batches,
         "pipeline.schedule": run.schedule,
         "gradient_checkpoint.type": "auto" if run.recompute else "",
-        "zero.level": int(run.zero),
+        "zero.level": run.zero,
         "zero.min_bytes": 0,
         "sync_batch_norm": True,
         "random": "global",
+        **more,
     }
     wh.init(wh.Config(config))
     try:

@@ -52,11 +52,11 @@ class Run:
     schedule: str
     optimizer: str = "sgd"
     recompute: bool = False
-    zero: bool = False
+    zero: int = 0
     api: str = "tf2"
 
     def __str__(self) -> str:
-        extra = ", recompute" * self.recompute + ", zero 1" * self.zero
+        extra = ", recompute" * self.recompute + (f", zero {self.zero}" if self.zero else "")
         return (
             f"{self.layout.name}, {self.micro_batches} micro-batches, {self.schedule}, "
             f"{self.optimizer}{extra}, {self.api}"
@@ -82,7 +82,8 @@ def all_runs() -> Iterator[Run]:
                 yield Run(layout, micro_batches, schedule)
                 yield Run(layout, micro_batches, schedule, "adam", recompute=True)
                 if not layout.split:
-                    yield Run(layout, micro_batches, schedule, "adam", zero=True)
+                    yield Run(layout, micro_batches, schedule, "adam", zero=1)
+                    yield Run(layout, micro_batches, schedule, "adam", zero=3)
                 if schedule == "1f1b" and micro_batches in (1, 4):
                     yield Run(layout, micro_batches, schedule, "sgd", api="tf1")
                     yield Run(layout, micro_batches, schedule, "adam", api="tf1")

@@ -7,14 +7,22 @@ import random
 import pytest
 
 from tests.pipelines.compare import LIMIT, difference
-from tests.pipelines.matrix import Run, all_runs
+from tests.pipelines.matrix import LAYOUTS, Run, all_runs
+from whale.errors import PlanError
 
+REPLICAS = next(layout for layout in LAYOUTS if layout.name == "2 stages x 2 replicas")
 SAMPLE = random.Random(7).sample(list(all_runs()), 5)
 # A weight that several stages read, in a graph whose gradients were built outside all scopes.
 SAMPLE += [run for run in all_runs() if str(run) == "tied embeddings, 4 micro-batches, 1f1b, adam, tf1"]
+SAMPLE += [Run(REPLICAS, 4, "zb-h1", "adam", recompute=True, zero=3)]
 
 
 @pytest.mark.parametrize("run", SAMPLE, ids=str)
 def test_a_pipeline_is_as_one_device(run: Run) -> None:
     error, where = difference(run)
     assert error <= LIMIT, where
+
+
+def test_what_does_not_go_with_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"split\.ranks=1\b.*\n.*all ranks of their stage"):
+        difference(Run(REPLICAS, 1, "1f1b"), **{"split.ranks": 1})

@@ -140,20 +140,28 @@ def _refuse(context: PlanContext, places: Sequence[Place]) -> None:
             expected="a stage for every rank",
             action="start fewer ranks or change the devices of the stages",
         )
+    groups = f"split.ranks={context.split_ranks}"
     unable = {
-        "zero.level=3": context.zero_level >= 3,
-        'communication.backend="horovod"': context.backend != "whale",
-        'amp.dtype="float16" (bfloat16 can)': context.mixed_precision == "float16",
-        "split.ranks": 0 < context.split_ranks < max(len(place.ranks) for place in places),
-        "a batch of which every rank passes its own rows": bool(context.local),
+        'communication.backend="horovod"': (
+            context.backend != "whale",
+            "sums over the ranks of a stage, which are not all ranks",
+            'set communication.backend="whale"',
+        ),
+        groups: (
+            0 < context.split_ranks < max(len(place.ranks) for place in places),
+            "tensors under wh.split that all ranks of their stage divide",
+            "leave it out, or give the stages fewer ranks (wh.stage(devices=...))",
+        ),
+        "a batch of which every rank passes its own rows (wh.shard, batch.mode)": (
+            bool(context.local),
+            "the whole batch on every rank, of which the stages take what they compute",
+            "pass the whole batch",
+        ),
     }
-    for name, wanted in unable.items():
+    for given, (wanted, expected, action) in unable.items():
         if wanted:
             raise PlanError(
-                "a pipeline cannot be combined with an option yet",
-                given=name,
-                expected="a pipeline without it",
-                action="leave it out, or pass the whole batch on every rank",
+                "a pipeline cannot be combined with an option yet", given=given, expected=expected, action=action
             )
 
 
