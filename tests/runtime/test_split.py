@@ -19,6 +19,7 @@ from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
 from whale.ir.plan import Plan
+from whale.runtime import split_variable
 from whale.runtime.context import check_replicas
 
 Values = dict[str, np.ndarray]
@@ -177,6 +178,14 @@ def test_an_embedding_whose_vocabulary_is_split(ranks: Callable[..., None], spar
     ranks(4)
     worst = difference(expected, train(wh.function, wh.split), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_does_not_lie_in_the_whole_ones_memory(dim: int) -> None:
+    """A variable of it would hold on to all of that."""
+    whole = tf.ones((4, 4))
+    parts = [split_variable.cut(whole, Split(dim, (2, 2)), i) for i in range(2)]
+    assert not any(np.shares_memory(memoryview(whole), memoryview(part)) for part in parts)  # type: ignore[arg-type]
 
 
 def test_a_split_variable_is_read_and_changed_as_a_whole(ranks: Callable[..., None], tmp_path: Path) -> None:

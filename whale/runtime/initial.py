@@ -131,7 +131,7 @@ class Initial:
         if self.reader is not None:
             return self._read(begin, size)
         if not self.is_divisible:
-            return tf.slice(self.whole(), begin, size)
+            return own_memory(tf.slice(self.whole(), begin, size))
         return _Region(self, begin, size).value()
 
     def _read(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:
@@ -343,6 +343,11 @@ def _draw(op: _Op, little: dict[int, np.ndarray], begin: int, count: int, shape:
 def _with(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
     at = attrs.index(name) + 1
     return (*attrs[:at], value, *attrs[at + 1 :])
+
+
+def own_memory(value: tf.Tensor) -> tf.Tensor:
+    """A copy: rows that were cut out lie in the whole tensor's memory, which a variable of them would hold on to."""
+    return tf.raw_ops.DeepCopy(x=value)
 
 
 def _variable(value: tf.Tensor, name: str) -> tf.Variable:

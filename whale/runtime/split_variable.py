@@ -19,12 +19,12 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 import whale_ops
 from whale.errors import CommError
 from whale.ir.layout import Split
+from whale.runtime.initial import Initial, own_memory
 from whale.runtime.pieces import restores_by_pieces
 
 if TYPE_CHECKING:
     from whale.capture.captured import CapturedVariable
     from whale.runtime.context import Context
-    from whale.runtime.initial import Initial
 
 # Methods that need the whole value in the variable itself.
 NEED_WHOLE = (
@@ -111,7 +111,7 @@ class Parts:
         if whole is None:
             return
         for rank, place in self._own():
-            self._set(rank, _cut(whole, self.placement, place))
+            self._set(rank, cut(whole, self.placement, place))
         hold_nothing(self._handle, whole.dtype)
 
     def _set(self, rank: int, part: tf.Tensor) -> None:
@@ -170,12 +170,13 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
     gen_resource_variable_ops.assign_variable_op(handle, nothing)
 
 
-def _cut(whole: tf.Tensor, placement: Split, rank: int) -> tf.Tensor:
+def cut(whole: tf.Tensor, placement: Split, rank: int) -> tf.Tensor:
+    """The part that coordinate ``rank`` holds of a value, in memory of its own."""
     if placement.blocks > 1:
         return tf.gather(whole, placement.indices(rank), axis=placement.dim)
     begin, size = [0] * whole.shape.rank, [-1] * whole.shape.rank
     begin[placement.dim], size[placement.dim] = placement.offset(rank), placement.sizes[rank]
-    return tf.slice(whole, begin, size)
+    return own_memory(tf.slice(whole, begin, size))
 
 
 def _joined(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
