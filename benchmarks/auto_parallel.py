@@ -5,14 +5,17 @@
     whale run -np 2 benchmarks/auto_parallel.py --crossovers    what is chosen as width, depth and classes grow
 
 A classifier with hidden layers of some width, some depth and some classes is trained. On ranks, each way to spread it
-is forced in turn and measured, beside what was predicted and chosen; the last column is the chosen way's time over that
-of the fastest way.
+is built and warmed up, and then all take turns, the chosen one among them; figures are medians, and the last column is
+the chosen way's time over that of the fastest way.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +32,7 @@ def main() -> None:
     """Measures all sizes and prints a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--alone", action="store_true", help="one process, without Whale")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of measuring each way")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of measuring each way")
     parser.add_argument("--size", type=int, action="append", help="number of a size to measure (repeatable)")
     parser.add_argument("--crossovers", action="store_true", help="what is chosen for models of growing size")
     options = parser.parse_args()
@@ -53,26 +56,52 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     run = context.current()
     for size in sizes:
         run.auto = None
-        _measure(size, wh.function, 0.0, run)
+        steps = {"chosen": _program(size, wh.function)}
+        steps["chosen"]()
         found = run.auto
-        weights = found.weights if found else ()
+        assert found is not None
         ways = [Choice("data parallel"), Choice("every rank alone", alone=True)]
         ways.append(Choice("split of the classifier", ("classifier/kernel",)))
-        rounds: dict[str, list[float]] = {}
-        for _ in range(2):  # in turns: a process is slow at first, and the machine changes
-            for name, way in [("", found), *((way.name, way) for way in ways)]:
-                run.auto = way
-                rounds.setdefault(name, []).append(_measure(size, wh.function, seconds / 2, run))
-        times = {name: min(each) for name, each in rounds.items()}
-        auto_s = times.pop("")
+        for way in ways:
+            run.auto = way
+            steps[way.name] = _program(size, wh.function)
+            steps[way.name]()
+        times = _in_turns(steps, seconds, run)
+        auto_s = times.pop("chosen")
         if wh.rank() == 0:
             text = ", ".join(f"{name} {1e3 * took_s:.2f} ms" for name, took_s in times.items())
             best_s = min(auto_s, *times.values())
-            what = (found.name if found else "nothing") + (f" {weights}" if weights else "")
-            print(
-                f"{size}: chosen {what} {1e3 * auto_s:.2f} ms; {text}; chosen / best {auto_s / best_s:.3f}", flush=True
-            )
+            print(f"{size}: chosen {found.name} {1e3 * auto_s:.2f} ms; {text}; chosen / best {auto_s / best_s:.3f}")
+            sys.stdout.flush()
+        del steps
+        gc.collect()
     wh.shutdown()
+
+
+TURNS = 12  # of which the first two are left out: a process is slow at first
+
+
+def _in_turns(steps: dict[str, Callable[[], float]], seconds: float, run: Any) -> dict[str, float]:
+    """Median seconds of a step of each way; the ways take turns, in another order each time.
+
+    Args:
+        seconds: of measuring each way.
+    """
+    once_s = {name: min(step() for _ in range(3)) for name, step in steps.items()}
+    counts = {name: max(2, min(100, round(seconds / TURNS / s))) for name, s in once_s.items()}
+    said = run.comms[0].broadcast_bytes(
+        f"benchmark/{run.programs}", json.dumps(counts).encode() if run.rank == 0 else None
+    )
+    counts = json.loads(said)  # as many on every rank
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for turn in range(TURNS):
+        names = names[1:] + names[:1]
+        for name in names if turn % 2 else names[::-1]:
+            took = [steps[name]() for _ in range(counts[name] + 1)][1:]  # the first one after another way's is colder
+            if turn >= 2:
+                times[name] += took
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 WIDTHS, DEPTHS, CLASSES = (16, 64, 256, 1024, 2048), (1, 2, 4, 8), (10, 1_000, 10_000, 50_000)
@@ -114,6 +143,16 @@ def _kind(choice: Any) -> str:
 
 def _measure(size: Any, function: Callable[..., Any], least_s: float, run: Any) -> float:
     """Median seconds of a step."""
+    step = _program(size, function)
+    once_s = min(step() for _ in range(3))
+    count = max(5, min(300, int(least_s / once_s))) if least_s else 1
+    if run is not None and run.between_processes:  # as many steps on every rank
+        count = int(run.comms[0].broadcast_bytes("benchmark/count", b"%d" % count if run.rank == 0 else None))
+    return statistics.median(step() for _ in range(count))
+
+
+def _program(size: Any, function: Callable[..., Any]) -> Callable[[], float]:
+    """A fresh copy of the training step; a call takes one step and says how many seconds it took."""
     width, depth, classes, rows = size
     tf.keras.utils.set_random_seed(1)
     layers = [tf.keras.layers.Dense(width, activation="relu") for _ in range(depth)]
@@ -139,19 +178,13 @@ def _measure(size: Any, function: Callable[..., Any], least_s: float, run: Any) 
     generator = np.random.default_rng(1)
     x = tf.constant(generator.normal(size=(rows, INPUTS)), tf.float32)
     y = tf.constant(generator.integers(classes, size=rows), tf.int32)
-    for _ in range(3):
+
+    def timed() -> float:
         start_s = time.perf_counter()
         float(step(x, y))
-        once_s = time.perf_counter() - start_s
-    count = max(5, min(300, int(least_s / once_s))) if least_s else 1
-    if run is not None and run.between_processes:  # as many steps on every rank
-        count = int(run.comms[0].broadcast_bytes("benchmark/count", b"%d" % count if run.rank == 0 else None))
-    times = []
-    for _ in range(count):
-        start_s = time.perf_counter()
-        float(step(x, y))
-        times.append(time.perf_counter() - start_s)
-    return statistics.median(times)
+        return time.perf_counter() - start_s
+
+    return timed
 
 
 if __name__ == "__main__":

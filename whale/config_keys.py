@@ -100,6 +100,12 @@ KEYS: tuple[Key, ...] = (
         "the first training step is spread in the way that is predicted to be the fastest; scopes are kept as they are",
     ),
     Key(
+        "plan",
+        "str",
+        "",
+        "file that `whale plan -o FILE script` wrote: that script's step runs under it; empty = plans are made",
+    ),
+    Key(
         "cost_model.profile",
         "str",
         "",

@@ -110,8 +110,13 @@ class _Chains:
         }
         self.chain: list[tuple[int, int, tuple[Part, ...]]] = []
 
-    def visit(self, high: int, left: tuple[int, ...], total: float, slowest: float) -> None:
-        """All choices for the layers before `high`, with the devices that are left."""
+    def visit(self, high: int, left: tuple[int, ...], total: float, least_s: float) -> None:
+        """All choices for the layers before `high`, with the devices that are left.
+
+        Args:
+            total: seconds of one micro-batch on the stages so far.
+            least_s: the largest, of these stages, of all micro-batches on it and one on those before it.
+        """
         if high == 0:
             self.looked += 1
             stages = tuple(Stage(((a, b),), parts) for a, b, parts in reversed(self.chain))
@@ -133,10 +138,11 @@ class _Chains:
                     if not speed:
                         continue
                     before = self.rows * self.work[low] / speed
-                last = max(count * max(slowest, own) + before, total + own + before)
+                ahead = max(least_s + own, count * own)
+                last = max(ahead, total + own) + before
                 if max(last, count * _fair(before, rest, low)) < self.best[0]:
                     self.chain.append((low, high, parts))
-                    self.visit(low, rest, total + own, max(slowest, own))
+                    self.visit(low, rest, total + own, ahead)
                     self.chain.pop()
 
 

@@ -28,7 +28,7 @@ class Played:
 
     Attributes:
         end_s: when its last node ended.
-        order: a node where it started, its complement (~node) where it had ended.
+        order: a node where it started, its complement (~node) where it had ended; order_s: when.
         compute_s: its kernels, alone on a core.
         exchange_s: the same of its exchanges.
     """
@@ -37,6 +37,7 @@ class Played:
     order: list[int]
     compute_s: float
     exchange_s: float
+    order_s: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class _Rank:
     met: Counter[str] = field(default_factory=Counter)
     end_s: float = 0.0
     order: list[int] = field(default_factory=list)
+    order_s: list[float] = field(default_factory=list)
 
 
 def run(
@@ -138,6 +140,7 @@ class _Run:
                 rank.order,
                 sum(rank.seconds),
                 sum(map(self.exchange_s, rank.graph.exchanges.values())),
+                rank.order_s,
             )
             for rank in self.ranks
         ]
@@ -156,6 +159,7 @@ class _Run:
                     return None
                 node = other.pop()
             rank.order.append(node)
+            rank.order_s.append(self.clock.now_s)
             if node in rank.graph.exchanges:
                 self._meet(rank, node)
             elif rank.seconds[node] > 0:
@@ -166,6 +170,7 @@ class _Run:
     def _ended(self, rank: _Rank, node: int) -> list[int]:
         """A node has ended: its followers that wait for nobody else."""
         rank.order.append(~node)
+        rank.order_s.append(self.clock.now_s)
         rank.left -= 1
         rank.end_s = self.clock.now_s
         ready = []

@@ -81,6 +81,32 @@ def peaks(
     return allocator.at_peak, resident
 
 
+def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int]) -> list[int]:
+    """Bytes that a rank holds after each event of a step that is not its first one (see ``peak_bytes``)."""
+    allocator = Allocator()
+    variables = {handle: _Owner(allocator, size, 1) for handle, size in graph.variable_bytes.items()}
+    for size in filter(None, graph.resident_sizes):
+        allocator.take(size)
+    nothing = Kinds(1, [0] * len(graph.sizes), dict.fromkeys(graph.variable_bytes, 0), 0)
+    found: list[int] = []
+    for _ in range(2):
+        found.clear()
+        memory = _Memory(graph, allocator, variables, nothing)
+        scratch: dict[int, int] = {}
+        for event in order:
+            if event >= 0:
+                memory.begin(event)
+                if scratch_bytes[event]:
+                    scratch[event] = allocator.take(scratch_bytes[event])
+            else:
+                if ~event in scratch:
+                    allocator.give(scratch.pop(~event))
+                memory.end(~event)
+            found.append(allocator.live_bytes)
+        memory.close()
+    return found
+
+
 class _Owner:
     """Memory that results share: given back when nobody refers to it any more."""
 

@@ -14,8 +14,8 @@ from ..collectives import COLLECTIVES, group, point_to_point_s
 from ..compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
 from ..ops.work import Work
 from .execute import Played, Sharing, run
-from .graph import graph_of
-from .liveness import peak_bytes
+from .graph import Graph, graph_of
+from .liveness import live_bytes, peak_bytes
 from .table import CONTRACTIONS, Measured, Table
 from .traffic import Exchange
 
@@ -70,6 +70,26 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A kernel or exchange of a rank: what it is, and when it runs; `seconds` alone on a core, or without waiting."""
+
+    name: str
+    op: str
+    start_s: float
+    end_s: float
+    seconds: float
+    exchange: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One rank's step: kernels and exchanges by start, and (seconds, bytes held) at every change."""
+
+    spans: tuple[Span, ...]
+    held: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedPrediction:
     """What one step takes.
 
@@ -77,18 +97,20 @@ class CapturedPrediction:
         step_s: on the slowest rank.
         ranks: of each rank, its end, peak memory, and the seconds of its kernels and exchanges.
         logical_bytes: of each rank, its part of what the step has to move; equal to the counters of whale_ops.
+        timelines: of each rank, where they were asked for.
     """
 
     step_s: float
     ranks: tuple[Ran, ...]
     logical_bytes: tuple[int, ...]
+    timelines: tuple[Timeline, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         return max(rank.peak_bytes for rank in self.ranks)
 
 
-def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPrediction:
+def predict_ranks(programs: Sequence[Program], machine: Machine, with_timelines: bool = False) -> CapturedPrediction:
     """One step of ranks that run ``programs`` (see whale.lowering.local), rank i the i-th.
 
     Raises:
@@ -140,7 +162,32 @@ def predict_ranks(programs: Sequence[Program], machine: Machine) -> CapturedPred
         step_s=max(rank.end_s for rank in ran) + machine.call_s,
         ranks=tuple(ran),
         logical_bytes=tuple(sum(e.logical_bytes for e in g.exchanges.values()) for g in graphs),
+        timelines=tuple(_timeline(g, s, c, p, machine) for g, s, c, p in zip(graphs, seconds, scratch, played))
+        if with_timelines
+        else (),
     )
+
+
+def _timeline(
+    graph: Graph, seconds: Sequence[float], scratch: Sequence[int], played: Played, machine: Machine
+) -> Timeline:
+    held = live_bytes(graph, played.order, scratch)
+    started: dict[int, float] = {}
+    spans, curve = [], []
+    last = -1
+    for event, at_s, size in zip(played.order, played.order_s, held):
+        if size != last:
+            curve.append((at_s, size))
+            last = size
+        if event >= 0:
+            started[event] = at_s
+            continue
+        node, begun_s = graph.nodes[~event], started.pop(~event)
+        what = graph.exchanges.get(~event)
+        alone_s = machine.exchange_s(what) if what is not None else seconds[~event]
+        if alone_s > 0:
+            spans.append(Span(node.name, node.op, begun_s, at_s, alone_s, what is not None))
+    return Timeline(tuple(sorted(spans, key=lambda s: s.start_s)), tuple(curve))
 
 
 def measured_machine(table: Table, ranks: int, program: str = "", counted_from_bytes: int = 0) -> Machine:

@@ -59,7 +59,7 @@ def _loses_a_host(launcher: Launcher) -> str:
     launcher.environment["PRTE_MCA_plm_ssh_agent"] = str(agent)
     return launcher.script(
         MEET + "import whale\nmeet(f'a{whale.restarts()}')\n"
-        "print('attempt', whale.restarts(), 'on', os.environ['WHALE_SIZE'])\n"
+        "print('attempt', whale.restarts(), 'on', os.environ['WHALE_SIZE'], 'WHALE_PLAN' in os.environ)\n"
         "if whale.restarts() == 0:\n"
         "    if rank == 1:\n        time.sleep(0.5); open('gone', 'w').close(); os.kill(os.getppid(), 9)\n"
         "    time.sleep(600)"
@@ -68,10 +68,12 @@ def _loses_a_host(launcher: Launcher) -> str:
 
 def test_a_host_that_is_gone_is_left_out(launcher: Launcher) -> None:
     script = _loses_a_host(launcher)
-    done = launcher.run("-np", "2", "--hosts", HOSTS, "--max-restarts", "1", script, timeout_s=90)
+    done = launcher.run("-np", "2", "--hosts", HOSTS, "--plan", "p", "--max-restarts", "1", script, timeout_s=90)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] attempt 0 on 2", "[0] attempt 1 on 1", "[1] attempt 0 on 2"]
+    said = ["[0] attempt 0 on 2 True", "[0] attempt 1 on 1 False", "[1] attempt 0 on 2 True"]
+    assert sorted(done.stdout.splitlines()) == said
     assert "starting again on 1 rank without 127.0.0.3 (restart 1 of 1)" in done.stderr
+    assert "the saved plan is for 2 ranks: the script is planned again for 1 rank" in done.stderr
 
 
 def test_too_few_ranks_are_no_run(launcher: Launcher) -> None:

@@ -20,6 +20,7 @@ class Outcome:
         moved: the largest change of a variable in the reference.
         split_flops_fraction: share of the matrix-product and convolution FLOPs that the plan splits.
         logical_bytes: bytes that the plan moves per step.
+        stages: of a pipeline, which divides the work by operations, not inside them; 0: it is none.
         seconds: of the distributed worker.
     """
 
@@ -30,6 +31,7 @@ class Outcome:
     split_flops_fraction: float
     total_flops: int
     logical_bytes: int
+    stages: int
     seconds: float
 
     def problems(self, run: Run) -> list[str]:
@@ -42,7 +44,7 @@ class Outcome:
         if run.case.products and not self.total_flops > 0:
             found.append("the plan knows of no products")
         if run.spread.ranks > 1:
-            if not run.scope.startswith("stage") and self.split_flops_fraction < run.case.least_split_fraction:
+            if not self.stages and self.split_flops_fraction < run.case.least_split_fraction:
                 found.append(f"only {self.split_flops_fraction:.1%} of the FLOPs are split")
             if not self.logical_bytes > 0:
                 found.append("the plan moves no bytes")
@@ -78,5 +80,6 @@ def compare(pool: Pool, run: Run) -> Outcome:
         split_flops_fraction=found["split_flops_fraction"],
         total_flops=found["total_flops"],
         logical_bytes=found["logical_bytes"],
+        stages=found["stages"],
         seconds=found["seconds"],
     )

@@ -27,7 +27,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
     """Runs one case over `ranks` ranks.
 
     Returns:
-        `split_flops_fraction` and `logical_bytes` of the plan that ran.
+        Facts about the plan that ran.
     """
     case = case_named(job["case"])
     scope, *more = job["scope"].split("+")
@@ -73,6 +73,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "split_flops_fraction": plan.split_flops_fraction,
         "total_flops": plan.total_flops,
         "logical_bytes": plan.logical_bytes,
+        "stages": len(plan.places),
     }
 
 

@@ -94,9 +94,9 @@ def test_sample_meets_every_pair_and_is_the_same_each_time() -> None:
 def test_outcome_tells_what_is_wrong() -> None:
     case = case_named("mlp")
     run = Run(case, "mlp", "keras3", "float64", "sgd", Spread(2))
-    good = Outcome(1e-16, "w", 1e-10, 0.1, 1.0, 100, 64, 1.0)
+    good = Outcome(1e-16, "w", 1e-10, 0.1, 1.0, 100, 64, 0, 1.0)
     assert not good.problems(run)
-    bad = Outcome(float("nan"), "w", 1e-10, 0.0, 0.5, 0, 0, 1.0)
+    bad = Outcome(float("nan"), "w", 1e-10, 0.0, 0.5, 0, 0, 0, 1.0)
     assert len(bad.problems(run)) == 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
@@ -35,6 +36,7 @@ def add_to(verbs: Any) -> None:
         action="store_true",
         help="show every rank's errors, mpirun's messages, and at the end what was communicated",
     )
+    verb.add_argument("--plan", metavar="FILE", help="run the script's step under a plan of `whale plan -o FILE`")
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -44,8 +46,10 @@ def add_to(verbs: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from whale.launcher.mpirun import Options, parse_hosts
-    from whale.launcher.run import run
+    from whale.launcher.run import PLAN_VARIABLE, run
 
+    if given.plan is not None:
+        os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
     return run(
         Options(
             ranks=given.ranks,

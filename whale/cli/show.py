@@ -18,6 +18,15 @@ def add_to(verbs: Any) -> None:
     verb = verbs.add_parser("show", help="print a saved plan", description="Prints a plan that `whale plan -o` wrote.")
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("-v", dest="verbose", action="store_true", help="a row for each operation, or layer, as well")
+    verb.add_argument(
+        "--analyze",
+        action="store_true",
+        help="run the plan's script under it on this host, and put what is measured beside what is predicted",
+    )
+    verb.add_argument("--steps", type=int, default=20, metavar="N", help="with --analyze: steps that are measured (20)")
+    verb.add_argument(
+        "--measured", metavar="FILE", help="with --analyze: what `whale profile` wrote; the user's unless"
+    )
     verb.set_defaults(call=call)
     verb = verbs.add_parser(
         "explain",
@@ -50,6 +59,8 @@ def add_to(verbs: Any) -> None:
     verb = verbs.add_parser("html", help="draw a plan as a page", description="Writes one self-contained offline page.")
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the page")
+    verb.add_argument("--measured", metavar="FILE", help="of a script's plan: what `whale profile` wrote")
+    verb.add_argument("--cluster", metavar="FILE", help="of a script's plan: predict on this cluster instead")
     verb.set_defaults(call=_html)
 
 
@@ -58,6 +69,8 @@ def call(given: argparse.Namespace) -> int:
     from whale.planner import planfile
 
     data = _bytes(given.plan)
+    if given.analyze:
+        return _analyze(given, data)
     if planfile.is_spread(data):
         from whale.planner.show import layer_table, show
 
@@ -74,6 +87,31 @@ def call(given: argparse.Namespace) -> int:
         from whale.ir.plan_explain import op_table
 
         print("\n".join(op_table(captured)))
+    return 0
+
+
+def _analyze(given: argparse.Namespace, data: bytes) -> int:
+    import msgspec
+
+    from cost_model.captured.table import default_path, read
+    from whale.launcher.analyze import measure
+    from whale.planner import analysis, planfile
+
+    if planfile.is_spread(data):
+        raise PlanError(
+            "a described model has no program that could run",
+            given=given.plan,
+            expected="a plan that `whale plan -o FILE train.py` made",
+            action="plan a script, or see what is predicted with `whale show`",
+        )
+    if given.steps < 1:
+        raise PlanError("at least one step is measured", given=f"--steps {given.steps}")
+    plan = _captured(data, given.plan)
+    profile = given.measured or str(default_path())
+    read(profile)
+    prediction, ranks = measure(given.plan, plan.script, plan.ranks, given.steps, profile)
+    measured = [msgspec.json.decode(one, type=analysis.Measured) for one in ranks]
+    print(analysis.report(msgspec.json.decode(prediction, type=analysis.Prediction), measured))
     return 0
 
 
@@ -158,7 +196,17 @@ def _trace(given: argparse.Namespace) -> int:
 
 
 def _html(given: argparse.Namespace) -> int:
-    from whale.planner.draw import html
+    from whale.planner import planfile
 
-    given.out.write_text(html(_load(given.plan)))
+    data = _bytes(given.plan)
+    if planfile.is_spread(data):
+        from whale.planner.draw import html
+
+        page = html(planfile.loads(data, given.plan))
+    else:
+        from whale.runtime.dry_run import Prediction, drawn
+
+        _captured(data, given.plan)
+        page = drawn(given.plan, Prediction(given.measured, given.cluster))
+    given.out.write_text(page)
     return 0

@@ -109,6 +109,8 @@ class Plan:
       schedule: name of the order of micro-batches on the places; "" when there is one micro-batch.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
+      script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
+      choice: how ``auto_parallel`` spread the program, as JSON (see whale.planner.programs.Choice); "" without it.
     """
 
     program: str
@@ -137,6 +139,15 @@ class Plan:
     micro_batches: int = 1
     in_time: bool = False
     offloaded: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+    choice: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks run it."""
+        if self.places:
+            return sum(len(place.ranks) for place in self.places)
+        return self.size if self.inner is None else self.size * self.inner.size
 
     @property
     def logical_bytes(self) -> int:
@@ -215,6 +226,8 @@ class Plan:
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
                 total_flops=self.total_flops,
+                script=list(self.script),
+                choice=self.choice,
             )
         )
 
@@ -252,6 +265,8 @@ class _File(msgspec.Struct):
     offloaded: list[str] = []
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
+    script: list[str] = []
+    choice: str = ""
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -320,6 +335,8 @@ def _plan(f: _File) -> Plan:
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,
         total_flops=f.total_flops,
+        script=tuple(f.script),
+        choice=f.choice,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 
@@ -10,6 +11,8 @@ from whale.config import Config
 from whale.launcher import mpirun
 from whale.launcher.job import Job
 from whale.launcher.trace import TraceFile
+
+PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
 
 
 def run(options: mpirun.Options) -> int:
@@ -43,7 +46,10 @@ def _attempts(options: mpirun.Options, program: str, config: Config, trace: Trac
         if not job.failed or restarts == options.max_restarts:
             return code
         restarts += 1
+        planned_for = options.ranks
         options, lost_hosts = mpirun.without_lost_hosts(options, program)
         number = f"{options.ranks} rank{'s' * (options.ranks > 1)}"
         where = f" on {number} without {', '.join(lost_hosts)}" if lost_hosts else ""
         job.say(f"starting again{where} (restart {restarts} of {options.max_restarts})")
+        if options.ranks != planned_for and os.environ.pop(PLAN_VARIABLE, None):
+            job.say(f"the saved plan is for {planned_for} ranks: the script is planned again for {number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ POINTS = 160  # of a curve
 
 def html(plan: PlanFile) -> str:
     """One page without any reference to the outside: timeline, waterfall, memory, layers, stages, alternatives."""
-    data = json.dumps(_data(plan), separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
-    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return page.replace("/*DATA*/null", data)
+    return page(_data(plan))
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page of these data (see `_data` and `draw_captured`)."""
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
 def _data(plan: PlanFile) -> dict[str, Any]:
@@ -63,14 +68,34 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         "cards": _cards(plan, found),
         "kinds": ["forward", "backward", "reduce", "update"],
+        "rows": [{"name": f"stage {i}", "where": _where(s, machines)} for i, s in enumerate(spread.stages)],
         "tracks": tracks,
         "shown_s": shown_s,
         "step_s": found.step_s,
         "timeline_label": label,
         "fall": _fall(plan, found),
+        "fall_label": "seconds of a step, busiest stage",
+        "others_title": ("Alternatives that lost", "best of each shape", "why", "plan"),
         "others": [(one.reason, one.spread.summary()) for one in plan.alternatives],
+        "heat_label": "one column per layer; stronger is more; hover explains",
         "heat": _heat(plan, found),
+        "columns": [f"layer {i}" for i in range(model.count)],
         "layers": _layers(plan, machines),
+        "stages_title": "Stages",
+        "stages_head": [
+            "stage",
+            "layers",
+            "devices",
+            "data x tensor",
+            "rows",
+            "memory",
+            "",
+            "forward",
+            "backward",
+            "send",
+            "reduce",
+        ],
+        "memory_label": "of one device of a stage; the line is its limit",
         "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
         "memory": _memory(plan, machines, found),
         "last": show.last_line(plan, machines, found),
@@ -92,8 +117,8 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _tracks(plan: PlanFile, found: Evaluation) -> tuple[list[list[tuple[int, float, float, int]]], float, str]:
-    """Per stage its passes as (kind, start, end, micro-batch), the seconds that are drawn, and what to say of them."""
+def _tracks(plan: PlanFile, found: Evaluation) -> tuple[list[list[tuple[int, float, float, str]]], float, str]:
+    """Per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them."""
     spread, times = plan.spread, found.timeline
     orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
     shown_s, label = found.step_s, f"{spread.micro_batches} micro-batches, {len(spread.stages)} stages; the wheel zooms"
@@ -101,27 +126,27 @@ def _tracks(plan: PlanFile, found: Evaluation) -> tuple[list[list[tuple[int, flo
     if count > DRAWN:
         shown_s = sorted(times.start_s)[DRAWN]
         label += f"; the first {shown_s / found.step_s:.0%} of the step"
-    tracks: list[list[tuple[int, float, float, int]]] = []
+    tracks: list[list[tuple[int, float, float, str]]] = []
     number = 0
     for stage, order in enumerate(orders):
         track = []
         for _, micro_batch, backward in order:
             if times.start_s[number] <= shown_s:
                 start, end = times.start_s[number], min(shown_s, times.end_s[number])
-                track.append((int(backward), _short(start), _short(end), micro_batch))
+                track.append((int(backward), short(start), short(end), f"micro-batch {micro_batch}"))
             number += 1
         cost, end = found.stages[stage], times.end_s[number - 1]
         if count <= DRAWN:
             if cost.reduce_s:
-                track.append((2, _short(end), _short(end + cost.reduce_s), -1))
+                track.append((2, short(end), short(end + cost.reduce_s), ""))
             if cost.update_s:
                 begin = found.step_s - found.update_s
-                track.append((3, _short(begin), _short(begin + cost.update_s), -1))
+                track.append((3, short(begin), short(begin + cost.update_s), ""))
         tracks.append(track)
     return tracks, shown_s, label
 
 
-def _short(seconds: float) -> float:
+def short(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
@@ -224,11 +249,11 @@ def _memory(plan: PlanFile, machines: Machines, found: Evaluation) -> list[dict[
         points = [max(curve[i : i + width], key=lambda p: p[1]) for i in range(0, len(curve), width)]
         rows.append(
             {
-                "stage": index,
+                "name": f"stage {index}",
                 "where": pool.name,
                 "limit": pool.memory_bytes,
                 "peak": used.total_bytes,
-                "points": [(_short(t), round(base + scale * level)) for t, level in points],
+                "points": [(short(t), round(base + scale * level)) for t, level in points],
             }
         )
     return rows

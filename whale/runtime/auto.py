@@ -69,8 +69,7 @@ def spread_program(
         if not trains(program):
             return program, settings
         chosen = _agreed(program, settings, context, number, dry)
-        if not dry:
-            context.auto = chosen
+        context.auto = chosen
     return apply(program, settings, chosen)
 
 

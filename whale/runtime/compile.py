@@ -142,9 +142,11 @@ def compile_program(
     lap("normalise")
     if context.dry is not None:
         settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
-        if context.config["auto_parallel"]:
+        if context.config["auto_parallel"] or context.auto is not None:
             dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, dry=True)
-        spread = with_memory(dry, make_any_plan(dry, settings_of_dry), settings_of_dry)
+        spread = with_memory(dry, _made_plan(dry, context, settings_of_dry), settings_of_dry)
+        if context.auto is not None:
+            spread = replace(spread, choice=msgspec.json.encode(context.auto).decode())
         context.dry.seen(spread, dry, settings_of_dry)
     else:
         settings = replace(settings, local=local)
@@ -152,11 +154,13 @@ def compile_program(
     if context.between_processes:
         _compare(program, mark, local, number, context)
     lap("fingerprint")
-    if context.config["auto_parallel"] and context.dry is None:
+    if (context.config["auto_parallel"] or context.auto is not None) and context.dry is None:
         program, settings = spread_program(program, settings, context, number)
         lap("choose")
     plan = _agreed_plan(program, number, context, settings)
     lap("plan")
+    if context.meter is not None:
+        context.meter.planned(program, plan, settings)
     expanded = expand(program, plan.expanded, settings)
     lap("expand")
     what = f"`{program.name}` (program {number} of the run)"
@@ -338,14 +342,20 @@ def make_any_plan(program: Program, settings: PlanContext) -> Plan:
     return replace(plan, offloaded=on_host)
 
 
+def _made_plan(program: Program, context: Context, settings: PlanContext) -> Plan:
+    """The saved plan where it is this program's, else a new one."""
+    saved = context.saved.of(program, settings) if context.saved is not None else None
+    return saved if saved is not None else make_any_plan(program, settings)
+
+
 def _agreed_plan(program: Program, number: int, context: Context, settings: PlanContext) -> Plan:
     """Rank 0's plan on every rank; when planning fails there, the same error on every rank."""
     if not context.between_processes:
-        return make_any_plan(program, settings)
+        return _made_plan(program, context, settings)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     if context.rank == 0:
         try:
-            plan = make_any_plan(program, settings)
+            plan = _made_plan(program, context, settings)
         except Exception as e:
             comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s)
             raise

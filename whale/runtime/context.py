@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from whale.ir.program import Program
 from whale.passes.pipeline import PlanContext
 from whale.planner.programs import Choice
 from whale.runtime import deferred, horovod
+from whale.runtime.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
@@ -42,6 +43,8 @@ class Context:
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       elements: number of messages so far about what ranks read, equal on all ranks.
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
+      saved: the plan that one of the programs runs under; None: all are planned.
+      meter: what measures the steps of this run; None: nobody asks.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
@@ -72,6 +75,8 @@ class Context:
     dry: DryRun | None = None
     after_horovod: bool = False
     auto: Choice | None = None
+    saved: SavedPlan | None = None
+    meter: Meter | None = None
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -106,9 +111,21 @@ class DryRun:
     seen: Callable[[Plan, Program, PlanContext], None]
 
 
+class Meter(Protocol):
+    """Looks at the steps of a run."""
+
+    def planned(self, program: Program, plan: Plan, settings: PlanContext) -> None:
+        """A normalised program is about to run under a plan."""
+
+    def steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+        """The same callable, measured."""
+        ...
+
+
 _current: Context | None = None
 _runs = 0
 _dry: DryRun | None = None
+_meter: Meter | None = None
 
 
 def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None]) -> None:
@@ -117,7 +134,13 @@ def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None]) -> No
     _dry = DryRun(size, seen)
 
 
-def init(config: Config | Mapping[str, Any] | None = None) -> None:
+def measured_run(meter: Meter) -> None:
+    """The next ``init`` of this process begins a run whose steps are measured."""
+    global _meter
+    _meter = meter
+
+
+def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "") -> None:
     """Starts Whale in this process; every rank calls it once, before scopes and steps.
 
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
@@ -126,9 +149,11 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
 
     Args:
       config: a ``wh.Config`` or a mapping of dotted keys.
+      plan: file of the plan that the script's step runs under, as the key ``plan``.
 
     Raises:
       ConfigError: an unknown key or a wrong value.
+      PlanError: the saved plan cannot be read, or is for another number of ranks.
       ClusterError: the ranks cannot be connected, or ``init`` was called before.
     """
     global _current, _runs
@@ -150,6 +175,10 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
     try:
         with span(trace, "wh.init", "init"):
             _current = _start(config, place, f"whale{_runs}", trace)
+            _current.meter = _meter
+            if path := os.fspath(plan) or config["plan"]:
+                _current.saved = read_saved_plan(path, _dry.size if _dry is not None else _current.size)
+                _current.auto = _current.saved.choice
             deferred.install(_current)
     except BaseException as error:
         if trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -10,15 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cost_model.captured.table import default_path, read
+from cost_model.captured.table import Table, default_path, read
+from cost_model.cluster import Cluster
 from cost_model.cluster import read as read_cluster
 from whale.capture.function import capture_function
 from whale.errors import ClusterError, ProgramError, WhaleError
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.passes.explain import explained
-from whale.passes.pipeline import PlanContext, expand, normalise
+from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
 from whale.runtime.loss_scale import loss_scale_of
@@ -56,6 +58,14 @@ class Prediction:
 
     profile: str | None = None
     cluster: str | None = None
+
+    def read(self) -> Table | Cluster:
+        """The file's figures.
+
+        Raises:
+          ClusterError: it cannot be read, or none was named and this machine has not been measured.
+        """
+        return read_cluster(self.cluster) if self.cluster is not None else read(self.profile or default_path())
 
     def text(self, planned: Planned) -> tuple[bool, str]:
         """(whether it is known, what the plan is predicted to take or why that is not known).
@@ -134,6 +144,31 @@ def main(
     return 0
 
 
+def drawn(plan_path: str, prediction: Prediction) -> str:
+    """The page of a saved plan: its script's step is captured again, and played on what ``prediction`` names.
+
+    Raises:
+      ClusterError: the script does not exist here, or there is nothing to predict by.
+      PlanError: the program is not the plan's any more.
+    """
+    from whale.planner.draw_captured import Drawn, html
+
+    saved = plan_from_json(Path(plan_path).read_bytes())
+    os.environ["WHALE_PLAN"] = os.path.abspath(plan_path)
+    script = saved.script or ("the plan names no script",)
+    planned = first_step(script[0], script[1:], saved.ranks)
+    on = prediction.read()
+    alone = replace(
+        planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, micro_batches=1, devices=()
+    )
+    alone_plan = make_plan(planned.program, alone)
+    found = predict_plan(planned, on, with_timelines=True)
+    alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
+    ranks_on = machine(on, saved.ranks, planned.program)
+    name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
+    return html(Drawn(planned.plan, planned.program, found, alone_s, ranks_on.memory_bytes, name))
+
+
 def _described(path: str, ranks: int) -> Planned:
     from whale.runtime import described
 
@@ -160,7 +195,7 @@ def first_step(script: str, args: Sequence[str], ranks: int) -> Planned:
 
     def stop(plan: Plan, program: Program, settings: PlanContext) -> None:
         if plan.batch_inputs:
-            planned.append(Planned(program, plan, settings))
+            planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
             raise _Planned
 
     sys.argv = [script, *args]

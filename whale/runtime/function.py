@@ -302,7 +302,8 @@ def _callable(
             raise
 
     found = call if device is None else _on_device(call, device)
-    return found if context.trace is None else context.trace.steps(found, what, compiled.number)
+    traced = found if context.trace is None else context.trace.steps(found, what, compiled.number)
+    return traced if context.meter is None else context.meter.steps(traced, compiled.plan)
 
 
 def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:

@@ -39,18 +39,22 @@ def rank_programs(planned: Planned) -> list[Program]:
     return [inline(r) for r in lower_ranks(program, expanded, plan, settings, range(size), "", "")]
 
 
-def predict_plan(planned: Planned, on: Table | Cluster, counted_from_bytes: int = 0) -> CapturedPrediction:
+def predict_plan(
+    planned: Planned, on: Table | Cluster, counted_from_bytes: int = 0, with_timelines: bool = False
+) -> CapturedPrediction:
     """Predicts a step on a machine that `whale profile` has measured, or on a cluster by the catalogue's formulas.
 
     Args:
       counted_from_bytes: tensors below are left out of memory, as TensorFlow's counters of host memory leave them out.
+      with_timelines: also when each rank does what, and what it holds then.
 
     Raises:
       PlanError: the program has loops or branches.
       ClusterError: too few devices, or the profile lacks what the program runs.
     """
     programs = rank_programs(planned)
-    return predict_ranks(programs, machine(on, len(programs), planned.program, counted_from_bytes))
+    on_ranks = machine(on, len(programs), planned.program, counted_from_bytes)
+    return predict_ranks(programs, on_ranks, with_timelines)
 
 
 def machine(on: Table | Cluster, ranks: int, program: Program, counted_from_bytes: int = 0) -> Machine:

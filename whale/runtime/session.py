@@ -315,7 +315,8 @@ class Session(tf.compat.v1.Session):
         run = self._import(compiled.ranks, tag, captured.inputs, captured.fed)
         trace = self._whale.trace
         name = ", ".join(w.name for w in (*fetches, *targets))
-        self._runs[key] = run if trace is None else trace.steps(run, name, compiled.number)
+        traced = run if trace is None else trace.steps(run, name, compiled.number)
+        self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)
         return compiled
 
     def _import(

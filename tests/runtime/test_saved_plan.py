@@ -1,0 +1,161 @@
+"""A script's step runs under a plan that was saved; what its run measures stands beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from cost_model.captured.table import write
+from tests.cost_model.test_captured import TABLE
+from tests.oracle.metric import difference, limit
+from tests.runtime.test_auto import THIN_LINK, Deep, double, speed
+from whale.cli import main
+from whale.errors import PlanError
+from whale.ir.plan import Plan, load_plan
+from whale.planner import analysis
+from whale.runtime import analyze, auto, context, dry_run
+
+__all__ = ["double", "speed"]
+
+
+def saved(path: Path, step: Callable[[], None], **config: Any) -> Plan:
+    """What a dry run of two ranks plans for a step, written to a file."""
+    plans: list[Plan] = []
+    context.dry_run(2, lambda plan, program, settings: plans.append(plan))
+    try:
+        wh.init(config)
+        step()
+    finally:
+        wh.shutdown()
+        context._dry = None
+    plans[0].save(path)
+    return plans[0]
+
+
+def fresh() -> Deep:
+    """The same program each time: Keras numbers the names of its layers."""
+    tf.keras.backend.clear_session()
+    return Deep(wh.function)
+
+
+def one_step() -> None:
+    deep = fresh()
+    deep.step(*deep.batch(0))
+
+
+def test_a_step_runs_under_a_saved_plan_and_others_are_planned(ranks: Callable[..., None], tmp_path: Path) -> None:
+    expected = Deep().train()
+    path = tmp_path / "plan.json"
+    plan = saved(path, one_step)
+    assert load_plan(path) == plan
+    # Marked, so that it is seen to be the file's: no plan is made with such a name of a device.
+    replace(plan, devices=("first", "second")).save(path)
+    ranks(2, plan=str(path))
+    deep = fresh()
+    worst = difference(expected, deep.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    assert deep.step.plan(*deep.batch(0)).devices == ("first", "second")
+    assert deep.evaluate.plan(*deep.batch(0)).devices == ("rank 0", "rank 1")
+    wh.shutdown()
+    ranks(2, plan=str(path))
+    with pytest.raises(PlanError, match="made for another program"):
+        deep.step(*(rows[:8] for rows in deep.batch(0)))
+    wh.shutdown()
+    with pytest.raises(PlanError, match="another number of ranks"):
+        ranks(3, plan=str(path))
+
+
+def test_what_auto_parallel_chose_is_kept_in_the_file(
+    ranks: Callable[..., None], speed: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Deep().train()
+    speed(THIN_LINK, THIN_LINK)
+    ways = auto.choices
+    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.alone and not c.weights])
+    path = tmp_path / "plan.json"
+    plan = saved(path, one_step, auto_parallel=True)
+    assert len(plan.places) == 2 and plan.choice
+    monkeypatch.setattr(auto, "_best", None)  # nothing is chosen any more
+    ranks(2, plan=str(path), auto_parallel=True)
+    deep = fresh()
+    worst = difference(expected, deep.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    assert len(deep.step.plan(*deep.batch(0)).places) == 2
+
+
+def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp_path: Path) -> None:
+    path, profile = tmp_path / "plan.json", tmp_path / "profile.json"
+    saved(path, one_step)
+    write(TABLE, profile)
+    meter = analyze._Meter(3)
+    context.measured_run(meter)
+    try:
+        ranks(2, plan=str(path))
+        deep = fresh()
+        with pytest.raises(analyze._Done):
+            for number in range(20):
+                deep.step(*deep.batch(number))
+    finally:
+        context._meter = None
+    assert len(meter.taken) == 3 and min(meter.taken) > 0 and meter.exchanged[0] + meter.exchanged[1] > 0
+    assert meter.seen is not None
+    predicted = analyze._predicted(meter.seen, str(profile))
+    measured = [
+        analysis.Measured(rank, "step", meter.taken, dict(meter.kernels), 1e-4, 1e-4, meter.peak_bytes)
+        for rank in range(2)
+    ]
+    products = [n for n in meter.kernels if n in predicted.ranks[0].kernels_s and "MatMul" in n]
+    assert len(products) >= 9  # of five layers: forward, and gradients
+    text = analysis.report(predicted, measured)
+    assert "rank 1" in text and "kernels by layer" in text
+
+
+def test_what_is_far_off_is_marked() -> None:
+    predicted = analysis.Prediction(
+        "here", 0.010, [analysis.Predicted(0.008, 0.002, 100, {"a/b/MatMul": 0.006, "loss": 0.002})], []
+    )
+    kernels = {"a/b/MatMul": 0.012, "loss": 0.002}
+    rows = analysis.report(predicted, [analysis.Measured(0, "p", [0.015, 0.016, 0.017], kernels, 0.0, 0.002, 110)])
+    marked = {row.split("  ")[0].strip() or row.split()[0] for row in rows.splitlines() if row.endswith("<--")}
+    assert marked == {"step (median)", "compute", "a/b"}
+    assert rows.endswith("measured 16.0 ms (+60 %): mostly compute of rank 0 (+6.0 ms against the prediction).")
+    assert analysis.layer_of("gradient_tape/a/b/MatMul/MatMul_1") == "a/b" == analysis.layer_of("a/b/MatMul")
+
+
+SCRIPT = """
+import tensorflow as tf
+import whale as wh
+from tests.runtime.test_auto import Deep
+tf.keras.backend.clear_session()
+wh.init()
+deep = Deep(wh.function)
+deep.step(*deep.batch(0))
+"""
+
+
+def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x"])
+    monkeypatch.delenv("WHALE_PLAN", raising=False)
+    (tmp_path / "s.py").write_text(SCRIPT)
+    write(TABLE, tmp_path / "profile.json")
+    try:
+        dry_run.main(str(tmp_path / "s.py"), (), 2, str(tmp_path / "plan.json"))
+        asked = ["html", str(tmp_path / "plan.json"), "-o", str(tmp_path / "p.html")]
+        assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
+    finally:
+        context._dry = None
+        monkeypatch.delenv("WHALE_PLAN", raising=False)
+    page = (tmp_path / "p.html").read_text()
+    assert "http" not in page and "/*DATA*/" not in page and "rank 1" in page
+    data = msgspec.json.decode(page.partition("const D = ")[2].partition(";\nconst $")[0])
+    assert sum(value for _, value, _, _ in data["fall"]) == pytest.approx(data["step_s"])
+    assert all(track for track in data["tracks"]) and len(data["memory"]) == 2
+    assert np.all(np.diff([p[0] for p in data["memory"][0]["points"]]) >= 0)
