@@ -81,12 +81,13 @@ class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some equal hosts."""
+    """Some equal hosts. `memory_gb`: of the host itself, where what leaves the devices may lie; None: not known."""
 
     name: Name
     devices: Annotated[list[DeviceEntry], Meta(min_length=1)]
     count: Count = 1
     networks: dict[str, Attachment] = {}
+    memory_gb: Annotated[float, Meta(gt=0)] | None = None
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,7 +20,11 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights."""
+    """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
+
+    `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
+    `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
+    """
 
     layers: int
     hidden: int
@@ -28,9 +32,12 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: int
     vocabulary: int
     feed_forward: int = 0  # 0: 4 x hidden
+    experts: int = 0
+    top: int = 1
+    state_bytes: int = 12
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "sequence", "vocabulary"):
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
             if getattr(self, name) < 1:
                 raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
         if self.hidden % self.heads:
@@ -42,9 +49,21 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layer_parameters(self) -> int:
-        """Weights and biases of one layer: 4 h^2 + 2 h f and the vectors."""
+        """Weights and biases of one layer: 4 h^2 + 2 h f and the vectors; with experts, of all of them."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of one layer, what every token goes through; the choice of experts included."""
         h, f = self.hidden, self.inner
+        if self.experts:
+            return 4 * h * h + 8 * h + h * self.experts
         return 4 * h * h + 2 * h * f + 9 * h + f
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one layer, of all its experts."""
+        return self.experts * (2 * self.hidden * self.inner + self.hidden + self.inner)
 
     @property
     def embedding_parameters(self) -> int:
@@ -63,6 +82,9 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def step_flops(self, batch: int, recompute: str = "none") -> float:
         """FLOPs of a step as Narayanan et al. (SC 2021) count: 72 or, with full recompute, 96 B s l h^2 (...)."""
         b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
+        if self.experts:  # the same terms, the feed-forward networks counted as they are gone through
+            each = 8 * h * h + 4 * h * self.inner * self.top + 2 * h * self.experts + 4 * s * h
+            return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * s * h * v
         factor = 96 if recompute == "full" else 72
         return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
 
@@ -80,9 +102,10 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence_parallel: bool = False
     zero: int = 0
     schedule: str = "1f1b"
+    experts: int = 1  # ranks that divide a layer's experts
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "chunks", "micro_batch", "global_batch"):
+        for name in ("tensor", "pipeline", "data", "chunks", "micro_batch", "global_batch", "experts"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be positive", given=getattr(self, name))
         if self.recompute not in ("none", "selective", "full"):
@@ -180,6 +203,7 @@ def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
     drop = (3 * E + (1 if stack.dropout else 0)) * own
+    rows, own_experts = expert_rows(t, p)
     first = _enter(p, whole)
     leave = _leave(p, whole)
     return [
@@ -194,9 +218,10 @@ def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
         *_pointwise("dropout 1", drop, stack),
         Streaming("norm 2", stack.norm_bytes * own),
         *first,
-        Matmul("feed forward 1", T, f // w, h, weights=True),
-        *_pointwise("activation", 2 * E * T * float(f) / w, stack),
-        Matmul("feed forward 2", T, h, f // w, weights=True),
+        *_routing(t, p),
+        Matmul("feed forward 1", rows, f // w, h, own_experts, weights=True),
+        *_pointwise("activation", 2 * E * rows * own_experts * float(f) / w, stack),
+        Matmul("feed forward 2", rows, h, f // w, own_experts, weights=True),
         *leave,
         *_pointwise("dropout 2", drop, stack),
     ]
@@ -212,6 +237,7 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     drop_2 = _pointwise("dropout 2 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
     norm = (2.5 * stack.norm_bytes + 3 * E) * own  # x twice, dy twice, dx; and the sum with the residual's gradient
     gradients = stack.accumulate_bytes
+    rows, own_experts = expert_rows(t, p)
     again: list[Op] = []
     if p.recompute == "full":
         again = layer_forward(t, p, stack)
@@ -221,15 +247,17 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
         *again,
         *drop_2,
         *_regather(p, whole, stack, "feed forward 2: input"),
-        Matmul("feed forward 2: input", T, f // w, h, weights=True),
-        Matmul("feed forward 2: weight", f // w, h, T, weights=True),
-        *_accumulate(gradients, float(f) * h / w),
-        *_pointwise("activation gradient", (3 * E + E) * T * float(f) / w, stack),
+        Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
+        Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
+        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_pointwise("activation gradient", (3 * E + E) * rows * own_experts * float(f) / w, stack),
         *_regather(p, whole, stack, "feed forward 1: input"),
-        Matmul("feed forward 1: input", T, h, f // w, weights=True),
-        Matmul("feed forward 1: weight", f // w, h, T, weights=True),
+        Matmul("feed forward 1: input", rows, h, f // w, own_experts, weights=True),
+        Matmul("feed forward 1: weight", f // w, h, rows, own_experts, weights=True),
         *_back(p, whole, stack, "feed forward 1: weight"),
-        *_accumulate(gradients, float(f) * h / w),
+        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_routing(t, p),
+        *_routing(t, p),
         Streaming("norm 2 gradient", norm, 3),
         *drop_1,
         *_regather(p, whole, stack, "projection: input"),
@@ -246,6 +274,23 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
         *_accumulate(gradients, 3.0 * h * h / w),
         Streaming("norm 1 gradient", norm, 3),
     ]
+
+
+def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
+    """(tokens that one expert gets, experts of a rank), tokens spread evenly; without experts all tokens, and 1."""
+    tokens = p.micro_batch * t.sequence
+    if not t.experts:
+        return tokens, 1
+    return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
+
+
+def _routing(t: Transformer, p: Parallel) -> list[Op]:
+    """The choice of experts, and the copies of tokens to where they are sent from and put back (each read, written)."""
+    if not t.experts:
+        return []
+    tokens = p.micro_batch * t.sequence
+    copied = 2.0 * 2 * E * tokens * t.top * t.hidden
+    return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
 
 
 def _enter(p: Parallel, elements: float) -> list[Op]:

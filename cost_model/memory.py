@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .describe import Parallel, Transformer
+from .describe import Parallel, Transformer, expert_rows
 from .stacks import Stack
 
 # The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
@@ -50,6 +50,10 @@ def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     w = p.tensor
     if p.recompute == "full":
         return 2 * sbh / (w if p.sequence_parallel else 1)
+    routed = 0.0
+    if t.experts:  # tokens as they were sent and came back, two tensors of the inner width in place of those of 4 h
+        rows, own = expert_rows(t, p)
+        routed = rows * own * (4.0 * t.hidden + 4.0 * t.inner / w) - 16 * sbh / w
     linear = 34 / w if p.sequence_parallel else 10 + 24 / w
     scores = 5 * t.heads * t.sequence / t.hidden / w
     if p.recompute == "selective" or stack.fused_attention:
@@ -57,7 +61,7 @@ def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     if not stack.dropout:  # masks of one byte: two on s b h, one on the scores
         linear -= 2 / w if p.sequence_parallel else 2
         scores *= 4 / 5
-    return sbh * (linear + scores)
+    return sbh * (linear + scores) + max(0.0, routed)
 
 
 def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:

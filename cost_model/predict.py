@@ -75,6 +75,12 @@ def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile
     """
     if t.heads % p.tensor or t.hidden % p.tensor:
         raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
+    if t.experts:
+        raise PlanError(
+            "layers with experts are predicted by the planner only",
+            given=f"{t.experts} experts",
+            action="use `whale plan --describe moe:...`",
+        )
     at = places(cluster, p)
     if p.zero >= 2:
         if profile:

@@ -23,7 +23,9 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
     verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
     verb.add_argument(
-        "--describe", metavar="MODEL", help="gpt:layers=96,hidden=12288,heads=96,sequence=2048,batch=1536"
+        "--describe",
+        metavar="MODEL",
+        help="gpt:layers=96,hidden=12288,heads=96,batch=1536, or moe:...,experts=64",
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
@@ -40,7 +42,7 @@ def add_to(verbs: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero or chunks",
+        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks",
     )
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
     verb.add_argument(

@@ -19,19 +19,21 @@ from .search import search
 from .tables import Table, TableModel
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
+WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
 
 def describe(text: str) -> tuple[Transformer, int | None]:
-    """`gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`.
+    """`gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`, and
+    `moe:...,experts=64[,top=2]`, each layer's feed-forward networks; `state_bytes=4` for an optimizer without moments.
 
     Returns: the transformer, and the batch where the text names one.
     """
     family, _, rest = text.partition(":")
     names = [f.name for f in msgspec.structs.fields(Transformer)]
     example = "gpt:layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=51200,batch=1536"
-    if family != "gpt":
-        raise PlanError("there is no such kind of model", given=text, expected=example)
+    if family not in ("gpt", "moe"):
+        raise PlanError("there is no such kind of model", given=text, expected=f"{example}, or moe:...,experts=64")
     values: dict[str, int] = dict(DEFAULTS)
     for part in filter(None, rest.split(",")):
         name, _, number = part.partition("=")
@@ -40,7 +42,8 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             raise PlanError("a description cannot be read", given=part, expected=example)
         values[name] = int(number)
     batch = values.pop("batch", None)
-    if missing := [n for n in ("layers", "hidden", "heads") if n not in values]:
+    needed = ("layers", "hidden", "heads") + (("experts",) if family == "moe" else ())
+    if missing := [n for n in needed if n not in values]:
         raise PlanError("a description lacks something", given=text, expected=", ".join(missing))
     return Transformer(**values), batch
 
@@ -84,10 +87,10 @@ def limits(fixed: list[str], budget_s: float = 10.0) -> Limits:
     values: dict[str, int | str] = {}
     for one in fixed:
         name, _, value = one.partition("=")
-        wrong = name not in names or (name != "recompute" and not value.isdigit())
-        if wrong or (name == "recompute" and value not in ("none", "selective", "full")):
+        wrong = name not in names or (name not in WORDS and not value.isdigit())
+        if wrong or (name in WORDS and value not in WORDS[name]):
             raise PlanError("this cannot be fixed", given=one, expected=", ".join(f"{n}=..." for n in sorted(names)))
-        values[name] = value if name == "recompute" else int(value)
+        values[name] = value if name in WORDS else int(value)
     return Limits(**values, budget_s=budget_s)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .evaluate import layers_of, part_memory
+import msgspec
+
+from .evaluate import layers_of, offloaded_bytes, part_memory
 from .model import Layers, Model
 from .pools import Machines
 from .spread import Part, Spread, Stage
@@ -21,7 +23,8 @@ class Chain:
         of: dict[tuple[Part, ...], list[Layers]] = {}
         for kind in kinds:
             if kind not in of:
-                of[kind] = [layers_of(model, settings, part, ranks) for part in kind]
+                replicas = sum(part.replicas for part in kind)
+                of[kind] = [layers_of(model, settings, part, ranks, replicas) for part in kind]
         self.costs = of
         self.stages = len(kinds)
         self.memory: dict[tuple[tuple[Part, ...], int, int, int, bool, bool], bool] = {}
@@ -42,8 +45,11 @@ class Chain:
         live = self.live(stage)
         replicas = sum(part.replicas for part in kind)
         for part, one in zip(kind, self.costs[kind]):
-            used = part_memory(one, ((low, high),), part, replicas, live, self.settings.zero, self.stages)
-            if used.total_bytes > self.machines.pools[part.pool].memory_bytes:
+            s, pool, ranges = self.settings, self.machines.pools[part.pool], ((low, high),)
+            used = part_memory(one, ranges, part, replicas, live, s.zero, self.stages, s.offload)
+            if used.total_bytes > pool.memory_bytes:
+                return False
+            if offloaded_bytes(one, ranges, replicas, s.zero, s.offload) > pool.host_bytes:
                 return False
         return True
 
@@ -101,5 +107,4 @@ class Chain:
     def spread(self, ends: list[int]) -> Spread:
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for kind, low, high in zip(self.kinds, lows, ends))
-        s = self.settings
-        return Spread(stages, s.micro_batches, s.recompute, s.sequence_parallel, s.zero, s.schedule)
+        return msgspec.structs.replace(self.settings, stages=stages)

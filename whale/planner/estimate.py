@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from cost_model.memory import BASE_BYTES
 
-from .evaluate import reduction_s
+from .evaluate import reduction_s, states
 from .model import Layers, Model
 from .pools import Machines
-from .spread import Part, Spread
+from .spread import Offload, Part, Spread
 
 KEPT = 40  # candidates of a shape
 
@@ -31,6 +31,7 @@ class Limits:
     recompute: str | None = None
     zero: int | None = None
     chunks: int | None = None
+    offload: Offload | None = None
     budget_s: float = 10.0
     exact_units: int = 8
 
@@ -68,6 +69,7 @@ class Estimates:
         self.started = time.process_time()
         self.ranks = machines.devices
         self.zero = 1 if limits.zero is None else limits.zero
+        self.offload: Offload = limits.offload or "none"
         # In a hurry only powers of two of rows, and numbers of stages that divide the layers, are estimated.
         self.coarse = limits.budget_s < 2.0
         self.shapes: dict[tuple[str, int, int], list[float]] = {}
@@ -81,7 +83,9 @@ class Estimates:
         """(costs, seconds of all layers' passes, seconds of one layer in the middle)."""
         key = (pool, tensor, rows, *how)
         if key not in self.each:
-            one = self.model.layers(pool, tensor, rows, *how, self.ranks)
+            # Experts are taken to be divided over all of the pool's devices, until a stage is known.
+            replicas = self.machines.pools[pool].units(tensor) if self.model.experts else 1
+            one = self.model.layers(pool, tensor, rows, *how, self.ranks, replicas)
             count = self.model.count
             total = one.forward(0, count) + one.backward(0, count)
             self.each[key] = one, total, total / count
@@ -102,7 +106,7 @@ class Estimates:
 
     def settings(self, micro_batches: int, how: tuple[str, bool]) -> Spread:
         recompute, sequence_parallel = how
-        return Spread((), micro_batches, recompute, sequence_parallel, self.zero)  # type: ignore[arg-type]
+        return Spread((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
     def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> float:
         """Seconds of the reduction and the update of one of so many equal stages."""
@@ -142,7 +146,9 @@ class Estimates:
             worst: list[tuple[float, float, float]] = []
             for p in parts:
                 layers = self.whole(p.pool, p.tensor, p.rows, how)[0]
-                state = (layers.parameters[-1] - layers.twice) / self.model.count * (4.0 + 12.0 / replicas)
+                held, gradients, optimizer = states(layers, ((0, self.model.count),), replicas, s.zero)
+                on_device = {"none": held + gradients + optimizer, "state": held + gradients, "all": 0.0}[s.offload]
+                state = on_device / self.model.count
                 free = self.machines.pools[p.pool].memory_bytes - BASE_BYTES
                 worst.append((free, state, layers.held_bytes[-1] / self.model.count))
             for index in range(at, at + count):

@@ -9,15 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from cost_model.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from cost_model.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.compute import rates_of
 from cost_model.memory import BASE_BYTES, CHANNEL_BYTES, WORKSPACE_BYTES, Footprint, state_bytes
 from cost_model.simulate import Tasks, Timeline, pipeline_tasks, simulate
 from whale.ir.schedule import Schedule, live_micro_batches, schedule
 
 from .model import Layers, Model
-from .pools import Machines
-from .spread import Part, Spread
+from .pools import Machines, Pool
+from .spread import Offload, Part, Spread, Stage
+
+# Parameters that Adam updates on a host's processors in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5 (10
+# billion in 2.57 s).
+HOST_UPDATES_PER_S = 3.9e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,10 @@ class Evaluation:
         return self.lacking_bytes <= 0
 
 
-def layers_of(model: Model, spread: Spread, part: Part, ranks: int) -> Layers:
-    return model.layers(part.pool, part.tensor, part.rows, spread.recompute, spread.sequence_parallel, ranks)
+def layers_of(model: Model, spread: Spread, part: Part, ranks: int, replicas: int) -> Layers:
+    """The costs of layers on a part's ranks; `replicas` are the stage's."""
+    how = spread.recompute, spread.sequence_parallel, ranks
+    return model.layers(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
 
 
 def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], parameters: list[float], zero: int) -> float:
@@ -80,7 +86,11 @@ def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], param
     for part, own in zip(parts, parameters):
         entry = machines.pools[part.pool].entry
         gradient_bytes = stack.gradient_bytes * own
-        if zero >= 1:
+        if zero >= 3:
+            continue  # gathered and reduced in every pass
+        if zero == 2:
+            seconds = all_gather_s(group, 2.0 * own)
+        elif zero == 1:
             seconds = reduce_scatter_s(group, gradient_bytes) + all_gather_s(group, 2.0 * own)
         else:
             seconds = all_reduce_s(group, gradient_bytes)
@@ -90,17 +100,90 @@ def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], param
 
 
 def part_memory(
-    layers: Layers, ranges: tuple[tuple[int, int], ...], part: Part, replicas: int, live: int, zero: int, stages: int
+    layers: Layers,
+    ranges: tuple[tuple[int, int], ...],
+    part: Part,
+    replicas: int,
+    live: int,
+    zero: int,
+    stages: int,
+    offload: Offload = "none",
 ) -> Footprint:
     """The bytes of one rank of a part; `live` chunks of micro-batches are held at the schedule's peak."""
-    parameters = layers.parameters_of(ranges)
-    held, gradients, optimizer = state_bytes(parameters, zero, replicas)
+    held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    beside = 0.0
+    count = max(1, sum(high - low for low, high in ranges))
+    if zero >= 3 and replicas > 1:  # the layer in progress and the next one, whole
+        beside = 2 * 2.0 * layers.parameters_of(ranges) / count
+    if offload != "none":
+        optimizer = 0.0
+    if offload == "all":  # of two layers, what was fetched and what goes back
+        beside = max(beside, 2 * (held + gradients) / count)
+        held = gradients = 0.0
     each = sum(layers.held_bytes[high] - layers.held_bytes[low] for low, high in ranges) / len(ranges)
     activations = live * each + layers.working_bytes
     if ranges[-1][1] == len(layers.parameters) - 1:
         activations += layers.last_bytes
     groups = (part.tensor > 1) + (replicas > 1) + (stages > 1)
-    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, groups * CHANNEL_BYTES, BASE_BYTES)
+    channels = groups * CHANNEL_BYTES + beside
+    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, channels, BASE_BYTES)
+
+
+def states(layers: Layers, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
+    dense = state_bytes(layers.parameters_of(ranges), zero, replicas)
+    experts = state_bytes(layers.experts_of(ranges), zero, layers.expert_copies)
+    scale = layers.state_bytes / 12.0
+    return dense[0] + experts[0], dense[1] + experts[1], (dense[2] + experts[2]) * scale
+
+
+def offloaded_bytes(
+    layers: Layers, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
+) -> float:
+    """What one rank has in its host's memory; with the state only, gradients pass through there as well."""
+    held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    return {"none": 0.0, "state": gradients + optimizer, "all": held + gradients + optimizer}[offload]
+
+
+def _passes_s(
+    model: Model,
+    machines: Machines,
+    spread: Spread,
+    stage: Stage,
+    part: Part,
+    one: Layers,
+    low: int,
+    high: int,
+    group: Group | None,
+) -> tuple[float, float]:
+    """Seconds of both passes of layers low..high-1 with what is sent and fetched for them.
+
+    Tokens go to experts and back between kernels. Weights of ZeRO 3 and offloaded ones come while the layer before
+    computes, gradients go while the next one does: what takes longer counts, and one layer of the other.
+    """
+    forward_s, backward_s = one.forward(low, high), one.backward(low, high)
+    count, ranges = high - low, ((low, high),)
+    if one.experts and group is not None:
+        exchange_s = 2 * count * all_to_all_s(group, one.routed_bytes)
+        forward_s += exchange_s
+        backward_s += exchange_s * (2 if spread.recompute == "full" else 1)
+    ahead_s = back_s = 0.0
+    dense = one.parameters_of(ranges)
+    if group is not None and spread.zero >= 2:
+        back_s += reduce_scatter_s(group, model.stack.gradient_bytes * dense)
+    if group is not None and spread.zero >= 3:
+        gather_s = all_gather_s(group, 2.0 * dense)
+        ahead_s, back_s = gather_s, back_s + gather_s
+    if spread.offload == "all":
+        held, gradients, _ = states(one, ranges, stage.replicas, spread.zero)
+        rate = machines.pools[part.pool].host_bytes_per_s
+        ahead_s, back_s = max(ahead_s, held / rate), max(back_s, (held + gradients) / rate)
+    return _beside(forward_s, ahead_s, count), _beside(backward_s, back_s, count)
+
+
+def _beside(compute_s: float, moved_s: float, count: int) -> float:
+    """Seconds of two things that run beside each other, layer by layer."""
+    return max(compute_s, moved_s) + min(compute_s, moved_s) / count if moved_s else compute_s
 
 
 def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
@@ -108,7 +191,11 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     stages = spread.stages
     stage = stages[index]
     last = len(stages) * spread.chunks - 1
-    costs = [layers_of(model, spread, part, ranks) for part in stage.parts]
+    costs = [layers_of(model, spread, part, ranks, stage.replicas) for part in stage.parts]
+    plain = spread.zero < 2 and spread.offload == "none" and not model.experts
+    group = None
+    if stage.replicas > 1 and not plain:
+        group = machines.data_group(tuple((p.pool, p.tensor, p.replicas) for p in stage.parts))
     sends = [0.0, 0.0]  # to the next stage, to the one before
     for way, other in enumerate((index + 1, index - 1)):
         if len(stages) == 1:
@@ -122,36 +209,57 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     longest = -1.0
     for chunk, (low, high) in enumerate(stage.layers):
         at = chunk * len(stages) + index
-        ahead = [one.forward(low, high) for one in costs]
-        back = [one.backward(low, high) for one in costs]
+        if plain:
+            ahead = [one.forward(low, high) for one in costs]
+            back = [one.backward(low, high) for one in costs]
+        else:
+            pairs = zip(stage.parts, costs)
+            passes = [_passes_s(model, machines, spread, stage, p, c, low, high, group) for p, c in pairs]
+            ahead, back = [p[0] for p in passes], [p[1] for p in passes]
         forwards.append(max(ahead) + (sends[0] if at < last else 0.0))
         backwards.append(max(back) + (sends[1] if at > 0 else 0.0))
         if (most := max(a + b for a, b in zip(ahead, back))) > longest:
             longest, limiting = most, [a + b for a, b in zip(ahead, back)].index(most)
     parameters = [one.parameters_of(stage.layers) for one in costs]
-    reduce_s = reduction_s(model, machines, stage.parts, parameters, spread.zero)
+    experts = [one.experts_of(stage.layers) for one in costs]
+    reduced = [own + e * (one.expert_copies > 1) for own, e, one in zip(parameters, experts, costs)]
+    reduce_s = reduction_s(model, machines, stage.parts, reduced, spread.zero)
     stack = model.stack
     if stack.hides_data_parallel:
         shortest = min(backwards) - sends[1]
         reduce_s = max(reduce_s / max(1, stage.count), reduce_s - shortest)
     update_s = 0.0
-    for part, one, own in zip(stage.parts, costs, parameters):
+    for part, one, own, of_experts in zip(stage.parts, costs, parameters, experts):
         entry = machines.pools[part.pool].entry
         if one.update_s is not None:
             update_s = max(update_s, sum(one.update_s[high] - one.update_s[low] for low, high in stage.layers))
             continue
         own /= stage.replicas if spread.zero >= 1 else 1
+        own += of_experts / (one.expert_copies if spread.zero >= 1 else 1)
+        if spread.offload != "none":
+            update_s = max(update_s, _on_host_s(machines.pools[part.pool], own, spread.offload))
+            continue
         rate = rates_of(entry.device, stack.dtype, entry.share).memory_bytes_per_s
         host_s = (one.tensors * stage.count + 4) * stack.update_kernels * stack.host_us * 1e-6
         update_s = max(update_s, stack.optimizer_bytes * own / rate, host_s)
     memory = tuple(
-        part_memory(one, stage.layers, part, stage.replicas, live, spread.zero, len(stages))
+        part_memory(one, stage.layers, part, stage.replicas, live, spread.zero, len(stages), spread.offload)
         for part, one in zip(stage.parts, costs)
     )
     lacking = max(f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts))
+    if spread.offload != "none":
+        for part, one in zip(stage.parts, costs):
+            used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
+            lacking = max(lacking, used - machines.pools[part.pool].host_bytes)
     return StageCost(
         tuple(forwards), tuple(backwards), sends[0] + sends[1], reduce_s, update_s, limiting, memory, lacking
     )
+
+
+def _on_host_s(pool: Pool, parameters: float, offload: Offload) -> float:
+    """The update in the host's memory: gradients come and weights go, unless they lie there anyway."""
+    moved_s = 4.0 * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
+    return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
 
 def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:

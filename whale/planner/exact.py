@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from .estimate import divisors
@@ -102,8 +103,8 @@ def _options(search: Search, states: list[tuple[int, ...]], settings: Spread) ->
 def _option(
     search: Search, used: tuple[int, ...], parts: tuple[Part, ...], settings: Spread, stages: int, count: int
 ) -> _Option:
-    costs = [layers_of(search.model, settings, part, search.ranks) for part in parts]
     replicas = sum(p.replicas for p in parts)
+    costs = [layers_of(search.model, settings, part, search.ranks, replicas) for part in parts]
     seconds = np.full((count + 1, count + 1), np.inf)
     after_s = np.zeros((count + 1, count + 1))
     fits = np.zeros((stages, count + 1, count + 1), dtype=bool)
@@ -115,7 +116,9 @@ def _option(
             after_s[low, high] = reduction_s(search.model, search.machines, parts, own, settings.zero)
             for live in range(1, min(stages, settings.micro_batches) + 1):
                 fits[live - 1, low, high] = all(
-                    part_memory(c, ranges, p, replicas, live, settings.zero, 2 if stages > 1 else 1).total_bytes
+                    part_memory(
+                        c, ranges, p, replicas, live, settings.zero, 2 if stages > 1 else 1, settings.offload
+                    ).total_bytes
                     <= search.machines.pools[p.pool].memory_bytes
                     for c, p in zip(costs, parts)
                 )
@@ -238,4 +241,4 @@ def _chain(
         after = max(after, float(option.after_s[low, high]))
         low = high
     s = settings
-    return Spread(tuple(found), s.micro_batches, s.recompute, s.sequence_parallel, s.zero), slowest, after
+    return msgspec.structs.replace(s, stages=tuple(found)), slowest, after

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
@@ -33,6 +34,10 @@ class Layers:
         update_s: measured seconds of the optimizer; None: by formula.
         working_bytes: once per rank; last_bytes: once where the last layer is.
         tensors: parameter tensors per layer, of which each costs the host a launch at the end of a step.
+        experts: parameters of experts of one rank (of `parameters` they are no part); 0 entries: none.
+        expert_copies: replicas that have the same experts.
+        routed_bytes: of the tokens that a layer sends to experts, once there and once back.
+        state_bytes: of the optimizer per parameter.
     """
 
     forward_s: array[float]
@@ -48,6 +53,14 @@ class Layers:
     working_bytes: float
     last_bytes: float
     tensors: int = 12
+    experts: array[float] = field(default_factory=lambda: array("d"))
+    expert_copies: int = 1
+    routed_bytes: float = 0.0
+    state_bytes: float = 12.0
+
+    def experts_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
+        """Parameters of experts of one rank."""
+        return sum(self.experts[high] - self.experts[low] for low, high in ranges) if self.experts else 0.0
 
     def forward(self, low: int, high: int) -> float:
         """Seconds of the forward pass of layers low..high-1."""
@@ -72,10 +85,13 @@ class Model(Protocol):
     name: str
     count: int
     stack: Stack
+    experts: int  # of each layer, divided over a stage's replicas
     tied_parameters: float  # that the first and the last stage each have a copy of, and sum the gradients of
 
-    def layers(self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int) -> Layers:
-        """The costs on ranks of a pool."""
+    def layers(
+        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+    ) -> Layers:
+        """The costs on ranks of a pool; `replicas` of a stage matter to models with experts only."""
         ...
 
     def tensor_degrees(self, pool: int) -> list[int]: ...
@@ -100,17 +116,22 @@ class TransformerModel:
         self.transformer, self.stack, self.machines = transformer, stack, machines
         self.name = name or f"transformer of {transformer.parameters / 1e9:.3g} billion parameters"
         self.count = transformer.layers
+        self.experts = transformer.experts
         self.tied_parameters = float(transformer.embedding_parameters)
         self.layers = lru_cache(maxsize=None)(self._layers)
 
-    def _layers(self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int) -> Layers:
+    def _layers(
+        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+    ) -> Layers:
         t, stack, L = self.transformer, self.stack, self.count
+        ways = math.gcd(t.experts, replicas) if t.experts else 1
         p = Parallel(
             tensor=tensor,
             micro_batch=rows,
             global_batch=rows,
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence_parallel,
+            experts=ways,
         )
         entry = self.machines.pools[pool].entry
         on = rank(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks)
@@ -120,7 +141,7 @@ class TransformerModel:
         )
         ahead = [cost(describe.edges_forward(t, p, stack, *edge), on) for edge in ((True, False), (False, True))]
         back = [cost(describe.edges_backward(t, p, stack, *edge), on, True) for edge in ((True, False), (False, True))]
-        parameters = [t.layer_parameters / tensor] * L
+        parameters = [t.dense_parameters / tensor] * L
         parameters[0] += t.embedding_parameters / tensor + t.sequence * t.hidden
         parameters[-1] += t.embedding_parameters / tensor
         begin_s = stack.pass_host_us * 1e-6
@@ -137,6 +158,10 @@ class TransformerModel:
             update_s=None,
             working_bytes=working_bytes(t, p, stack),
             last_bytes=head_bytes(t, p, stack),
+            experts=sums([t.expert_parameters / tensor / ways] * L) if t.experts else array("d"),
+            expert_copies=replicas // ways,
+            routed_bytes=2.0 * rows * t.sequence * t.hidden * t.top if t.experts else 0.0,
+            state_bytes=t.state_bytes,
         )
 
     def tensor_degrees(self, pool: int) -> list[int]:

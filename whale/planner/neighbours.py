@@ -32,8 +32,7 @@ def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
         return None
     stages[at] = Stage(((low, middle),), stages[at].parts)
     stages[at + 1] = Stage(((middle, high),), stages[at + 1].parts)
-    s = spread
-    return Spread(tuple(stages), s.micro_batches, s.recompute, s.sequence_parallel, s.zero, s.schedule)
+    return msgspec.structs.replace(spread, stages=tuple(stages))
 
 
 def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:

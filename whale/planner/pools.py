@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from cost_model.cluster import Cluster, DeviceEntry, HostEntry
 from cost_model.collectives import Group, group
-from cost_model.hardware import Device
+from cost_model.hardware import Device, catalogue
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,16 @@ class Pool:
     @property
     def memory_bytes(self) -> float:
         return self.device.memory_bytes * self.entry.share
+
+    @property
+    def host_bytes(self) -> float:
+        """Memory of the host that one device's part of what is offloaded may take; a tenth is the system's."""
+        return 0.9e9 * (self.host.memory_gb or 0.0) / self.on_host
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Between a device and its host's memory."""
+        return catalogue.link(self.device.host_link).bytes_per_s
 
     @property
     def name(self) -> str:

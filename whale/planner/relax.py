@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from whale.errors import PlanError
 
 from .evaluate import Evaluation, evaluate
 from .spread import Part, Spread, Stage
+
+MOST_PASSES = 20_000
 
 if TYPE_CHECKING:
     from .estimate import Candidate
@@ -25,7 +29,9 @@ def nothing_fits(search: Search, candidates: Sequence[Candidate]) -> PlanError:
             action="fix less, measure more sizes, or change the batch",
         )
     tried: list[tuple[float, Spread, Evaluation]] = []
-    for one in _least_memory(candidates)[:40]:
+    # A schedule of many passes takes long to play, and needs no less memory than its like with fewer.
+    short = [one for one in candidates if one.stages * one.settings.micro_batches <= MOST_PASSES]
+    for one in _least_memory(short or candidates[:1])[:40]:
         spread = search.even(one)
         found = evaluate(search.model, search.machines, spread)
         tried.append((found.lacking_bytes, spread, found))
@@ -73,7 +79,9 @@ def _cheapest(search: Search, spread: Spread, lacking: float, memory_bytes: floa
     more = f"devices with {(memory_bytes + lacking) / 1e9:.0f} GB ({need:.2f} times as much)"
     fewer = f", or {layers} layers instead of {search.model.count}" if layers else ""
     hosts = -(-search.machines.devices * (memory_bytes + lacking) // memory_bytes)
-    return f"take about {hosts:.0f} such devices{fewer}, or {more}, or a smaller micro-batch or sequence"
+    known = all(pool.host.memory_gb for pool in search.machines.pools)
+    host = "" if known else ", or say memory_gb of the hosts in the cluster file: state and weights can lie there"
+    return f"take about {hosts:.0f} such devices{fewer}, or {more}, or a smaller micro-batch or sequence{host}"
 
 
 def _layers_that_fit(search: Search, spread: Spread) -> int:
@@ -99,5 +107,5 @@ def evaluate_stage(search: Search, spread: Spread, stages: tuple[Stage, ...], in
     from .evaluate import stage_cost
 
     live = min(spread.micro_batches, len(stages) - index)
-    changed = Spread(stages, spread.micro_batches, spread.recompute, spread.sequence_parallel, spread.zero)
+    changed = msgspec.structs.replace(spread, stages=stages)
     return stage_cost(search.model, search.machines, changed, index, live, search.ranks).lacking_bytes

@@ -30,7 +30,7 @@ from .families import Families
 from .model import Model
 from .neighbours import Ranks, neighbours, other_ranks
 from .pools import Machines
-from .spread import Part, Spread, Stage
+from .spread import Offload, Part, Spread, Stage
 
 
 @dataclass
@@ -52,6 +52,14 @@ class Found:
 class _Best:
     entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
     seen: set[Spread] = field(default_factory=set)
+
+
+class NothingFits(Exception):
+    """No spread fits of those that a search looked at."""
+
+    def __init__(self, search: Search, candidates: list[Candidate]) -> None:
+        super().__init__("nothing fits")
+        self.search, self.candidates = search, candidates
 
 
 class Search(Families):
@@ -83,7 +91,7 @@ class Search(Families):
             for s, kind in enumerate(kinds)
         )
         s = one.settings
-        return Spread(stages, s.micro_batches, s.recompute, s.sequence_parallel, s.zero)
+        return msgspec.structs.replace(s, stages=stages)
 
     def even(self, one: Candidate) -> Spread:
         """The candidate with equally many layers per stage, whether it fits or not."""
@@ -152,7 +160,7 @@ class Search(Families):
         """Searches until the budget is used or nothing is left.
 
         Raises:
-            PlanError: nothing fits.
+            NothingFits: nothing does.
         """
         candidates: list[Candidate] = []
         for family in (self.pure, self.mixed):
@@ -168,9 +176,7 @@ class Search(Families):
             for spread in exact(self):
                 self.consider(spread)
         if not self.kept.entries:
-            from .relax import nothing_fits
-
-            raise nothing_fits(self, candidates)
+            raise NothingFits(self, candidates)
         # With few devices a simulation costs next to nothing: many beginnings are improved.
         few = self.ranks <= self.limits.exact_units
         for number, (seconds, spread) in enumerate(self._beginnings()):
@@ -255,12 +261,73 @@ class Search(Families):
         """The best spread with the optimizer's state on every rank, where the user leaves that free."""
         if self.limits.zero is None:
             _, spread, _ = self.best
-            s = spread
-            self.consider(Spread(s.stages, s.micro_batches, s.recompute, s.sequence_parallel, 0, s.schedule))
+            self.consider(msgspec.structs.replace(spread, zero=0))
+
+
+# (ZeRO level, offload), from what costs least to what takes least memory.
+MODES: tuple[tuple[int, Offload], ...] = (
+    (2, "none"), (3, "none"), (1, "state"), (3, "state"), (1, "all"), (3, "all"),
+)  # fmt: skip
 
 
 def search(model: Model, machines: Machines, batch: int, limits: Limits | None = None) -> Found:
-    """The best spread of a model's training step over a cluster (see `Search`)."""
+    """The best spread of a model's training step over a cluster (see `Search`).
+
+    ZeRO 1 (and 0) with all on the devices is looked at first. Where memory binds there (recompute, tensors or layers
+    divided), ZeRO 3 has its turn as well; where nothing fits, so have all levels, with state and weights offloaded as
+    far as the hosts' memory is known.
+
+    Raises:
+        PlanError: nothing fits in any way.
+    """
     if batch < 1:
         raise PlanError("the global batch must be positive", given=batch)
-    return Search(model, machines, batch, limits or Limits()).run()
+    limits = limits or Limits()
+    start_s = time.process_time()
+    failed: NothingFits | None = None
+    found: list[Found] = []
+    try:
+        found.append(Search(model, machines, batch, limits).run())
+    except NothingFits as error:
+        failed = error
+    modes = _modes(machines, limits, found[0] if found else None)
+    for number, (zero, offload) in enumerate(modes):
+        left_s = limits.budget_s - (time.process_time() - start_s)
+        if found and left_s <= 0.2 * limits.budget_s:
+            break
+        own_s = max(left_s / (len(modes) - number), 0.2 * limits.budget_s)
+        try:
+            other = replace(limits, zero=zero, offload=offload, budget_s=own_s)
+            found.append(Search(model, machines, batch, other).run())
+        except NothingFits as error:
+            failed = failed or error
+    if not found:
+        from .relax import nothing_fits
+
+        assert failed is not None
+        raise nothing_fits(failed.search, failed.candidates)
+    best = min(found, key=lambda f: f.evaluation.step_s)
+    others = [(f.spread, f.evaluation) for f in found if f is not best]
+    return replace(
+        best,
+        others=sorted([*best.others, *others], key=lambda e: e[1].step_s),
+        estimated=sum(f.estimated for f in found),
+        simulated=sum(f.simulated for f in found),
+        seconds=time.process_time() - start_s,
+        bound_s=min(f.bound_s for f in found),
+        exhausted=all(f.exhausted for f in found),
+    )
+
+
+def _modes(machines: Machines, limits: Limits, found: Found | None) -> list[tuple[int, Offload]]:
+    """What else is worth a search, of what the user leaves free."""
+    if found is not None:
+        s = found.spread
+        bound = s.recompute != "none" or len(s.stages) > 1 or any(p.tensor > 1 for t in s.stages for p in t.parts)
+        return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
+    hosts = all(pool.host_bytes for pool in machines.pools)
+    return [
+        (zero, offload)
+        for zero, offload in MODES
+        if limits.zero in (None, zero) and limits.offload in (None, offload) and (offload == "none" or hosts)
+    ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from cost_model.memory import Footprint
 
-from .evaluate import Evaluation, layers_of
+from .evaluate import Evaluation, layers_of, offloaded_bytes
+from .model import Model
 from .planfile import PlanFile
 from .pools import Machines
 from .spread import Stage
@@ -40,6 +43,11 @@ def show(plan: PlanFile) -> str:
         "",
         *schedule_lines(plan),
     ]
+    if model.experts:
+        ways = sorted({math.gcd(model.experts, stage.replicas) for stage in spread.stages})
+        lines += ["", f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"]
+    if spread.offload != "none":
+        lines += ["", *host_lines(plan, model, machines)]
     if plan.alternatives:
         lines += ["", "alternatives that lost"]
         lines += [f"  {one.reason:28} {one.spread.summary()}" for one in plan.alternatives]
@@ -117,6 +125,21 @@ def memory_bar(used: Footprint, limit_bytes: float) -> str:
     return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 1e9:5.1f} of {limit_bytes / 1e9:5.1f} GB"
 
 
+def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
+    """What lies in the hosts' memory: of each pool the host that holds most."""
+    spread, most = plan.spread, dict[int, float]()
+    for stage in spread.stages:
+        for part in stage.parts:
+            one = layers_of(model, spread, part, spread.ranks, stage.replicas)
+            used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
+            most[part.pool] = max(most.get(part.pool, 0.0), used)
+    return [
+        f"offloaded  {used * machines.pools[k].on_host / 1e9:.0f} of {machines.pools[k].host.memory_gb:.0f} GB of each "
+        f"{machines.pools[k].host.name} host"
+        for k, used in sorted(most.items())
+    ]
+
+
 def schedule_lines(plan: PlanFile) -> list[str]:
     """The order of passes on the first stages, as text: F and B with their micro-batch."""
     from whale.ir.schedule import schedule
@@ -147,12 +170,13 @@ def layer_table(plan: PlanFile) -> list[str]:
     for layer in range(model.count):
         index = of[layer]
         part = plan.spread.stages[index].parts[found.stages[index].limiting]
-        costs = layers_of(model, plan.spread, part, plan.spread.ranks)
+        costs = layers_of(model, plan.spread, part, plan.spread.ranks, plan.spread.stages[index].replicas)
         one = slice(layer, layer + 2)
         forward, backward, held, own = (
             values[1] - values[0]
             for values in (costs.forward_s[one], costs.backward_s[one], costs.held_bytes[one], costs.parameters[one])
         )
+        own += costs.experts_of(((layer, layer + 1),))
         times = f"{1e3 * forward:>7.2f} ms {1e3 * backward:>7.2f} ms"
         rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {size(held):>22}")
     return rows
@@ -228,6 +252,7 @@ def diff(one: PlanFile, other: PlanFile) -> str:
         ("chunks", one.spread.chunks, other.spread.chunks),
         ("recompute", one.spread.recompute, other.spread.recompute),
         ("ZeRO", one.spread.zero, other.spread.zero),
+        ("offload", one.spread.offload, other.spread.offload),
     ]
     lines += [f"  {name:14} {x} -> {y}" for name, x, y in facts if x != y]
     changed = [(i, x, y) for i, (x, y) in enumerate(zip(one.spread.stages, other.spread.stages)) if x != y]

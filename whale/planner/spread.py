@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 Recompute = Literal["none", "selective", "full"]
+# What lies in the hosts' memory and is updated there: nothing, the optimizer's state, or weights and gradients as well.
+Offload = Literal["none", "state", "all"]
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -46,7 +48,10 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """One way to train: stages in order, micro-batches of a step, recompute, ZeRO level."""
+    """One way to train: stages in order, micro-batches of a step, recompute, ZeRO level, what is offloaded.
+
+    Experts, where a model has them, are divided over the replicas of their stage.
+    """
 
     stages: tuple[Stage, ...]
     micro_batches: int
@@ -54,6 +59,7 @@ class Spread(msgspec.Struct, frozen=True):
     sequence_parallel: bool = False
     zero: int = 0
     schedule: str = "1f1b"
+    offload: Offload = "none"
 
     @property
     def chunks(self) -> int:
@@ -81,7 +87,8 @@ class Spread(msgspec.Struct, frozen=True):
             text += f", {self.recompute} recompute"
         if self.sequence_parallel:
             text += ", sequence parallel"
-        return text + (f", ZeRO {self.zero}" if self.zero else "")
+        text += f", ZeRO {self.zero}" if self.zero else ""
+        return text + {"none": "", "state": ", state offloaded", "all": ", weights and state offloaded"}[self.offload]
 
 
 def _span(values: list[int]) -> str:

@@ -118,7 +118,7 @@ class TableModel:
         self.table, self.stack, self.machines, self.name = table, stack, machines, table.model
         self.kinds = [layer for layer in table.layers for _ in range(layer.count)]
         self.count = len(self.kinds)
-        self.tied_parameters = 0.0
+        self.experts, self.tied_parameters = 0, 0.0
         self.of: dict[tuple[str, int], dict[str, dict[int, Measured]]] = {}
         for one in table.measured:
             self.of.setdefault((one.device, one.tensor), {}).setdefault(one.layer, {})[one.micro_batch] = one
@@ -127,7 +127,9 @@ class TableModel:
     def _measured(self, pool: int, tensor: int) -> dict[str, dict[int, Measured]]:
         return self.of.get((self.machines.pools[pool].device.name, tensor), {})
 
-    def _layers(self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int) -> Layers:
+    def _layers(
+        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+    ) -> Layers:
         share = self.machines.pools[pool].entry.share
         known = self._measured(pool, tensor)
         if any(layer.name not in known for layer in self.table.layers):

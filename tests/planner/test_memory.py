@@ -1,0 +1,85 @@
+"""What makes large models fit: ZeRO 2 and 3, state and weights in the hosts' memory, experts over the replicas."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from cost_model import cluster
+from cost_model.stacks import stack
+from whale.errors import PlanError
+from whale.planner import ask, planfile
+from whale.planner.evaluate import Evaluation, evaluate
+from whale.planner.model import TransformerModel
+from whale.planner.pools import Machines
+from whale.planner.show import show
+from whale.planner.spread import Part, Spread, Stage
+
+HOSTS = """
+name: small
+networks: {fabric: {type: infiniband-hdr-200}}
+hosts: [{name: h, count: 2, devices: [{type: v100-sxm2-32gb, count: 8}], networks: {fabric: {nics: 1}}%s}]
+"""
+WITH_MEMORY = cluster.parse(HOSTS % ", memory_gb: 768")
+DENSE = "gpt:layers=24,hidden=2048,heads=16,sequence=512,vocabulary=30720"
+EXPERTS = "moe:layers=12,hidden=1024,heads=16,sequence=512,vocabulary=30720,experts=512,state_bytes=4,batch=256"
+
+
+def _evaluated(described: str, zero: int, offload: str = "none", rows: int = 2, micro_batches: int = 2) -> Evaluation:
+    model, _ = ask.describe(described)
+    machines = Machines(WITH_MEMORY)
+    spread = Spread((Stage(((0, model.layers),), (Part(0, 1, 16, rows),)),), micro_batches, zero=zero, offload=offload)  # type: ignore[arg-type]
+    return evaluate(TransformerModel(model, stack("megatron-2022"), machines), machines, spread)
+
+
+def test_each_level_takes_less_memory_and_what_is_divided_is_by_the_replicas() -> None:
+    found = [_evaluated(DENSE, zero).stages[0].memory[0] for zero in range(4)]
+    totals = [one.total_bytes for one in found]
+    assert totals == sorted(totals, reverse=True)
+    assert found[3].parameters_bytes == pytest.approx(found[0].parameters_bytes / 16)
+    assert found[2].gradients_bytes == pytest.approx(found[0].gradients_bytes / 16)
+    assert found[1].optimizer_bytes == pytest.approx(found[0].optimizer_bytes / 16)
+
+
+def test_gathering_in_every_pass_takes_longer_with_more_micro_batches() -> None:
+    few = [_evaluated(DENSE, zero, rows=2, micro_batches=1).step_s for zero in (1, 3)]
+    many = [_evaluated(DENSE, zero, rows=2, micro_batches=8).step_s for zero in (1, 3)]
+    assert many[1] - many[0] > few[1] - few[0]
+
+
+def test_offloading_empties_the_device_and_takes_time() -> None:
+    kept, state, everything = (_evaluated(DENSE, 1, offload) for offload in ("none", "state", "all"))
+    memory = [one.stages[0].memory[0] for one in (kept, state, everything)]
+    assert memory[1].optimizer_bytes == 0 < memory[1].parameters_bytes == memory[0].parameters_bytes
+    assert memory[2].parameters_bytes == memory[2].gradients_bytes == 0
+    assert kept.step_s < state.step_s and kept.step_s < everything.step_s
+
+
+def test_experts_are_divided_and_tokens_are_sent_to_them() -> None:
+    plan, batch = ask.describe(EXPERTS)
+    found = ask.plan(WITH_MEMORY, batch or 0, plan, limits=ask.limits([], 1.0))
+    assert found.problems() == []
+    assert found.transformer is not None and found.transformer.experts == 512
+    assert planfile.loads(planfile.dumps(found)) == found
+    assert "experts    512 of each layer" in show(found)
+    # 12 layers x 512 experts x 2 x 1024 x 4096 parameters of 2 bytes would be 103 GB on each device.
+    held = max(m.parameters_bytes for s in found.evaluate()[2].stages for m in s.memory)
+    assert held < 32e9
+    model = TransformerModel(plan, stack("megatron-2022"), Machines(WITH_MEMORY))
+    dense = TransformerModel(msgspec.structs.replace(plan, experts=0), stack("megatron-2022"), model.machines)
+    one, other = (m.layers(0, 1, 1, "none", False, 16, 16) for m in (model, dense))
+    assert one.experts_of(((0, 12),)) == pytest.approx(plan.expert_parameters * 12 / 16)
+    assert one.forward(0, 12) > other.forward(0, 12)  # small products, routing
+
+
+def test_what_does_not_fit_is_offloaded_where_the_hosts_memory_is_known() -> None:
+    described = "gpt:layers=48,hidden=8192,heads=64,sequence=512,vocabulary=30720"
+    model, _ = ask.describe(described)
+    found = ask.plan(WITH_MEMORY, 64, model, limits=ask.limits(["stages=1"], 1.0))
+    assert found.spread.offload != "none" and found.problems() == []
+    assert "offloaded" in show(found)
+    with pytest.raises(PlanError, match="nothing fits") as error:
+        ask.plan(cluster.parse(HOSTS % ""), 64, model, limits=ask.limits(["stages=1"], 1.0))
+    assert "memory_gb of the hosts" in str(error.value)
+    with pytest.raises(PlanError, match="nothing fits"):
+        ask.plan(WITH_MEMORY, 64, model, limits=ask.limits(["stages=1", "offload=none"], 1.0))
