@@ -51,6 +51,7 @@ class Evaluation:
     Attributes:
         step_s: all of it; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the last pass.
         lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
+        ends_s: of each stage, when its last pass ends.
     """
 
     step_s: float
@@ -64,6 +65,7 @@ class Evaluation:
     busiest: int
     tasks: Tasks
     timeline: Timeline
+    ends_s: tuple[float, ...]
 
     @property
     def fits(self) -> bool:
@@ -262,19 +264,24 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload) -> float:
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
 
-def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
-    """Simulates one step."""
+def evaluate(model: Model, machines: Machines, spread: Spread, like: Evaluation | None = None) -> Evaluation:
+    """Simulates one step.
+
+    Args:
+        like: a simulated spread of the same stages and schedule: what it took serves again if its passes take as long.
+    """
     stages, chunks, count = len(spread.stages), spread.chunks, spread.micro_batches
-    orders = schedule(spread.schedule, stages, chunks, count)
-    ranks = spread.ranks
-    live_of: dict[int, int] = {}
-    costs = []
-    for index in range(stages):
-        live = live_of.setdefault(index, live_micro_batches(orders[index]))
-        costs.append(stage_cost(model, machines, spread, index, live, ranks))
-    tasks = _tasks(orders, costs)
-    timeline = simulate(tasks)
-    ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
+    one_by_one = spread.schedule == "1f1b" and chunks == 1
+    orders = () if like is not None and one_by_one else schedule(spread.schedule, stages, chunks, count)
+    lives = [min(count, stages - i) if one_by_one else live_micro_batches(orders[i]) for i in range(stages)]
+    costs = [stage_cost(model, machines, spread, i, lives[i], spread.ranks) for i in range(stages)]
+    if like is not None and all(_same_passes(a, b) for a, b in zip(costs, like.stages)):
+        tasks, timeline, ends = like.tasks, like.timeline, like.ends_s
+    else:
+        orders = orders or schedule(spread.schedule, stages, chunks, count)
+        tasks = _tasks(orders, costs, lives)
+        timeline = simulate(tasks)
+        ends = tuple(timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders))
     ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
     if stages > 1 and model.tied_parameters:
         ready_s += _tied_s(model, machines, spread)
@@ -295,7 +302,12 @@ def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
         busiest=busiest,
         tasks=tasks,
         timeline=timeline,
+        ends_s=ends,
     )
+
+
+def _same_passes(one: StageCost, other: StageCost) -> bool:
+    return one.forward_s == other.forward_s and one.backward_s == other.backward_s
 
 
 def _sent(cost: StageCost, spread: Spread, index: int) -> float:
@@ -313,11 +325,11 @@ def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
     return all_reduce_s(pair, model.stack.gradient_bytes * model.tied_parameters / tensor)
 
 
-def _tasks(orders: Schedule, costs: list[StageCost]) -> Tasks:
+def _tasks(orders: Schedule, costs: list[StageCost], lives: list[int]) -> Tasks:
     """One task per pass on its stage's stream, in the order of the schedule."""
     held = []
-    for order, cost in zip(orders, costs):
-        one = cost.memory[cost.limiting].activations_bytes / max(1, live_micro_batches(order))
+    for live, cost in zip(lives, costs):
+        one = cost.memory[cost.limiting].activations_bytes / max(1, live)
         held.append([one] * len(cost.forward_s))
     return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 

@@ -69,6 +69,7 @@ class Search(Families):
         super().__init__(model, machines, batch, limits)
         self.simulated = 0
         self.kept = _Best()
+        self.fastest: tuple[Spread, Evaluation] | None = None
         self.misfits: list[tuple[Spread, Evaluation]] = []
         # With few devices, what a stage may lie on, by micro-batches and recompute.
         self.choices: dict[tuple[int, str, bool], list[Ranks]] = {}
@@ -98,28 +99,26 @@ class Search(Families):
         kinds = [parts for parts, count in one.kinds for _ in range(count)]
         return self.interleaved(kinds, one)
 
-    def consider(self, spread: Spread) -> float:
+    def consider(self, spread: Spread, like: Evaluation | None = None) -> float:
         """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
         if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
             spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
         if spread in self.kept.seen:
             return float("inf")
         self.kept.seen.add(spread)
-        found = evaluate(self.model, self.machines, spread)
+        found = evaluate(self.model, self.machines, spread, like)
         self.simulated += 1
         if not found.fits:
             if len(self.misfits) < 50:
                 slim = replace(found, tasks=Tasks(), timeline=Timeline([], [], found.timeline.total_s, {}))
                 self.misfits.append((spread, slim))
             return float("inf")
-        # Without its thousands of passes; the best spread's are computed again at the end.
+        if self.fastest is None or found.step_s < self.fastest[1].step_s:
+            self.fastest = spread, found
+        # Of the others not their thousands of passes.
         found = replace(found, tasks=Tasks(), timeline=Timeline([], [], found.timeline.total_s, {}))
         self.kept.entries.append((found.step_s, spread, found))
         return found.step_s
-
-    @property
-    def best(self) -> tuple[float, Spread, Evaluation]:
-        return min(self.kept.entries, key=lambda e: e[0])
 
     def improve(self, spread: Spread, seconds: float, wide: bool) -> None:
         """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
@@ -184,8 +183,8 @@ class Search(Families):
                 break
             self.improve(spread, seconds, few and number < 40)
         self._without_zero()
-        seconds, spread, _ = self.best
-        evaluation = evaluate(self.model, self.machines, spread)
+        assert self.fastest is not None
+        spread, evaluation = self.fastest
         others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
         return Found(
             spread,
@@ -195,7 +194,7 @@ class Search(Families):
             self.estimated,
             self.simulated,
             time.process_time() - self.started,
-            min(seconds, self.bound_s()),
+            min(evaluation.step_s, self.bound_s()),
             exhausted,
         )
 
@@ -259,9 +258,9 @@ class Search(Families):
 
     def _without_zero(self) -> None:
         """The best spread with the optimizer's state on every rank, where the user leaves that free."""
-        if self.limits.zero is None:
-            _, spread, _ = self.best
-            self.consider(msgspec.structs.replace(spread, zero=0))
+        if self.limits.zero is None and self.fastest is not None:
+            spread, found = self.fastest
+            self.consider(msgspec.structs.replace(spread, zero=0), found)
 
 
 # (ZeRO level, offload), from what costs least to what takes least memory.
