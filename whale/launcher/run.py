@@ -51,5 +51,5 @@ def _attempts(options: mpirun.Options, program: str, config: Config, trace: Trac
         number = f"{options.ranks} rank{'s' * (options.ranks > 1)}"
         where = f" on {number} without {', '.join(lost_hosts)}" if lost_hosts else ""
         job.say(f"starting again{where} (restart {restarts} of {options.max_restarts})")
-        if options.ranks != planned_for and os.environ.pop(PLAN_VARIABLE, None):
+        if options.ranks != planned_for and os.environ.pop(PLAN_VARIABLE, ""):
             job.say(f"the saved plan is for {planned_for} ranks: the script is planned again for {number}")

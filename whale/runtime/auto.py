@@ -160,6 +160,11 @@ def _say(
             fits = "" if size <= limit else f", does not fit: {size / 1e9:.2f} of {limit / 1e9:.2f} GB"
             lines.append(f"whale:   {choice.name}: {1e3 * seconds:.2f} ms{fits}")
     lines += [f"whale:   {one}" for one in lost]
+    if best[2].alone:
+        lines.append(
+            "whale: one process with all of the host's cores may be faster: a rank cannot take the others' cores, because "
+            "TensorFlow's threads are counted when a process starts; try `whale run -np 1`"
+        )
     sys.stderr.write("\n".join(lines) + "\n")
 
 
