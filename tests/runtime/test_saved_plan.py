@@ -20,6 +20,7 @@ from tests.runtime.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.plan import Plan, load_plan
+from whale.ir.plan_diff import diff_plans
 from whale.planner import analysis
 from whale.runtime import analyze, auto, context, dry_run
 
@@ -56,6 +57,7 @@ def test_a_step_runs_under_a_saved_plan_and_others_are_planned(ranks: Callable[.
     path = tmp_path / "plan.json"
     plan = saved(path, one_step)
     assert load_plan(path) == plan
+    assert diff_plans(plan, plan) == "The plans are equal."
     # Marked, so that it is seen to be the file's: no plan is made with such a name of a device.
     replace(plan, devices=("first", "second")).save(path)
     ranks(2, plan=str(path))
@@ -83,6 +85,8 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
     path = tmp_path / "plan.json"
     plan = saved(path, one_step, auto_parallel=True)
     assert len(plan.places) == 2 and plan.choice
+    text = diff_plans(saved(tmp_path / "rows.json", one_step), plan)
+    assert "stages" in text and "no longer: " in text and "batch x: S(0)[8,8] -> S(0)[16]" in text, text
     monkeypatch.setattr(auto, "_best", None)  # nothing is chosen any more
     ranks(2, plan=str(path), auto_parallel=True)
     deep = fresh()

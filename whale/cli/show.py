@@ -169,9 +169,22 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
+    from whale.ir.plan_diff import diff_plans
+    from whale.planner import planfile
     from whale.planner.show import diff
 
-    print(diff(_load(given.plan), _load(given.other)))
+    one, other = _bytes(given.plan), _bytes(given.other)
+    described = [planfile.is_spread(data) for data in (one, other)]
+    if described[0] != described[1]:
+        raise PlanError(
+            "two plans of different kinds cannot be compared",
+            given=f"{given.plan}, {given.other}",
+            expected="two plans of scripts, or two of described models",
+        )
+    if described[0]:
+        print(diff(planfile.loads(one, given.plan), planfile.loads(other, given.other)))
+    else:
+        print(diff_plans(_captured(one, given.plan), _captured(other, given.other)))
     return 0
 
 

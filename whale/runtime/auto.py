@@ -162,8 +162,8 @@ def _say(
     lines += [f"whale:   {one}" for one in lost]
     if best[2].alone:
         lines.append(
-            "whale: one process with all of the host's cores may be faster: a rank cannot take the others' cores, because "
-            "TensorFlow's threads are counted when a process starts; try `whale run -np 1`"
+            "whale: one process with all of the host's cores may be faster: a rank cannot take the others' cores, as "
+            "TensorFlow counts its threads when a process starts; try `whale run -np 1`"
         )
     sys.stderr.write("\n".join(lines) + "\n")
 
