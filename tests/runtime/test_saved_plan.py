@@ -154,9 +154,13 @@ def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.Monke
         dry_run.main(str(tmp_path / "s.py"), (), 2, str(tmp_path / "plan.json"))
         asked = ["html", str(tmp_path / "plan.json"), "-o", str(tmp_path / "p.html")]
         assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
+        asked = ["trace", str(tmp_path / "plan.json"), "-o", str(tmp_path / "t.json")]
+        assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
     finally:
         context._dry = None
         monkeypatch.delenv("WHALE_PLAN", raising=False)
+    events = msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
+    assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1}
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page and "/*DATA*/" not in page and "rank 1" in page
     data = msgspec.json.decode(page.partition("const D = ")[2].partition(";\nconst $")[0])

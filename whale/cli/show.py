@@ -10,6 +10,7 @@ from whale.errors import PlanError
 
 if TYPE_CHECKING:
     from whale.ir.plan import Plan
+    from whale.planner.draw_captured import Drawn
     from whale.planner.planfile import PlanFile
 
 
@@ -55,13 +56,18 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the trace, JSON")
+    _add_devices(verb)
     verb.set_defaults(call=_trace)
     verb = verbs.add_parser("html", help="draw a plan as a page", description="Writes one self-contained offline page.")
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the page")
+    _add_devices(verb)
+    verb.set_defaults(call=_html)
+
+
+def _add_devices(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--measured", metavar="FILE", help="of a script's plan: what `whale profile` wrote")
     verb.add_argument("--cluster", metavar="FILE", help="of a script's plan: predict on this cluster instead")
-    verb.set_defaults(call=_html)
 
 
 def call(given: argparse.Namespace) -> int:
@@ -202,10 +208,26 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> int:
+    from whale.planner import planfile
     from whale.planner.draw import trace
 
-    given.out.write_text(trace(_load(given.plan)))
+    data = _bytes(given.plan)
+    if planfile.is_spread(data):
+        text = trace(planfile.loads(data, given.plan))
+    else:
+        from whale.planner.draw_captured import trace as trace_of_script
+
+        text = trace_of_script(_replayed(given, data))
+    given.out.write_text(text)
     return 0
+
+
+def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
+    """A script's plan, played again."""
+    from whale.runtime.dry_run import Prediction, replayed
+
+    _captured(data, given.plan)
+    return replayed(given.plan, Prediction(given.measured, given.cluster))
 
 
 def _html(given: argparse.Namespace) -> int:
@@ -217,9 +239,8 @@ def _html(given: argparse.Namespace) -> int:
 
         page = html(planfile.loads(data, given.plan))
     else:
-        from whale.runtime.dry_run import Prediction, drawn
+        from whale.planner.draw_captured import html as html_of_script
 
-        _captured(data, given.plan)
-        page = drawn(given.plan, Prediction(given.measured, given.cluster))
+        page = html_of_script(_replayed(given, data))
     given.out.write_text(page)
     return 0

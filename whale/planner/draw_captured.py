@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,23 @@ def html(drawn: Drawn) -> str:
             "last": _last(drawn),
         }
     )
+
+
+def trace(drawn: Drawn) -> str:
+    """The timeline for ui.perfetto.dev: a process per rank, its kernels on some tracks, its exchanges on others."""
+    events: list[dict[str, object]] = []
+    for rank, (timeline, (name, stage)) in enumerate(
+        zip(drawn.prediction.timelines, _names(drawn.plan, len(drawn.prediction.ranks)))
+    ):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"{name} {stage}".strip()}})
+        kernels, threads = _lanes([s for s in timeline.spans if not s.exchange])
+        exchanges, _ = _lanes([s for s in timeline.spans if s.exchange])
+        for lane, span in [*kernels, *((100 + lane, s) for lane, s in exchanges)]:
+            times = {"ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s)}
+            events.append({"name": span.name, "cat": span.op, "ph": "X", "pid": rank, "tid": lane, **times})
+        for lane, name in [(n, f"kernels {n}") for n in range(threads)] + [(100, "exchanges")]:
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}})
+    return json.dumps({"traceEvents": events})
 
 
 def _names(plan: Plan, count: int) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.passes.explain import explained
 from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
+from whale.planner.draw_captured import Drawn
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
 from whale.runtime.loss_scale import loss_scale_of
@@ -144,15 +145,13 @@ def main(
     return 0
 
 
-def drawn(plan_path: str, prediction: Prediction) -> str:
-    """The page of a saved plan: its script's step is captured again, and played on what ``prediction`` names.
+def replayed(plan_path: str, prediction: Prediction) -> Drawn:
+    """A saved plan's step, captured again from its script and played on what ``prediction`` names.
 
     Raises:
       ClusterError: the script does not exist here, or there is nothing to predict by.
       PlanError: the program is not the plan's any more.
     """
-    from whale.planner.draw_captured import Drawn, html
-
     saved = plan_from_json(Path(plan_path).read_bytes())
     os.environ["WHALE_PLAN"] = os.path.abspath(plan_path)
     script = saved.script or ("the plan names no script",)
@@ -166,7 +165,7 @@ def drawn(plan_path: str, prediction: Prediction) -> str:
     alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
     ranks_on = machine(on, saved.ranks, planned.program)
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
-    return html(Drawn(planned.plan, planned.program, found, alone_s, ranks_on.memory_bytes, name))
+    return Drawn(planned.plan, planned.program, found, alone_s, ranks_on.memory_bytes, name)
 
 
 def _described(path: str, ranks: int) -> Planned:
