@@ -147,7 +147,6 @@ deep.step(*deep.batch(0))
 
 def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["x"])
-    monkeypatch.delenv("WHALE_PLAN", raising=False)
     (tmp_path / "s.py").write_text(SCRIPT)
     write(TABLE, tmp_path / "profile.json")
     try:
@@ -158,8 +157,7 @@ def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.Monke
         assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
     finally:
         context._dry = None
-        monkeypatch.delenv("WHALE_PLAN", raising=False)
-    events = msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
+        events = msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1}
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page and "/*DATA*/" not in page and "rank 1" in page

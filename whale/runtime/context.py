@@ -104,11 +104,12 @@ class Context:
 class DryRun:
     """A run that only plans: every program is planned for ``size`` ranks and runs on one.
 
-    ``seen`` gets the plan, the normalised program, and how it was planned.
+    ``seen`` gets the plan, the normalised program, and how it was planned. ``saved``: file of the plan to be under.
     """
 
     size: int
     seen: Callable[[Plan, Program, PlanContext], None]
+    saved: str = ""
 
 
 class Meter(Protocol):
@@ -128,10 +129,10 @@ _dry: DryRun | None = None
 _meter: Meter | None = None
 
 
-def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None]) -> None:
+def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None], saved: str = "") -> None:
     """The next ``init`` of this process makes a dry run."""
     global _dry
-    _dry = DryRun(size, seen)
+    _dry = DryRun(size, seen, saved)
 
 
 def measured_run(meter: Meter) -> None:
@@ -176,7 +177,7 @@ def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLi
         with span(trace, "wh.init", "init"):
             _current = _start(config, place, f"whale{_runs}", trace)
             _current.meter = _meter
-            if path := os.fspath(plan) or config["plan"]:
+            if path := (_dry.saved if _dry is not None else "") or os.fspath(plan) or config["plan"]:
                 _current.saved = read_saved_plan(path, _dry.size if _dry is not None else _current.size)
                 _current.auto = _current.saved.choice
             deferred.install(_current)

@@ -153,9 +153,8 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
       PlanError: the program is not the plan's any more.
     """
     saved = plan_from_json(Path(plan_path).read_bytes())
-    os.environ["WHALE_PLAN"] = os.path.abspath(plan_path)
     script = saved.script or ("the plan names no script",)
-    planned = first_step(script[0], script[1:], saved.ranks)
+    planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
     on = prediction.read()
     alone = replace(
         planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, micro_batches=1, devices=()
@@ -177,10 +176,13 @@ def _described(path: str, ranks: int) -> Planned:
     return Planned(program, make_any_plan(program, settings), settings)
 
 
-def first_step(script: str, args: Sequence[str], ranks: int) -> Planned:
+def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") -> Planned:
     """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
 
     Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
+
+    Args:
+      saved: file of a plan that the step is under, instead of being planned.
 
     Raises:
       ClusterError: the script does not exist.
@@ -199,7 +201,7 @@ def first_step(script: str, args: Sequence[str], ranks: int) -> Planned:
 
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    runtime_context.dry_run(ranks, stop)
+    runtime_context.dry_run(ranks, stop, saved)
     try:
         runpy.run_path(script, run_name="__main__")
     except _Planned:
