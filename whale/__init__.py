@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from whale.runtime.function import function as function
     from whale.runtime.loss_scale import loss_scale as loss_scale
     from whale.runtime.memory import memory_report as memory_report
+    from whale.runtime.monitored import MonitoredTrainingSession as MonitoredTrainingSession
     from whale.runtime.session import Session as Session
     from whale.started import restarts as restarts
 
@@ -62,6 +63,7 @@ _PUBLIC = {
     "export": "whale.runtime.export",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session",
+    "MonitoredTrainingSession": "whale.runtime.monitored",
     "loss_scale": "whale.runtime.loss_scale",
     "memory_report": "whale.runtime.memory",
     "plan": "whale.runtime.dry_run",

@@ -35,7 +35,7 @@ plan = program.plan(program.batches(1)[0])
 share = plan.split_flops_fraction
 assert share >= 0.9 or plan.places, f"only {share:.1%} of the FLOPs are split"
 assert plan.logical_bytes > 0, "the plan moves no bytes"
-assert bool(plan.variables) == (scope in ("split", "zero") and not name.startswith("tf1")), plan.variables
+assert bool(plan.variables) == (scope in ("split", "zero")), plan.variables
 assert bool(plan.places) == (scope == "stage"), plan.places
 print(f"rank {wh.rank()} of {wh.size()} is done")
 wh.shutdown()

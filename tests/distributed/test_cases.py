@@ -21,7 +21,7 @@ SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
         pytest.param("mlp", "adam", "5,3", "replica", marks=pytest.mark.core),
         pytest.param("mlp_metrics", "sgd", "4,0,4", "replica"),
         pytest.param("convnet", "sgd", "even,even,even", "replica"),
-        pytest.param("tf1_mlp", "adam", "2,6", "replica", marks=pytest.mark.core),
+        pytest.param("tf1_mlp", "adam", "2,6", "zero", marks=pytest.mark.core),
         pytest.param("embedding", "adam", "even,even,even", "split", marks=pytest.mark.core),
         pytest.param("convnet", "adam", "even,even,even,even", "split:2"),
         pytest.param("gpt", "adam", "5,3", "zero", marks=pytest.mark.core),

@@ -92,7 +92,6 @@ def all_runs(
         for case in cases
         if flavour in case.flavours
         for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scopes)
-        if not ("+zero" in values[-1] and case.name.startswith("tf1_"))  # a session keeps variables whole
     ]
 
 

@@ -38,7 +38,7 @@ MICRO = (
     ("mlp_metrics", "adam", "+micro:7", Spread(3)),
     ("weighted", "sgd", "+micro:3", Spread(2)),
     ("lstm", "sgd", "+micro:3", Spread(1)),
-    ("tf1_mlp", "adam", "+micro:3", Spread(2, (5, 3))),
+    ("tf1_mlp", "adam", "+zero3+micro:3", Spread(2, (5, 3))),
     ("gpt", "adam", "+zero1+micro:2", Spread(2)),
     ("embedding", "adam", "split:2+micro:2", Spread(4)),
 )

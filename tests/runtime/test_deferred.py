@@ -13,7 +13,8 @@ import whale as wh
 import whale.runtime.initial as initial_values
 from whale.ir.layout import even_sizes, split
 from whale.runtime.deferred import deferred_of, restore_from
-from whale.runtime.initial import Initial, record, uniform_value
+from whale.runtime.initial import Initial, uniform_value
+from whale.runtime.record import record
 
 Start = Callable[..., None]
 INPUTS, OUTPUTS = 33, 47
@@ -181,10 +182,46 @@ def test_what_cannot_be_recorded_is_run_once(ranks: Start) -> None:
     drawn = tf.Variable(lambda: np.random.randn(50, 50))
     np.random.seed(7)
     np.testing.assert_array_equal(drawn, np.random.randn(50, 50))
+    for _ in range(2):  # the second time, the stream of these seeds goes on
+        seeded = tf.Variable(lambda: tf.random.normal((50, 50), seed=3))
+        assert deferred_of(seeded) is None
+
+
+def test_random_numbers_of_version_1_are_part_of_their_stream(ranks: Start) -> None:
+    ranks(2, **{"zero.level": 1})
     tf.random.set_seed(5)
-    stateful = tf.Variable(lambda: tf.random.normal((50, 50)))
+    variables = [tf.Variable(lambda: tf.random.normal((50, 50), stddev=2.0)) for _ in range(2)]
+    after = tf.random.uniform((3,))
+    assert all(deferred_of(v) is not None and deferred_of(v).is_divisible for v in variables)
     tf.random.set_seed(5)
-    np.testing.assert_array_equal(stateful, tf.random.normal((50, 50)))
+    for variable in variables:
+        np.testing.assert_array_equal(variable, tf.random.normal((50, 50), stddev=2.0))
+    np.testing.assert_array_equal(after, tf.random.uniform((3,)))
+
+
+def test_slots_of_version_1_are_born_split(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(function: Callable[[Any], Any]) -> tuple[list[np.ndarray], Any]:
+        tf.keras.utils.set_random_seed(4)
+        kernel = tf.Variable(lambda: tf.random.stateless_normal((INPUTS, OUTPUTS), (1, 2), tf.float64))
+        optimizer = tf.compat.v1.train.AdamOptimizer(0.01, epsilon=1e-3)
+
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ kernel - 1))
+            optimizer.apply_gradients([(tape.gradient(loss, kernel), kernel)])
+            return loss
+
+        run = function(step)
+        losses = [run(batch()).numpy() for _ in range(3)]
+        return losses, [optimizer.get_slot(kernel, name) for name in optimizer.get_slot_names()]
+
+    wanted, _ = trained(tf.function)
+    ranks(3, **{"zero.level": 1, "zero.min_bytes": 0})
+    monkeypatch.setattr(Initial, "whole", None)  # nobody makes one
+    found, slots = trained(wh.function)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    for slot in slots:
+        assert [part.shape for _, part in sorted(slot._whale_parts._parts.items())] == [(11, OUTPUTS)] * 3
 
 
 V1_NAMES = (
@@ -226,22 +263,3 @@ def test_parts_of_initial_values_of_version_1_are_those_of_the_whole(ranks: Star
         parts = [part.numpy() for _, part in sorted(variable._whale_parts._parts.items())]
         assert [len(part) for part in parts] == [11, 11, 11]
         assert (raw(np.concatenate(parts)) == raw(value)).all(), name
-
-
-def test_initial_values_of_a_session_are_those_of_one_device(ranks: Start) -> None:
-    def values(session: Callable[..., Any]) -> list[np.ndarray]:
-        with tf.Graph().as_default() as graph:
-            tf.compat.v1.set_random_seed(11)
-            made = [
-                tf.compat.v1.get_variable(name, (INPUTS, OUTPUTS), initializer=make, use_resource=True)
-                for name, make in v1_initializers().items()
-            ]
-            start = tf.compat.v1.global_variables_initializer()
-        with session(graph=graph) as running:
-            running.run(start)
-            return [running.run(variable) for variable in made]
-
-    alone_values = values(tf.compat.v1.Session)
-    ranks(3)
-    for name, value, other in zip(V1_NAMES, values(wh.Session), alone_values):
-        assert (raw(value) == raw(other)).all(), name

@@ -238,20 +238,6 @@ def test_a_checkpoint_of_split_state_loads_without(ranks: Start, tmp_path: Path)
         np.testing.assert_array_equal(value, whole)
 
 
-def test_a_session_cannot_hold_it(ranks: Start) -> None:
-    ranks(2, **{"zero.level": 1, "zero.min_bytes": 0})
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float64, [8, 4])
-        w = tf.compat.v1.get_variable("w", [4, 4], tf.float64, use_resource=True)
-        loss = tf.reduce_mean(x @ w)
-        train = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9).minimize(loss)
-        start = tf.compat.v1.global_variables_initializer()
-    with wh.Session(graph=graph) as session:
-        session.run(start)
-        with pytest.raises(PlanError, match="cannot lie split in a session"):
-            session.run(train, {x: np.ones((8, 4))})
-
-
 def test_levels(ranks: Start) -> None:
     with pytest.raises(ConfigError, match="'0' or '1' or '2' or '3' or 'v0' or 'v1'"):
         wh.Config({"zero.level": 4})

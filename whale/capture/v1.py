@@ -87,13 +87,13 @@ class GraphCapture:
         found = [self._source(name, fed) for name in sorted(needed) if self._defs[name].op in _SOURCES]
         return [source for source in found if source is not None]
 
-    def saves(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> bool:
-        """Whether ``fetches`` write a checkpoint."""
+    def saves(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[tf.Operation]:
+        """The operations behind ``fetches`` that write checkpoints."""
         self._read()
         tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
         operations = [f.name for f in fetches if isinstance(f, tf.Operation)]
         needed, _ = _needed(self._defs, tensors, operations, {t.name: None for t in feeds})
-        return any(self._defs[name].op in _SAVES for name in needed)
+        return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in _SAVES]
 
     def _source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
         """The operation as a source; None when it has to wait for other work, or yields what cannot be fed."""

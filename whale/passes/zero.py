@@ -59,6 +59,8 @@ def state_at_rest(
         is_weight = weights and all(_is_number(variables[name]) for name in group)
         if not is_weight and not any(name not in known and is_state(program, name) for name in group):
             continue
+        if all(n.op == "VarIsInitializedOp" for name in group for n, _ in program.consumers.get(Ref(name), ())):
+            continue
         placement = _common(program, [variables[name] for name in group], parts, min_bytes, known)
         if placement is not None:
             found.update((name, placement) for name in group if name not in known)

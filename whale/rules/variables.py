@@ -51,9 +51,10 @@ def _named(prefix: str, stems: list[str]) -> str:
 
 RULES = (
     rule("ReadVariableOp", "p* -> p*"),
+    rule("VarIsInitializedOp", "? -> ."),
     rule("AssignVariableOp AssignAddVariableOp AssignSubVariableOp", "p*, p* ->"),
     rule(
-        "VarHandleOp VarIsInitializedOp "
+        "VarHandleOp "
         "VariableShape DestroyResourceOp ResourceCountUpTo ResourceStridedSliceAssign DisableCopyOnRead "
         "IsVariableInitialized CountUpTo _VarHandlesOp _ReadVariablesOp",
         REPLICATED,

@@ -61,7 +61,7 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         keys = [a.checkpoint_key for a in found.object_graph_proto.nodes[number].attributes]
         if deferred_of(variable) is not None:
             for key in keys:
-                restore_from(variable, partial(_read_region, path, key, tuple(variable.shape), variable.dtype))
+                restore_from(variable, partial(read_region, path, key, tuple(variable.shape), variable.dtype))
         elif lies_split(variable):
             waiting += [(variable, key) for key in keys]
     for group in _in_groups(waiting, context):
@@ -77,7 +77,7 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
             assign_pieces(variable, [(p, read[key, p]) for p in own_pieces(variable, context)], context)
 
 
-def _read_region(
+def read_region(
     path: str, key: str, shape: Sequence[int], dtype: tf.DType, begin: Sequence[int], size: Sequence[int]
 ) -> tf.Tensor:
     """A region of a variable whose layout was not known when it was restored."""

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
-from whale.runtime.initial import Initial, Reader, record, uniform_value
+from whale.runtime.initial import Initial, Reader, uniform_value
 from whale.runtime.pieces import restores_by_pieces
+from whale.runtime.record import record
 from whale.runtime.split_variable import NEED_WHOLE
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def install(context: Context) -> None:
     from whale.runtime.context import is_current
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
-        if not is_current(context) or not _may_lie_split(context) or not tf.executing_eagerly():
+        if not is_current(context) or not may_lie_split(context) or not tf.executing_eagerly():
             return next_creator(**kwargs)
         return _created(next_creator, kwargs)
 
@@ -50,7 +51,8 @@ def install(context: Context) -> None:
     graph._variable_creator_stack = [(0, creator), *graph._variable_creator_stack]  # asked last, after the user's own
 
 
-def _may_lie_split(context: Context) -> bool:
+def may_lie_split(context: Context) -> bool:
+    """Whether variables that programs of this run use may come to lie split, or elsewhere than in the device's memory."""
     config = context.config
     if context.dry is not None or (context.size == 1 and not config["offload.level"]):
         return False
@@ -80,6 +82,7 @@ def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
 def _initial(kwargs: dict[str, Any]) -> Initial | tf.Tensor | None:
     """What to make of a creation: a deferred initial value, a little one that is computed, or None: leave it alone."""
     known = {*_PASSED_ON, *_PLAIN, "initial_value", "dtype", "shape", "experimental_enable_variable_lifting"}
+    known.add("collections")  # of graphs: no matter where creation is eager
     odd = any(value is not None and name not in known for name, value in kwargs.items())
     if odd or any(kwargs.get(name) not in values for name, values in _PLAIN.items()):
         return None

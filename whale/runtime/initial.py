@@ -18,20 +18,19 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import execute
-from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import resource_variable_ops
 
 from whale.ir.layout import Split, local_shape
 
 # What is computed at once when a variable is created; smaller variables are made as ever.
-_LITTLE_BYTES = 4096
+LITTLE_BYTES = 4096
 # What is made at a time of a part, or drawn at a time where a part is some columns of all rows.
 _BLOCK_BYTES = 512 << 10
 _LONG_BYTES = 256 << 10  # a row's part that is drawn by itself
 # Elements that one step of the counter yields, by op and element size; TensorFlow's random_distributions.h.
 _PHILOX_WORDS = 4  # 32-bit words of one step
-_RESERVED = 256  # words that the generator sets aside for each element of a truncated normal distribution
-_PHILOX, _ANY_ALGORITHM = 1, 3
+RESERVED = 256  # words that the generator sets aside for each element of a truncated normal distribution
+PHILOX, _ANY_ALGORITHM = 1, 3
 
 _RANDOM = frozenset({"StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2"})
 _POINTWISE = frozenset(
@@ -39,16 +38,13 @@ _POINTWISE = frozenset(
      "Log", "Tanh", "Erfinv", "Sin", "Cos", "Abs", "Floor", "Maximum", "Minimum", "Pow", "Sign", "LogicalNot",
      "LogicalAnd", "LogicalOr", "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "SelectV2"}
 )  # fmt: skip
-# Stateful ops that read and advance little states when a variable is created (a generator of seeds).
-_OF_STATES = frozenset({"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
-
 # Where a block lies in a part, where in the whole value, and its size.
 _Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 
 
 @dataclass(frozen=True)
-class _Op:
+class Op:
     """One recorded op: operands are numbers of values, results are numbered from ``first``."""
 
     kind: str
@@ -73,7 +69,7 @@ class Initial:
     shape: tuple[int, ...]
     dtype: str
     little: dict[int, np.ndarray]
-    ops: tuple[_Op, ...]
+    ops: tuple[Op, ...]
     result: int
     reader: Reader | None = None
 
@@ -142,109 +138,18 @@ class Initial:
 def uniform_value(value: tf.Tensor) -> Initial | None:
     """An eager tensor whose elements are all alike (zeros of an optimizer's slot), to be made again; else None."""
     shape, dtype = tuple(value.shape.as_list()), value.dtype
-    if (
-        math.prod(shape) * dtype.size <= _LITTLE_BYTES
-        or dtype.size not in (1, 2, 4, 8)
-        or not dtype.is_numpy_compatible
-    ):
+    if math.prod(shape) * dtype.size <= LITTLE_BYTES or dtype.size not in (1, 2, 4, 8) or not dtype.is_numpy_compatible:
         return None
     words = value.numpy().reshape(-1).view(f"uint{8 * dtype.size}")
     if any(np.any(words[i : i + _BLOCK_BYTES] != words[0]) for i in range(0, words.size, _BLOCK_BYTES)):
         return None
     attrs = ("T", dtype.as_datatype_enum, "index_type", tf.int32.as_datatype_enum)
-    fill = _Op("Fill", attrs, (0, 1), 2, (shape,), (dtype.name,))
+    fill = Op("Fill", attrs, (0, 1), 2, (shape,), (dtype.name,))
     little = {0: np.array(shape, np.int32), 1: value.numpy().reshape(-1)[0].copy()}
     return Initial(shape, dtype.name, little, (fill,), 2)
 
 
-def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | None:
-    """What ``make`` computes: not computed yet, or its value where that is little; None: it has to be run to know.
-
-    Raises what ``make`` raises in a graph, and ValueError where only running it can tell what it does.
-    """
-    graph = func_graph.FuncGraph("whale_initial")
-    with graph.as_default(), tf.variable_creator_scope(_refuse_variable):
-        made = tf.convert_to_tensor(make(), dtype=tf.as_dtype(dtype) if dtype is not None else None)
-    operations = graph.get_operations()
-    outer = {id(inner): external for external, inner in graph.captures}
-    if not all(_is_recordable(op, outer) for op in operations) or not made.shape.is_fully_defined():
-        return None
-    numbers: dict[int, int] = {}
-    little: dict[int, Any] = {}
-    later: list[_Op] = []
-    for op in operations:
-        first = len(numbers)
-        for output in op.outputs:
-            numbers[id(output)] = len(numbers)
-        if op.type == "Placeholder":
-            little[first] = outer[id(op.outputs[0])]
-            continue
-        operands = tuple(numbers[id(t)] for t in op.inputs)
-        shapes = tuple(tuple(t.shape.as_list()) for t in op.outputs)
-        recorded = _Op(op.type, _attrs(op), operands, first, shapes, tuple(t.dtype.name for t in op.outputs))
-        if all(n in little for n in operands) and _is_little(op):
-            values = _execute(recorded, [little[n] for n in operands])
-            little.update((first + i, v) for i, v in enumerate(values))
-        elif op.op_def.is_stateful:
-            raise ValueError(f"{op.name} waits for what is not computed yet")
-        else:
-            later.append(recorded)
-    result = numbers[id(made)]
-    if result in little:
-        return tf.convert_to_tensor(little[result])
-    needed = _needed(later, result)
-    kept = {n: little[n].numpy() for op in needed for n in op.operands if n in little}
-    return Initial(tuple(made.shape.as_list()), made.dtype.name, kept, tuple(needed), result)
-
-
-def _refuse_variable(next_creator: Any, **kwargs: Any) -> Any:
-    raise ValueError("an initializer that creates variables is not recorded")
-
-
-def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:
-    if op.type == "Placeholder":
-        return id(op.outputs[0]) in outer
-    if op.op_def.is_stateful and op.type not in _OF_STATES:
-        return False
-    if any(_carries_function(a.type) for a in op.op_def.attr):
-        return False
-    if not all(t.shape.is_fully_defined() for t in op.outputs):
-        return False
-    if op.type == "Const" or op.op_def.is_stateful:
-        return _is_little(op)
-    return True
-
-
-def _carries_function(kind: str) -> bool:
-    return kind in ("func", "list(func)")
-
-
-def _is_little(op: Any) -> bool:
-    return sum(t.shape.num_elements() * max(1, t.dtype.size) for t in op.outputs) <= _LITTLE_BYTES
-
-
-def _needed(ops: Sequence[_Op], result: int) -> list[_Op]:
-    wanted, found = {result}, []
-    for op in reversed(ops):
-        if any(op.first + i in wanted for i in range(len(op.shapes))):
-            wanted.update(op.operands)
-            found.append(op)
-    return found[::-1]
-
-
-def _attrs(op: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for attr in op.op_def.attr:
-        value = op.get_attr(attr.name)
-        if isinstance(value, tf.DType):
-            value = value.as_datatype_enum
-        elif isinstance(value, list):
-            value = [v.as_datatype_enum if isinstance(v, tf.DType) else v for v in value]
-        found += [attr.name, value]
-    return tuple(found)
-
-
-def _execute(op: _Op, operands: Sequence[Any]) -> list[tf.Tensor]:
+def execute_op(op: Op, operands: Sequence[Any]) -> list[tf.Tensor]:
     """Runs the op's own kernel, as an eager call would."""
     if op.kind == "Const":
         return [tf.constant(tf.make_ndarray(op.attrs[op.attrs.index("value") + 1]))]
@@ -252,7 +157,7 @@ def _execute(op: _Op, operands: Sequence[Any]) -> list[tf.Tensor]:
     return list(execute.execute(op.kind.encode(), len(op.shapes), tensors, op.attrs, tf_context.context()))
 
 
-def _is_divisible(op: _Op) -> bool:
+def _is_divisible(op: Op) -> bool:
     return len(op.shapes) == 1 and (op.kind in _POINTWISE or op.kind in _RANDOM or op.kind == "Fill")
 
 
@@ -276,16 +181,16 @@ class _Region:
                     self.done.pop(n, None)
         return self.done[result]
 
-    def _results(self, op: _Op) -> list[tf.Tensor]:
+    def _results(self, op: Op) -> list[tf.Tensor]:
         if self.is_whole:
-            return _execute(op, [self.done[n] if n in self.made else self.initial.little[n] for n in op.operands])
+            return execute_op(op, [self.done[n] if n in self.made else self.initial.little[n] for n in op.operands])
         if op.kind in _RANDOM:
             return [self._random(op, op.shapes[0])]
         if op.kind == "Fill":
             attrs = _with(op.attrs, "index_type", tf.int32.as_datatype_enum)
             dims = np.array(self._of(op.shapes[0])[1], np.int32)
-            return _execute(replace(op, attrs=attrs), [dims, self.initial.little[op.operands[1]]])
-        return _execute(op, [self._operand(n) for n in op.operands])
+            return execute_op(replace(op, attrs=attrs), [dims, self.initial.little[op.operands[1]]])
+        return execute_op(op, [self._operand(n) for n in op.operands])
 
     def _of(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
         """(begin, size) of the region in a tensor of ``shape``, given NumPy's broadcasting."""
@@ -299,7 +204,7 @@ class _Region:
         value = self.initial.little[number]
         return tf.slice(value, *self._of(value.shape)) if value.shape else value
 
-    def _random(self, op: _Op, shape: tuple[int, ...]) -> tf.Tensor:
+    def _random(self, op: Op, shape: tuple[int, ...]) -> tf.Tensor:
         begin, size = self._of(shape)
         cut = max((d for d, n in enumerate(shape) if size[d] != n), default=0)
         inner = math.prod(shape[cut + 1 :])
@@ -322,21 +227,21 @@ class _Region:
         return tf.reshape(tf.concat(pieces, axis=0), size)
 
 
-def _draw(op: _Op, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
+def _draw(op: Op, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
     """Elements ``begin`` to ``begin + count`` of the stream that the whole tensor takes its elements from."""
     _, key, counter, algorithm = (little[n] for n in op.operands)
-    assert int(algorithm) in (_PHILOX, _ANY_ALGORITHM), algorithm
+    assert int(algorithm) in (PHILOX, _ANY_ALGORITHM), algorithm
     # The kernel deals the stream out in groups, each of which begins at a counter of its own.
     group = 2 if op.dtypes[0] in ("float64", "int64", "uint64") else 4
-    steps = group * _RESERVED // _PHILOX_WORDS if op.kind == "StatelessTruncatedNormalV2" else 1
+    steps = group * RESERVED // _PHILOX_WORDS if op.kind == "StatelessTruncatedNormalV2" else 1
     skipped = begin // group
     moved = int(counter[0]) + (int(counter[1]) << 64) + skipped * steps
     where = np.array([moved & (2**64 - 1), (moved >> 64) & (2**64 - 1)], np.uint64)
     before = begin - skipped * group
     dims = np.array([before + count], np.int64)
     attrs = _with(op.attrs, "Tshape", tf.int64.as_datatype_enum)
-    flat = _Op(op.kind, attrs, (), 0, op.shapes, op.dtypes)
-    (drawn,) = _execute(flat, [dims, key, where, algorithm])
+    flat = Op(op.kind, attrs, (), 0, op.shapes, op.dtypes)
+    (drawn,) = execute_op(flat, [dims, key, where, algorithm])
     return tf.reshape(drawn[before:] if before else drawn, shape)
 
 

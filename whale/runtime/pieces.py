@@ -57,8 +57,11 @@ def lies_split(variable: Any) -> bool:
 
 def pieces(variable: Any) -> list[Piece]:
     """The rectangles into which a variable that lies split is cut; those without elements are left out."""
-    placement: Split = variable._whale_parts.placement
-    shape = tuple(variable.shape)
+    return pieces_of(variable._whale_parts.placement, tuple(variable.shape))
+
+
+def pieces_of(placement: Split, shape: Sequence[int]) -> list[Piece]:
+    """The rectangles into which a value is cut; those without elements are left out."""
     found = []
     for place, size in enumerate(placement.sizes):
         for block in range(placement.blocks if size else 0):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ConfigError, ProgramError
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Program
 from whale.lowering.functions import lower_to_graph
 from whale.passes.inline import inline
 from whale.passes.specialise import specialise
@@ -27,6 +27,9 @@ from whale.runtime.faults import raise_comm_error
 from whale.runtime.homes import Use
 from whale.runtime.parts import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
 from whale.runtime.present import Present
+from whale.runtime.session_names import own_resources, random_streams
+from whale.runtime.session_saving import computed_by, variables_behind, without, write_parts
+from whale.runtime.session_variables import Layout, SessionVariables, Waiting
 from whale.runtime.trace import span
 
 _tags = itertools.count()
@@ -70,7 +73,7 @@ class Session(tf.compat.v1.Session):
         self._runs: dict[Hashable, _Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
         self._sources: dict[Hashable, list[Source]] = {}
-        self._saving: dict[Hashable, bool] = {}  # whether a run writes a checkpoint
+        self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
         self._lock = threading.Lock()  # queue runners run beside the main thread
@@ -84,6 +87,9 @@ class Session(tf.compat.v1.Session):
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._capture_only = False
         self._present = Present(self._whale.size)
+        self._variables = SessionVariables(self._whale, self._inner, self._ranks_graph)
+        self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
+        self._layouts: dict[Hashable, dict[str, Layout]] = {}
         self._uses: dict[Hashable, dict[str, Use]] = {}
         self._refreshes = 0
 
@@ -135,9 +141,10 @@ class Session(tf.compat.v1.Session):
         if target_list and not fetch_list and all(op.type in _QUEUE_WRITERS for op in target_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._run_alone([], target_list, feeds, settings)
-        if self._saves([*fetch_list, *target_list], feeds):
-            # Every rank has the variables whole. One writes, and nobody goes on before the file is there.
-            return [v[()] for v in self._from_first_rank(fetch_list, feeds, options, target_list)]
+        if saves := self._saves([*fetch_list, *target_list], feeds):
+            written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
+            # One rank writes the variables that all have whole, and nobody goes on before the file is there.
+            return [v[()] for v in self._from_first_rank(fetch_list, feeds, options, target_list, written)]
         given, done = self._bring_in([*fetch_list, *target_list], feeds, options)
         fetches = [t for t in fetch_list if t not in given]
         targets = [op for op in target_list if op.name not in done]
@@ -184,12 +191,24 @@ class Session(tf.compat.v1.Session):
             found.append((t, shape))
         return found
 
-    def _saves(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> bool:
+    def _saves(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> list[tf.Operation]:
         key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
                 self._saving[key] = self._captures.saves(wanted, feeds)
         return self._saving[key]
+
+    def _save_parts(
+        self, saves: Sequence[tf.Operation], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
+    ) -> frozenset[str]:
+        """Writes what these operations would, each rank what it has. Returns the names of those that are done."""
+        done = [op for op in saves if any(self._variables.is_apart(name) for name in variables_behind(op))]
+        for op in done:
+            prefix, *others = computed_by(op)
+            path = self._from_first_rank([prefix], feeds, options, ())[0].item()
+            values = dict(zip(others, self._run_spread(others, [], feeds, (), (options, None))))
+            write_parts(op, tf.compat.as_str(path), values, self._variables)
+        return frozenset(op.name for op in done)
 
     def _from_first_rank(
         self,
@@ -197,15 +216,16 @@ class Session(tf.compat.v1.Session):
         feeds: Mapping[tf.Tensor, np.ndarray],
         options: Any,
         targets: Sequence[Any] | None = None,
+        written: frozenset[str] = frozenset(),
     ) -> list[np.ndarray]:
         """The first rank's values on every rank, or its error (an iterator that is at its end).
 
         With local batches, every rank's own; an error is told to the others, which exchange their parts next. What has
-        ``targets`` brings no batch in, and runs on the first rank only.
+        ``targets`` brings no batch in, and runs on the first rank only; of its operations, ``written`` have run.
         """
         context = self._whale
         if not context.between_processes:
-            return self._run_alone(outputs, targets or (), feeds, (options, None))
+            return self._run_alone(outputs, targets or (), feeds, (options, None), written)
         if context.local_batch and targets is None:
             try:
                 return self._run_alone(outputs, [], feeds, (options, None))
@@ -218,7 +238,7 @@ class Session(tf.compat.v1.Session):
         if context.rank > 0:
             return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
         try:
-            values = self._run_alone(outputs, targets or (), feeds, (options, None))
+            values = self._run_alone(outputs, targets or (), feeds, (options, None), written)
         except tf.errors.OpError as error:
             comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
             raise
@@ -231,15 +251,17 @@ class Session(tf.compat.v1.Session):
         targets: Sequence[Any],
         feeds: Mapping[tf.Tensor, np.ndarray],
         settings: tuple[Any, Any],
+        written: frozenset[str] = frozenset(),
     ) -> list[np.ndarray]:
-        """A run of this process only."""
+        """A run of this process only, in which operations that have ``written`` do nothing more."""
         names = ", ".join(w.name for w in (*fetches, *targets))
-        key = ("alone", _key(fetches, targets, feeds))
+        key = ("alone", _key(fetches, targets, feeds), written)
         with span(self._whale.trace, names, "input"):
             with self._lock:
                 if key not in self._runs:
                     captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
-                    program = compile_alone(captured.program, self._whale)
+                    program = compile_alone(without(captured.program, written), self._whale)
+                    self._variables.refuse_alone(program)
                     tag = f"whale_alone_{next(_tags)}"
                     self._runs[key] = self._import([program], tag, captured.inputs, captured.fed, alone=True)
             return [np.asarray(v) for v in self._runs[key](feeds, settings)]
@@ -256,21 +278,40 @@ class Session(tf.compat.v1.Session):
         if not fetches and not targets:
             return []
         local = self._parts(feeds)
-        key = (_key(fetches, targets, feeds), tuple(local.items()))
+        key: Hashable = (_key(fetches, targets, feeds), tuple(local.items()))
         with self._lock:
+            captured = None
+            if key not in self._waiting:
+                captured = self._capture(fetches, targets, feeds, local, done)
+                self._waiting[key] = self._variables.waiting_in(captured.program, self.graph)
+            waiting = self._waiting[key]
+            paths = waiting.restored_from(feeds)
+            if paths is None:
+                key, waiting, paths = (key, "at once"), Waiting({}), {}
             if key not in self._runs:
                 with span(self._whale.trace, "compile run", "compile"):
-                    self._plans[key] = self._compile(key, fetches, targets, feeds, local, done)
+                    captured = captured or self._capture(fetches, targets, feeds, local, done)
+                    name = ", ".join(w.name for w in (*fetches, *targets))
+                    self._plans[key] = self._compile(key, name, captured, local, waiting)
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
         try:
             self._refresh(self._present.stale(self._uses[key]))
+            self._settle(key)
             results = self._runs[key](feeds, settings)
             self._present.after(self._uses[key])
+            self._variables.wait(waiting, paths)
             return results
         except tf.errors.OpError as error:
             raise_comm_error(error, self._whale)
             raise
+
+    def _settle(self, key: Hashable) -> None:
+        """Lets variables lie as a run has them; runs that were compiled for other layouts are forgotten."""
+        moved = self._variables.settle(self._layouts[key])
+        for other, layouts in list(self._layouts.items()) if moved else ():
+            if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
+                del self._layouts[other], self._runs[other], self._plans[other], self._uses[other]
 
     def _refresh(self, names: Sequence[str]) -> None:
         """Present values of these variables on every rank."""
@@ -290,31 +331,35 @@ class Session(tf.compat.v1.Session):
         found = rows_of_values(exchange(brought(list(feeds.values())), context), names, marked)
         return {name: sizes for name, sizes in zip(names, found) if sizes is not None}
 
-    def _compile(
+    def _capture(
         self,
-        key: Hashable,
         fetches: Sequence[Any],
         targets: Sequence[Any],
         feeds: Mapping[tf.Tensor, np.ndarray],
         local: Mapping[str, tuple[int, ...]],
         done: Collection[str],
-    ) -> Compiled:
+    ) -> Captured:
         shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
-        captured = self._captures.capture([*fetches, *targets], shapes, done)
-        program = captured.program
+        return self._captures.capture([*fetches, *targets], shapes, done)
+
+    def _compile(
+        self, key: Hashable, name: str, captured: Captured, local: Mapping[str, tuple[int, ...]], waiting: Waiting
+    ) -> Compiled:
+        program = waiting.left_out(captured.program)
+        known = self._variables.known(program)
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
-        compiled = compile_program(program, self._whale, parts)
+        compiled = compile_program(program, self._whale, parts, known)
         if self._whale.size > 1:
             import whale_ops
 
             whale_ops.ops()
         self._uses[key] = self._present.uses(compiled)
+        self._layouts[key] = self._variables.wanted(compiled)
         tag = f"whale_{compiled.number}_{next(_tags)}"
         run = self._import(compiled.ranks, tag, captured.inputs, captured.fed)
         trace = self._whale.trace
-        name = ", ".join(w.name for w in (*fetches, *targets))
         traced = run if trace is None else trace.steps(run, name, compiled.number)
         self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)
         return compiled
@@ -330,11 +375,11 @@ class Session(tf.compat.v1.Session):
         results: list[Any] = []
         effects: list[Any] = []
         for position, program in enumerate(ranks):
-            program = _own_resources(program, position)
+            program = own_resources(program, position)
             names = [f"{r.node}:{r.index}" for r in program.outputs]
             elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
             prefix = f"{tag}_rank{position}"
-            with_state = {} if alone else _random_streams(program)
+            with_state = {} if alone else random_streams(program)
             # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
             with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
             known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
@@ -379,40 +424,8 @@ def _key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tenso
     return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
 
 
-def _random_streams(program: Program) -> dict[str, Hashable]:
-    """Random tensors whose numbers go on from run to run, as they do in one session of TensorFlow: name -> identity.
-
-    The state is the kernel's, so another run reads the same node. It can where the operands are constants: for other
-    shapes, and for draws from distributions that are computed, each run has a stream of its own.
-    """
-    found: dict[str, Hashable] = {}
-    for node in program.nodes:
-        if not node.stateful or node.controls or not (node.attrs.get("seed") or node.attrs.get("seed2")):
-            continue
-        operands = [program.const(r) for r in node.inputs]
-        if any(value is None for value in operands) or Ref(node.name) not in program.consumers:
-            continue
-        values = tuple(np.asarray(value).tobytes() for value in operands)
-        found[f"{node.name}:0"] = (node.name, values, node.attrs["seed"], node.attrs["seed2"])
-    return found
-
-
 class _PlanOnly(BaseException):
     """Leaves Session.run once the plan is known."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
-
-
-def _own_resources(program: Program, position: int) -> Program:
-    """Variables, tables, queues and iterators are found by name in the session, in every run: by the user's names for
-    the first rank, by others for in-process ranks. One without a shared name goes by its node's, as in TensorFlow."""
-    prefix = f"whale_rank{position}/" if position else ""
-
-    def own(node: Node) -> Node:
-        shared = node.attrs.get("shared_name") if node.stateful and node.op != "OneShotIterator" else None
-        if shared is None:
-            return node
-        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name)})
-
-    return program.with_nodes(tuple(map(own, program.nodes)))
