@@ -252,3 +252,21 @@ def test_weights_as_large_as_the_batch(ranks: Start) -> None:
     wanted = wanted - 0.1 * tape.gradient(loss, at).numpy()
     step(x)
     np.testing.assert_allclose(weight.numpy(), wanted, atol=1e-12)
+
+
+def test_a_scope_around_some_layers_brings_rows_together(ranks: Start) -> None:
+    ranks(2, **{"pipeline.num_micro_batch": 2})
+    first, last = (tf.Variable(tf.ones((8, 8), tf.float64)) for _ in range(2))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            h = tf.tanh(x @ first)
+            with wh.split():
+                loss = tf.reduce_mean(tf.square(h @ last))
+        for weight, slope in zip((first, last), tape.gradient(loss, (first, last))):
+            weight.assign_sub(slope)
+        return loss
+
+    with pytest.raises(PlanError, match="put wh.split around the rest of the forward pass too"):
+        step.plan(tf.ones((8, 8), tf.float64))

@@ -291,6 +291,7 @@ def _on_whole_batch(
         )
         if not communicates(node.op) and (node.stateful or carries or node.op in LOOPS or node.op in BRANCHES):
             made = program.by_name[ref.node]
+            _refuse_joined_rows(program, ref, parts)
             raise _second_round(
                 reader, f"reads {ref} ({made.op}) of the whole batch, which depends on {node.name} ({node.op})", parts
             )
@@ -301,6 +302,19 @@ def _on_whole_batch(
                 seen.add(operand.node)
                 stack.append(operand.node)
     return found
+
+
+def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
+    """Raises PlanError for rows that ranks bring together, which a scope around some of the layers does."""
+    for reader, _ in program.consumers.get(ref, ()):
+        if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
+            raise PlanError(
+                "the rows of a micro-batch would be brought together at the border of a scope that divides otherwise",
+                op=f"{reader.name} ({reader.op})",
+                given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
+                expected="a wh.split scope around the whole model and its loss, or none",
+                action="put wh.split around the rest of the forward pass too, or set pipeline.num_micro_batch=1",
+            )
 
 
 def _refuse_sums_inside(plan: Plan, node: Node) -> None:

@@ -297,9 +297,9 @@ def _state(program: Program, context: PlanContext, inside: Collection[str]) -> d
     )
     if state and not context.split_variables:
         raise PlanError(
-            "the optimizer's state cannot lie split in a session",
+            "variables cannot lie split in a session with stages, or whose plan auto_parallel chooses",
             given=f"zero.level={context.zero_level}",
-            expected="zero.level=0, or a step that is a wh.function",
+            expected="zero.level=0, a session without these, or a step that is a wh.function",
             action="leave zero.level out, or write the step as a wh.function",
         )
     return state

@@ -52,7 +52,7 @@ def install(context: Context) -> None:
 
 
 def may_lie_split(context: Context) -> bool:
-    """Whether variables that programs of this run use may come to lie split, or elsewhere than in the device's memory."""
+    """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
     config = context.config
     if context.dry is not None or (context.size == 1 and not config["offload.level"]):
         return False

@@ -221,7 +221,8 @@ class SessionVariables:
         used = [v for v in program.variables if _is_used(program, v)]
         named = ((v, self._split.get(name_of(program.by_name[v.node]))) for v in used)
         found: dict[str, Placement] = {v.node: placement for v, placement in named if placement is not None}
-        if not has_stages(program) and not self.context.config["auto_parallel"]:
+        config = self.context.config
+        if not has_stages(program) and not config["auto_parallel"] and not config["offload.level"]:
             return found
         if found:
             raise PlanError(
