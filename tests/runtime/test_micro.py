@@ -268,5 +268,5 @@ def test_a_scope_around_some_layers_brings_rows_together(ranks: Start) -> None:
             weight.assign_sub(slope)
         return loss
 
-    with pytest.raises(PlanError, match="put wh.split around the rest of the forward pass too"):
+    with pytest.raises(PlanError, match=r"put wh\.split around the rest of the forward pass too"):
         step.plan(tf.ones((8, 8), tf.float64))
