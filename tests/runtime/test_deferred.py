@@ -202,7 +202,7 @@ def test_random_numbers_of_version_1_are_part_of_their_stream(ranks: Start) -> N
 def test_slots_of_version_1_are_born_split(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(function: Callable[[Any], Any]) -> tuple[list[np.ndarray], Any]:
         tf.keras.utils.set_random_seed(4)
-        kernel = tf.Variable(lambda: tf.random.stateless_normal((INPUTS, OUTPUTS), (1, 2), tf.float64))
+        kernel = tf.Variable(lambda: tf.random.stateless_normal((INPUTS, OUTPUTS), (1, 2), dtype=tf.float64))
         optimizer = tf.compat.v1.train.AdamOptimizer(0.01, epsilon=1e-3)
 
         def step(x: tf.Tensor) -> tf.Tensor:
