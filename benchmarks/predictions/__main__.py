@@ -4,7 +4,7 @@
     python -m benchmarks.predictions --rows FILE --out docs        reports rows that were measured before
 
 For each program its operations are measured and all plans predicted; then every plan runs, round after round, one plan
-after the other, while the others' processes are stopped. Time: the median over rounds of the slowest rank's mean step.
+after the other, while the others' processes are stopped. Time: the median over all steps of the slowest rank's.
 Memory: the largest peak of TensorFlow's allocator on any rank (tensors of 256 KiB and more, which is what it counts).
 """
 
@@ -85,7 +85,7 @@ def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict
             for kind, group in groups.items():
                 answers = _undisturbed(group, steps)
                 if number >= 0:
-                    times[kind].append(max(statistics.mean(a["times_s"]) for a in answers))
+                    times[kind] += map(max, zip(*(a["times_s"] for a in answers)))
                     peaks[kind].append(max(a["peak_bytes"] for a in answers))
     return {kind: (statistics.median(times[kind]), max(peaks[kind])) for kind in kinds}
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--plans", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a round")
     parser.add_argument("--rows", type=Path, help="JSON file that keeps rows of several calls together")
     parser.add_argument("--out", type=Path, help="folder that receives predictions.md and predictions.png")
     options = parser.parse_args()

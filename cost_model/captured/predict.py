@@ -22,7 +22,7 @@ from .traffic import Exchange
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256
 SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
-PLAYS, VARIES = 6, 0.3  # further plays of a step, and how much kernels' times differ between them (of their logarithm)
+PLAYS, VARIES = 20, 0.5  # further plays of a step, and how much kernels' times differ between them (of their logarithm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +192,10 @@ def _timeline(
 
 def measured_machine(table: Table, ranks: int, program: str = "", counted_from_bytes: int = 0) -> Machine:
     """So many ranks on the one host that a table describes; ``program`` is the fingerprint of the captured one."""
-    known = Measured(table, program)
+    known = Measured(table, program, ranks)
 
     def exchange_s(what: Exchange) -> float:
-        return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes)
+        return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes, what.is_packed)
 
     return Machine(
         operations=[known.operation] * ranks,

@@ -22,6 +22,7 @@ from ..ops.work import Work
 from .signature import signature
 
 FORMAT_VERSION = 2
+PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece
 Positive = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
 CONTRACTIONS = frozenset(
@@ -51,11 +52,17 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole step on one device: what it took, and what is predicted from its operations as they are alone."""
+    """A whole step on one device: what it took, and what is predicted from its operations as they are alone.
+
+    Attributes:
+        program: its fingerprint.
+        copies: how many ran side by side, each in a process of its own.
+    """
 
     program: str
     seconds: Positive
     predicted_s: Positive
+    copies: Annotated[int, Meta(ge=1)] = 1
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +94,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> Table:
         """With further measurements, which take the place of older ones of the same name."""
         found = {o.signature: o for o in (*self.operations, *operations)}
-        named = {s.program: s for s in (*self.steps, *steps)}
+        named = {(s.program, s.copies): s for s in (*self.steps, *steps)}
         return msgspec.structs.replace(self, operations=list(found.values()), steps=list(named.values()))
 
 
@@ -128,7 +135,7 @@ def write(table: Table, path: str | Path) -> None:
 class Measured:
     """Seconds of operations and exchanges by a table."""
 
-    def __init__(self, table: Table, program: str = "") -> None:
+    def __init__(self, table: Table, program: str = "", ranks: int = 1) -> None:
         """`program`: fingerprint of the captured program, whose own step may have been measured."""
         self.table = table
         self._exact = {o.signature: o for o in table.operations}
@@ -138,8 +145,10 @@ class Measured:
         self._curves: dict[str, dict[int, Curve]] = {}
         for curve in table.curves:
             self._curves.setdefault(curve.kind, {})[curve.ranks] = curve
-        step = next((s for s in table.steps if s.program == program), None)
-        # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache.
+        steps = [s for s in table.steps if s.program == program]
+        step = min(steps, key=lambda s: abs(s.copies - ranks), default=None)
+        # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache, which
+        # they share with those of other ranks.
         self.context = step.seconds / step.predicted_s if step else 1.0
 
     def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
@@ -167,13 +176,13 @@ class Measured:
         ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
         return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
 
-    def exchange_s(self, kind: str, ranks: int, tensor_bytes: float) -> float:
+    def exchange_s(self, kind: str, ranks: int, tensor_bytes: float, packed: bool = False) -> float:
         """Seconds of work that an exchange is for each of its ranks.
 
         Raises:
             ClusterError: exchanges of this kind were not measured.
         """
-        curves = self._curves.get(kind)
+        curves = self._curves.get(kind + PACKED if packed and kind + PACKED in self._curves else kind)
         if curves is None:
             raise ClusterError(
                 "the profile has no such exchange",

@@ -36,6 +36,11 @@ class Exchange:
     scratch_bytes: tuple[int, ...] = ()
     staging_bytes: int = 0
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether what is sent has to be laid out in one piece first, or what comes in several."""
+        return bool(self.staging_bytes or self.scratch_bytes)
+
 
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     """What a communication op of ``rank`` moves, of ``size`` ranks; ``inputs`` are its operands' local types."""

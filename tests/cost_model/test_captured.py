@@ -18,6 +18,7 @@ from cost_model.captured.liveness import peak_bytes
 from cost_model.captured.predict import cluster_machine, measured_machine, predict_ranks
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Curve, Operation, Step, Table, read, write
+from cost_model.captured.traffic import Exchange
 from cost_model.ops import work
 from tests.programs import Builder, mlp, planned
 from whale.errors import ClusterError, PlanError
@@ -164,9 +165,20 @@ def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -
     assert known.operations[0](program, node, work(node, types)) == (0.5, 77)
     near = measured_machine(TABLE, 1).operations[0](program, node, work(node, types))
     assert near[0] == pytest.approx(0.02 * work(node, types).flops / 1e9)
-    step = Step(fingerprint(program), 0.25, 0.5)  # measured whole: twice as fast as its operations alone
-    whole = measured_machine(TABLE.merged([], [step]), 1, fingerprint(program))
-    assert whole.operations[0](program, node, work(node, types))[0] == pytest.approx(near[0] / 2)
+    mark = fingerprint(program)
+    # Measured whole: twice as fast as its operations alone; two copies side by side three times as slow.
+    table = TABLE.merged([], [Step(mark, 0.25, 0.5), Step(mark, 1.5, 0.5, 2)])
+    for ranks, factor in ((1, 0.5), (2, 3.0), (4, 3.0)):
+        whole = measured_machine(table, ranks, mark)
+        assert whole.operations[0](program, node, work(node, types))[0] == pytest.approx(factor * near[0])
+
+
+def test_what_has_to_be_packed_is_an_exchange_of_its_own_kind() -> None:
+    packed = msgspec.structs.replace(TABLE, curves=[*TABLE.curves, Curve("all_gather packed", 2, [(1e6, 3e-3)])])
+    plain, slow = (Exchange("all_gather", "x", (0, 1), 10**6, 0, scratch) for scratch in ((), (10**6,)))
+    machine = measured_machine(packed, 2)
+    assert machine.exchange_s(plain) == pytest.approx(1e-3) and machine.exchange_s(slow) == pytest.approx(3e-3)
+    assert measured_machine(TABLE, 2).exchange_s(slow) == pytest.approx(1e-3)  # not measured: taken to be alike
 
 
 def test_the_file_of_a_profile(tmp_path: Path) -> None:

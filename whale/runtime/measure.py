@@ -197,26 +197,12 @@ def _call_s(call: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def step_seconds(programs: Sequence[Program], rounds: int = 12) -> list[float]:
-    """The median seconds of a step of each program on one device, on random values; its variables are made anew.
+def whole_step(program: Program) -> Callable[[], Any]:
+    """Runs a program of one device on random values; its variables are made anew.
 
-    The programs take turns, so that what disturbs the machine for a while disturbs all of them.
+    Raises:
+      ProgramError: it takes an argument that is no tensor of numbers with a static shape.
     """
-    calls = [_step(program) for program in programs]
-    for call in calls:
-        for _ in range(3):
-            call()
-    times_s: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, found in zip(calls, times_s):
-            call()  # finds its variables where the last one's lay in the caches
-            start_s = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - start_s)
-    return [statistics.median(found) for found in times_s]
-
-
-def _step(program: Program) -> Callable[[], Any]:
     generator = np.random.default_rng(0)
     values: list[Any] = []
     for name in program.inputs:

@@ -25,7 +25,11 @@ import whale_ops
 SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SECONDS_PER_SIZE = 0.25
 MOST_CALLS = 100
-CHAIN = 4  # exchanges of a call
+CHAIN = 4  # exchanges of a call, at least
+MOST_CHAIN = 16
+# Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
+COLD_BYTES = 64 << 20
+ROWS = 8  # of tensors whose parts do not lie in one piece
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
@@ -80,6 +84,12 @@ def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Te
     def matrix(x: tf.Tensor) -> tf.Tensor:
         return tf.reshape(x, (size, x.shape[0] // size))
 
+    def rows(x: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(x, (ROWS, x.shape[0] // ROWS))
+
+    def columns(x: tf.Tensor) -> list[int]:
+        return [x.shape[0] // ROWS // size] * size
+
     def point_to_point(handle: Any, x: tf.Tensor, key: str) -> Any:
         if rank == 0:
             return ops.whale_send(handle, x, peer=1, key=key)
@@ -87,6 +97,13 @@ def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Te
 
     return {
         "all_reduce": lambda h, x, key: ops.whale_all_reduce(h, [x], key=key)[0],
+        "all_reduce packed": lambda h, x, key: ops.whale_all_reduce(h, tf.split(x, 2), key=key)[0],
+        "all_gather packed": lambda h, x, key: ops.whale_all_gather(
+            h, tf.reshape(own(x), (ROWS, -1)), key=key, axis=1, sizes=columns(x)
+        ),
+        "reduce_scatter packed": lambda h, x, key: ops.whale_reduce_scatter(
+            h, rows(x), key=key, axis=1, sizes=columns(x)
+        ),
         "all_gather": lambda h, x, key: ops.whale_all_gather(h, own(x), key=key, axis=0, sizes=sizes(x)),
         "reduce_scatter": lambda h, x, key: ops.whale_reduce_scatter(h, x, key=key, axis=0, sizes=sizes(x)),
         "all_to_all": lambda h, x, key: ops.whale_all_to_all(
@@ -99,20 +116,21 @@ def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Te
 
 def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int, when: str = "idle") -> float:
     ops = whale_ops.ops()
-    x = tf.ones(size_bytes // 4)
+    chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
+    x = [tf.ones(size_bytes // 4) for _ in range(chain)]
 
     @tf.function
-    def step(x: tf.Tensor) -> tf.Tensor:
+    def step(x: list[tf.Tensor]) -> list[Any]:
         handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
-        before: list[Any] = []
-        for number in range(CHAIN):
-            with tf.control_dependencies(before):
-                before = [call(handle, tf.identity(x), f"{key}/{number}")]
-        with tf.control_dependencies(before):
-            return tf.constant(0.0)
+        found: list[Any] = []  # handed on, so that none lies in another one's memory
+        for number, operand in enumerate(x):
+            with tf.control_dependencies(found[-1:]):
+                found.append(call(handle, tf.identity(operand), f"{key}/{number}"))
+        with tf.control_dependencies(found[-1:]):
+            return [tf.identity(one) for one in found if isinstance(one, tf.Tensor)] or [tf.constant(0.0)]
 
     @tf.function
-    def nothing(x: tf.Tensor) -> tf.Tensor:
+    def nothing(x: list[tf.Tensor]) -> tf.Tensor:
         return tf.constant(0.0)
 
     key = f"{kind}/{size_bytes}/{when}"
@@ -132,7 +150,7 @@ def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int, wh
         started_s = time.perf_counter()
         step(x)
         times_s.append(time.perf_counter() - started_s)
-    mine = max(1e-6, statistics.median(times_s) - statistics.median(empty_s)) / CHAIN
+    mine = max(1e-6, statistics.median(times_s) - statistics.median(empty_s)) / chain
     return max(float(one) for one in comm.allgather_bytes(f"seconds/{key}", str(mine).encode()))
 
 

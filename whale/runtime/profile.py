@@ -25,6 +25,7 @@ from whale.lowering.local import localise
 from whale.passes.pipeline import make_plan
 from whale.runtime import measure
 from whale.runtime.dry_run import first_step
+from whale.runtime.measure_steps import step_seconds
 from whale.runtime.mesh import plan_program
 from whale.runtime.predict import Planned, rank_programs
 
@@ -117,20 +118,30 @@ def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[
 
 
 def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[[str], None]) -> Table:
-    """Measures what all ranks of some plans run, and the steps on one device; completes and writes the table."""
-    alone = {fingerprint(p.program): _alone(p) for p in planned}
-    steps = {}
-    for (mark, program), seconds in zip(alone.items(), measure.step_seconds(list(alone.values()))):
-        steps[mark] = max(1e-6, seconds - table.call_s)
-        say(f"{program.name}: {1e3 * steps[mark]:.1f} ms on one device")
+    """Measures what all ranks of some plans run, and the steps on one device side by side; writes the larger table."""
+    ranks = {id(p): rank_programs(p) for p in planned}
+    alone: dict[int, dict[str, Program]] = {}  # by the number of ranks, which is that of copies
+    for p in planned:
+        alone.setdefault(len(ranks[id(p)]), {})[fingerprint(p.program)] = _alone(p)
+    measured_s: dict[tuple[str, int], float] = {}
+    for copies, marked in alone.items():
+        for mark, seconds in zip(marked, step_seconds(list(marked.values()), copies)):
+            measured_s[mark, copies] = max(1e-6, seconds - table.call_s)
+            say(f"{marked[mark].name}: {1e3 * seconds:.1f} ms on one device, {copies} side by side")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    every = [*alone.values(), *(r for p in planned for r in rank_programs(p))]
+    every = [one for marked in alone.values() for one in marked.values()]
+    every += [one for p in planned for one in ranks[id(p)]]
     known = {o.signature for o in table.operations}
     new = [one for name, one in measure.distinct(every).items() if name not in known]
     found, skipped = measure.measure(new, 120.0, say)
     say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
     table = table.merged(found)
-    table = table.merged((), [Step(m, steps[m], _predicted_s(table, p)) for m, p in alone.items()])
+    steps = [
+        Step(mark, measured_s[mark, copies], _predicted_s(table, program, copies), copies)
+        for copies, marked in alone.items()
+        for mark, program in marked.items()
+    ]
+    table = table.merged((), steps)
     tables.write(table, out)
     return table
 
@@ -141,9 +152,10 @@ def _alone(planned: Planned) -> Program:
     return localise(planned.program, plan, 0, "", None)
 
 
-def _predicted_s(table: Table, program: Program) -> float:
-    """Seconds of a step on one device by its operations alone, calls left out."""
-    return predict_ranks([program], measured_machine(table, 1)).ranks[0].end_s
+def _predicted_s(table: Table, program: Program, copies: int) -> float:
+    """Seconds of steps on one device side by side by their operations alone, calls left out."""
+    found = predict_ranks([program] * copies, measured_machine(table, copies)).ranks
+    return sum(one.end_s for one in found) / copies
 
 
 def replan(planned: Planned, **changes: object) -> Planned:
