@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +165,8 @@ def main() -> None:
                 Row(program, KINDS[kind].title, predicted["step_s"], measured[kind][0], peak, measured[kind][1])
             )
         print(report([r for r in rows if r.program == program]), flush=True)
-    if options.rows:
-        options.rows.write_text(json.dumps([{f: getattr(r, f) for f in Row.__dataclass_fields__} for r in rows]))
+        if options.rows:
+            options.rows.write_text(json.dumps([asdict(row) for row in rows]))
     print(report(rows))
     if options.out:
         page.write(rows, report(rows), options.out)

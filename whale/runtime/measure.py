@@ -35,6 +35,11 @@ _TAKES_INDICES = frozenset(
     "GatherV2 ResourceGather UnsortedSegmentSum SparseSoftmaxCrossEntropyWithLogits ResourceScatterAdd".split()
 )
 
+# What indices pass through on their way to a table; Keras adds the rows to those below zero.
+_HANDS_ON = frozenset(
+    "Identity Reshape ExpandDims Squeeze Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split()
+)
+
 
 def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
     """The operations of programs that take time, one of each signature."""
@@ -215,7 +220,8 @@ def whole_step(program: Program) -> Callable[[], Any]:
                 action="leave the script out: `whale profile` without it measures the machine",
             )
         if t.dtype.startswith(("int", "uint")):
-            values.append(tf.constant(generator.integers(2, size=static_shape(t)).astype(numpy_dtype(t.dtype))))
+            bound = _bound(program, Ref(name))
+            values.append(tf.constant(generator.integers(bound, size=static_shape(t)).astype(numpy_dtype(t.dtype))))
         else:
             values.append(_value(t, generator))
     variables = [tf.Variable(_value(v.type, generator)) for v in program.variables]
@@ -225,6 +231,25 @@ def whole_step(program: Program) -> Callable[[], Any]:
         return run()
 
     return call
+
+
+def _bound(program: Program, ref: Ref) -> int:
+    """How many different numbers an argument may hold: rows of the tables that it is looked up in, classes; else 2."""
+    found, waiting, seen = [], [ref], {ref}
+    while waiting:
+        one = waiting.pop()
+        for node, place in program.consumers.get(one, ()):
+            first = program.type_of(node.inputs[0])
+            if node.op in ("GatherV2", "ResourceGather") and place == 1:
+                variable = program.variable_of.get(node.inputs[0].node)
+                found.append((variable.type if variable else first).shape)
+            elif node.op == "SparseSoftmaxCrossEntropyWithLogits" and place == 1:
+                found.append((first.shape or ())[-1:])
+            elif node.op in _HANDS_ON:
+                following = [Ref(node.name, k) for k in range(len(node.outputs))]
+                waiting += [r for r in following if r not in seen]
+                seen.update(following)
+    return min((shape[0] or 2 for shape in found if shape), default=2)
 
 
 def overheads() -> tuple[float, float]:
