@@ -70,7 +70,7 @@ def mark(predicted: float, measured: float, small: float = 0.0) -> str:
 
 def layer_of(name: str) -> str:
     """What an operation belongs to: its name scope, two levels of it at most; a gradient's is that of its forward."""
-    parts = name.removesuffix("/ReadVariableOp").split("/")
+    parts = name.partition("/ReadVariableOp")[0].split("/")
     if "gradient_tape" in parts:  # then follow the forward operation's name and the gradient's own
         parts = parts[parts.index("gradient_tape") + 1 :]
         parts = parts[:-1] if len(parts) > 2 else parts

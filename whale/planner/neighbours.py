@@ -52,10 +52,21 @@ def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:
         stages[one], stages[other] = Stage(a.layers, b.parts), Stage(b.layers, a.parts)
         exchanged = msgspec.structs.replace(spread, stages=tuple(stages))
         yield exchanged
+        yield _in_order(spread, [*range(one), other, *range(one + 1, other), one, *range(other + 1, count)])
         for at in {one - 1, one, other - 1, other} & set(range(count - 1)):
             for move in (1, -1):
                 if (moved := move_cut(exchanged, at, move)) is not None:
                     yield moved
+
+
+def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
+    """The spread's stages in another order, each with its ranks and as many layers as before."""
+    stages, low = [], 0
+    for at in order:
+        stage = spread.stages[at]
+        stages.append(Stage(((low, low + stage.count),), stage.parts))
+        low += stage.count
+    return msgspec.structs.replace(spread, stages=tuple(stages))
 
 
 def other_ranks(spread: Spread, machines: Machines, choices: Sequence[Ranks], more: bool) -> Iterator[Spread]:
