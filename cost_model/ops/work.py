@@ -42,10 +42,10 @@ _FREE = """
 Const Identity IdentityN Reshape ExpandDims Squeeze NoOp Placeholder PlaceholderWithDefault ReadVariableOp VarHandleOp
 VarIsInitializedOp Shape ShapeN Size Rank VariableShape StopGradient Snapshot PreventGradient BroadcastGradientArgs
 ConcatOffset ControlTrigger LoopCond Enter Exit Merge Switch NextIteration While StatelessWhile If StatelessIf Case
-PartitionedCall StatefulPartitionedCall EmptyTensorList TensorListLength TensorListElementShape TensorListReserve
-OptionalNone OptionalFromValue OptionalGetValue OneShotIterator IteratorGetNext IteratorToStringHandle TensorDataset
-RepeatDataset StackV2 StackPushV2 StackPopV2 TensorArrayV3 TensorArrayGradV3 Assert PrintV2 StringFormat MergeSummary
-ScalarSummary SaveV2 RestoreV2 StatelessRandomGetKeyCounter
+PartitionedCall StatefulPartitionedCall WhaleCall EmptyTensorList TensorListLength TensorListElementShape
+TensorListReserve OptionalNone OptionalFromValue OptionalGetValue OneShotIterator IteratorGetNext
+IteratorToStringHandle TensorDataset RepeatDataset StackV2 StackPushV2 StackPopV2 TensorArrayV3 TensorArrayGradV3
+Assert PrintV2 StringFormat MergeSummary ScalarSummary SaveV2 RestoreV2 StatelessRandomGetKeyCounter
 """
 
 # FLOPs per element of the result.

@@ -36,7 +36,7 @@ def rolled(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
 
 def functions_called(program: Program) -> list[str]:
-    return [n.attrs["f"].name for n in program.nodes if n.op == "StatefulPartitionedCall"]
+    return [n.attrs["f"].name for n in program.nodes if n.op == "WhaleCall"]
 
 
 @pytest.mark.core

@@ -53,7 +53,7 @@ def test_each_rank_calls_its_phases_in_the_order_of_the_schedule(ranks: Start, n
     compiled = step._step(batch(0), {}).compiled
     wanted = schedule(name, 3, 1, 4)
     for rank, program in enumerate(compiled.ranks):
-        calls = [n for n in program.nodes if n.op == "StatefulPartitionedCall"]
+        calls = [n for n in program.nodes if n.op == "WhaleCall"]
         order = [n.name.rpartition("/")[2].replace("0_", "") for n in calls]
         # The first stage has no gradients of inputs, and no part of B beside W.
         expected = [str(p) for p in wanted[rank] if str(p)[0] in {name[0] for name in order}]
@@ -67,7 +67,7 @@ def test_no_more_is_under_way_than_the_reader_has_room_for(ranks: Start) -> None
     ranks(2, **setting("1f1b", 8))
     model = Chain(wh.stage, 2)
     first, second = wh.function(model.losses)._step(batch(0), {}).compiled.ranks  # forward passes only
-    calls = [n for n in first.nodes if n.op == "StatefulPartitionedCall" and "/F0_" in n.name]
+    calls = [n for n in first.nodes if n.op == "WhaleCall" and "/F0_" in n.name]
     sends = [
         n.name for n in first.nodes if n.op == "WhaleSend" and n.attrs["key"].rpartition("/")[0].endswith("@0to1/0")
     ]

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, Func, Shape
 from whale.lowering.emit import COMMUNICATOR
+from whale.lowering.micro import CALL
 from whale.rules.communication import EDGE, ROWS
-
-_CALL = "StatefulPartitionedCall"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def ahead(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
     readers: dict[str, list[str]] = {}  # a receive -> the calls so far that read it
     sends: dict[str, list[str]] = {}
     for node in program.nodes:
-        function = node.attrs.get("f") if node.op == _CALL else None
+        function = node.attrs.get("f") if node.op == CALL else None
         outside = taken.get(function.name) if isinstance(function, Func) else None
         if outside is None or not (outside.received or outside.sent):
             nodes[node.name] = node
@@ -65,6 +64,7 @@ def ahead(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
             **node.attrs,
             "Tin": (*node.attrs["Tin"], *(DType(n.outputs[0].dtype) for n in outside.received)),
             "Tout": (*node.attrs["Tout"], *(DType(t.dtype) for t in results)),
+            "shapes": (*node.attrs["shapes"], *(Shape(t.shape) for t in results)),
         }
         outputs = (*node.outputs, *results)
         waits = tuple(w for n in outside.sent for w in _latest(sends.get(n.name, []), room(n.attrs[EDGE])))

@@ -12,7 +12,7 @@ from tensorflow.core.framework import function_pb2
 from whale.capture.encode import attr_types, to_function_def, to_graph_def
 from whale.ir.program import Node, Program
 from whale.ir.values import Func
-from whale.lowering.micro import NO_INLINE
+from whale.lowering.micro import CALL
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,14 @@ class LoweredFunction:
     inputs: tuple[str, ...]
     handles: tuple[tuple[str, ...], ...]
     outputs: int
+
+
+def load_ops(ranks: Sequence[Program]) -> None:
+    """Loads the op library where the ranks' programs need it: they communicate, or have micro-batches."""
+    if any(node.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for node in graph.nodes):
+        import whale_ops
+
+        whale_ops.ops()
 
 
 def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
@@ -54,12 +62,12 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
             wanted = dict.fromkeys(r.node for r in renamed.outputs if r.node not in renamed.inputs + variables)
             renamed = replace(renamed, effects=tuple(dict.fromkeys((*renamed.effects, *wanted))))
         handles.append(variables)
-        main = to_function_def(replace(renamed, inputs=renamed.inputs + variables), prefix)
+        main = to_function_def(_calls_by_name(replace(renamed, inputs=renamed.inputs + variables)), prefix)
         if len(ranks) > 1:
             # Inlined side by side, or specialised to the results that are read (the first rank's), equal arithmetic
             # of two ranks would be rewritten in two ways by TensorFlow's optimiser, and their copies of a variable
             # would drift apart by rounding.
-            main.attr[NO_INLINE].b = main.attr["_nospecialize"].b = True
+            main.attr["_noinline"].b = main.attr["_nospecialize"].b = True
         definitions.append(main)
         mains.append(main)
     if len(ranks) > 1:
@@ -70,23 +78,32 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
 
 
 def function_definitions(program: Program) -> list[Any]:
-    """FunctionDefs of the bodies; those stay functions whose calls say so."""
-    graphs = (program, *program.functions.values())
-    kept = {node.attrs["f"].name for graph in graphs for node in graph.nodes if node.attrs.get(NO_INLINE)}
-    found = []
-    for name, body in program.functions.items():
-        definition = to_function_def(body, name)
-        if name in kept:
-            # Nor is it copied for each of its calls, which TensorFlow would do to leave out results that nobody reads.
-            definition.attr[NO_INLINE].b = definition.attr["_nospecialize"].b = True
-        found.append(definition)
-    return found
+    """FunctionDefs of the bodies."""
+    return [to_function_def(_calls_by_name(body), name) for name, body in program.functions.items()]
+
+
+def _calls_by_name(graph: Program) -> Program:
+    """``graph`` with a function only at the first of its calls, and its name at the others.
+
+    TensorFlow's passes look into the function of every node that holds one.
+    """
+    held: set[str] = set()
+
+    def of_node(node: Node) -> Node:
+        if node.op != CALL:
+            return node
+        function = node.attrs["f"]
+        bodies = () if function.name in held else (function,)
+        held.add(function.name)
+        return replace(node, attrs={**node.attrs, "f": function.name, "bodies": bodies})
+
+    return replace(graph, nodes=tuple(map(of_node, graph.nodes)))
 
 
 def lower_to_graph(program: Program, tag: str) -> Any:
     """A rank's program as a GraphDef (for a v1 session); its functions are named after ``tag``."""
     renamed = _rename_functions(program, tag)
-    graph_def = to_graph_def(replace(renamed, functions={}))
+    graph_def = to_graph_def(_calls_by_name(replace(renamed, functions={})))
     graph_def.library.function.extend(function_definitions(renamed))
     return graph_def
 

@@ -16,11 +16,11 @@ from whale.errors import PlanError
 from whale.ir.layout import identity_value
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
-from whale.ir.values import DType, Func, numpy_dtype
+from whale.ir.values import DType, Func, Shape, numpy_dtype
 from whale.lowering.alike import TIME, Kind, kinds_of, may_carry, with_own_bodies
 from whale.lowering.micro_body import Body, Function
 
-NO_INLINE = "_noinline"  # attribute of a call whose function stays one, instead of being copied into the caller
+CALL = "WhaleCall"  # of a function that stays one
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +186,10 @@ class _Roller:
                 "Tin": tuple(DType(t.dtype) for t in function.inputs),
                 "Tout": tuple(DType(t.dtype) for t in function.types),
                 "f": Func(function.name),
-                "config": "",
-                "config_proto": b"",
-                "executor_type": "",
-                NO_INLINE: True,
+                "shapes": tuple(Shape(t.shape) for t in function.types),
             }
             self.nodes[name] = Node(
-                name, "StatefulPartitionedCall", tuple(operands), tuple(dict.fromkeys(controls + function.behind)),
+                name, CALL, tuple(operands), tuple(dict.fromkeys(controls + function.behind)),
                 attrs, tuple(function.types), "", True,
             )  # fmt: skip
             for i, (what, of) in enumerate(function.results):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
@@ -140,38 +140,38 @@ def free_nodes(program: Program) -> set[str]:
         for ref in node.inputs:
             if ref.node in takers:
                 takers[ref.node].append(node)
+    light = [node for node in program.nodes if _is_light(program, node)]
     while True:
-        free = _free_with(program, shared)
+        free: set[str] = set()
+        for node in light:
+            if node.name in handles:
+                found = node.name in shared
+            else:
+                found = all(r.node in free for r in node.inputs) and all(c in free for c in node.controls)
+            if found:
+                free.add(node.name)
         kept = {name for name in shared if all(n.name in free for n in takers[name])}
         if kept == shared:
             return free
         shared = kept
 
 
-def _free_with(program: Program, shared: Collection[str]) -> set[str]:
-    handles, inputs = program.variable_of, set(program.inputs)
-    free: set[str] = set()
-    for node in program.nodes:
-        if node.name in handles:
-            found = node.name in shared
-        elif node.name in inputs:
-            found = node.op == "Placeholder"
-        elif not node.inputs and not node.outputs:
-            found = False  # a NoOp is at no place
-        else:
-            of_variable = any(r.node in handles for r in node.inputs)
-            pure = node.op in _COUNTING if of_variable else not node.stateful
-            found = (
-                pure
-                and all(r.node in free for r in node.inputs)
-                and all(c in free for c in node.controls)
-                and not any(t.dtype in UNMOVABLE for t in node.outputs)
-                and not matmul_flops(node, [program.type_of(r) for r in node.inputs])
-                and not any(True for _ in function_refs(node))
-            )
-        if found:
-            free.add(node.name)
-    return free
+def _is_light(program: Program, node: Node) -> bool:
+    """Whether a node may be made wherever it is read, if what it reads may be."""
+    handles = program.variable_of
+    if node.name in handles:
+        return True
+    if node.name in program.inputs:
+        return node.op == "Placeholder"
+    if not node.inputs and not node.outputs:
+        return False  # a NoOp is at no place
+    of_variable = any(r.node in handles for r in node.inputs)
+    return (
+        (node.op in _COUNTING if of_variable else not node.stateful)
+        and not any(t.dtype in UNMOVABLE for t in node.outputs)
+        and not matmul_flops(node, [program.type_of(r) for r in node.inputs])
+        and not any(True for _ in function_refs(node))
+    )
 
 
 def assign_stages(program: Program, annotated: Program) -> Program:

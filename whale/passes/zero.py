@@ -127,7 +127,7 @@ def is_model(program: Program, node: Node) -> bool:
     """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
     if node.op in LOOPS or node.op in BRANCHES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
         return True
-    if node.op == "StatefulPartitionedCall":  # a micro-batch: normalising leaves no other calls
+    if node.op == "WhaleCall":  # a micro-batch
         return True
     return matmul_flops(node, [program.type_of(r) for r in node.inputs]) > 0
 

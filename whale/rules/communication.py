@@ -13,7 +13,7 @@ from whale.rules.registry import rule
 
 ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
 EDGE = "_edge"  # their attribute (number of the sending place, of the receiving one)
-_ALONE = frozenset({"WhaleCommunicator", "WhaleCheck", "WhaleHold"})
+_ALONE = frozenset({"WhaleCommunicator", "WhaleCheck", "WhaleHold", "WhaleCall"})
 
 
 def reduction(op: OpView) -> str:

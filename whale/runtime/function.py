@@ -24,7 +24,7 @@ from whale.errors import ProgramError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.lowering.functions import lower_to_function
+from whale.lowering.functions import load_ops, lower_to_function
 from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
 from whale.runtime.deferred import capturing
@@ -251,10 +251,7 @@ def _callable(
 ) -> Callable[[list[Any]], Any]:
     """A closure that calls the lowered function: tensors in, the user's return structure out."""
     device = compute_device(context.config) if compiled.plan.offloaded else None
-    if context.size > 1 or device:
-        import whale_ops
-
-        whale_ops.ops()
+    load_ops(compiled.ranks)
     lowered = lower_to_function(
         compiled.ranks, f"whale_{compiled.number}_{next(_tags)}_{_identifier(compiled.program.name)}"
     )

@@ -16,7 +16,7 @@ from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ConfigError, ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.lowering.functions import lower_to_graph
+from whale.lowering.functions import load_ops, lower_to_graph
 from whale.passes.inline import inline
 from whale.passes.specialise import specialise
 from whale.passes.unpack import unpack
@@ -351,10 +351,7 @@ class Session(tf.compat.v1.Session):
             program = retype(unpack(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
         compiled = compile_program(program, self._whale, parts, known)
-        if self._whale.size > 1:
-            import whale_ops
-
-            whale_ops.ops()
+        load_ops(compiled.ranks)
         self._uses[key] = self._present.uses(compiled)
         self._layouts[key] = self._variables.wanted(compiled)
         tag = f"whale_{compiled.number}_{next(_tags)}"

@@ -1,4 +1,4 @@
-// Names, attributes and shape functions of the ops. All are stateful and take the communicator's handle first.
+// Names, attributes and shape functions of the ops. All are stateful; those that communicate take the communicator's handle first.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -152,6 +152,21 @@ absl::Status broadcast_shape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
+absl::Status call_shapes(InferenceContext* c) {
+  std::vector<tensorflow::PartialTensorShape> shapes;
+  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+  if (static_cast<int>(shapes.size()) != c->num_outputs()) {
+    return absl::InvalidArgumentError(absl::StrCat("shapes has ", shapes.size(), " entries for ", c->num_outputs(),
+                                                   " results; give one shape per result"));
+  }
+  for (int i = 0; i < c->num_outputs(); ++i) {
+    ShapeHandle out;
+    TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &out));
+    c->set_output(i, out);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status recv_shape(InferenceContext* c) {
   tensorflow::PartialTensorShape shape;
   TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
@@ -282,6 +297,19 @@ REGISTER_OP("WhaleCheck")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Compares the fingerprint over the ranks; a difference aborts the communicator on all of them.");
+
+REGISTER_OP("WhaleCall")
+    .Input("args: Tin")
+    .Output("output: Tout")
+    .Attr("Tin: list(type) >= 0")
+    .Attr("Tout: list(type) >= 0")
+    .Attr("f: string")
+    .Attr("bodies: list(func) = []")
+    .Attr("shapes: list(shape)")
+    .SetIsStateful()
+    .SetShapeFn(call_shapes)
+    .Doc("What the function makes of the arguments, in the shapes that are given. The function is never copied into its caller. bodies: "
+         "functions that the graph is to hold; one of its nodes names f there, and TensorFlow's graph passes read it once.");
 
 REGISTER_OP("WhaleHold")
     .Input("input: T")

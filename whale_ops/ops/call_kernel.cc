@@ -1,0 +1,111 @@
+// A call of a function that stays a function. The passes over TensorFlow's own call op read the whole body anew at every
+// call, also where it is to stay as it is; a step calls the same few bodies very often.
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tensorflow/core/common_runtime/device.h"
+#include "tensorflow/core/common_runtime/device_mgr.h"
+#include "tensorflow/core/framework/function.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/grappler/optimizers/meta_optimizer.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::FunctionLibraryRuntime;
+using tensorflow::Tensor;
+
+// Instantiates the body once for each library that the kernel meets (the runtime knows bodies that other calls have
+// instantiated), and runs it as TensorFlow's call op does: same threads, cancellation and statistics.
+class CallOp : public tensorflow::AsyncOpKernel {
+ public:
+  explicit CallOp(tensorflow::OpKernelConstruction* ctx) : AsyncOpKernel(ctx) { OP_REQUIRES_OK(ctx, ctx->GetAttr("f", &function_)); }
+
+  ~CallOp() override {
+    for (const auto& [library, handle] : handles_) {
+      (void)library->ReleaseHandle(handle);  // fails only when the library has forgotten it already
+    }
+  }
+
+  void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) override {
+    FunctionLibraryRuntime* library = ctx->function_library();
+    OP_REQUIRES_ASYNC(ctx, library != nullptr, absl::InternalError("WhaleCall runs where TensorFlow has no functions"), done);
+    tensorflow::OpInputList operands;
+    OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("args", &operands), done);
+    const std::vector<Tensor> arguments(operands.begin(), operands.end());
+    FunctionLibraryRuntime::Handle handle;
+    OP_REQUIRES_OK_ASYNC(ctx, instantiated(ctx, library, arguments, &handle), done);
+
+    struct Run {
+      FunctionLibraryRuntime::Options options;
+      std::unique_ptr<tensorflow::ScopedStepContainer> container;
+      std::vector<Tensor> results;
+    };
+    auto run = std::make_shared<Run>();
+    auto* resources = library->device()->resource_manager();
+    run->container = std::make_unique<tensorflow::ScopedStepContainer>(
+        run->options.step_id, [resources](const std::string& name) { (void)resources->Cleanup(name); });
+    run->options.step_container = run->container.get();
+    run->options.cancellation_manager = ctx->cancellation_manager();
+    run->options.stats_collector = ctx->stats_collector();
+    run->options.collective_executor = ctx->collective_executor();
+    run->options.runner = ctx->runner();
+    run->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
+    run->options.source_device = library->device()->name();
+    run->options.allow_dead_tensors = true;
+    library->Run(run->options, handle, arguments, &run->results, [ctx, run, done = std::move(done)](const absl::Status& status) {
+      if (status.ok()) {
+        for (size_t i = 0; i < run->results.size(); ++i) ctx->set_output(static_cast<int>(i), run->results[i]);
+      } else {
+        ctx->SetStatus(status);
+      }
+      done();
+    });
+  }
+
+ private:
+  absl::Status instantiated(tensorflow::OpKernelContext* ctx, FunctionLibraryRuntime* library, const std::vector<Tensor>& arguments,
+                            FunctionLibraryRuntime::Handle* handle) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = handles_.find(library);
+    if (known != handles_.end()) {
+      *handle = known->second;
+      return absl::OkStatus();
+    }
+    FunctionLibraryRuntime::InstantiateOptions options;
+    if (library->config_proto() != nullptr) options.config_proto = *library->config_proto();
+    tensorflow::grappler::GrapplerItem::OptimizationOptions optimization;
+    optimization.allow_pruning_stateful_and_dataset_ops = true;  // the body's own effects are among its control outputs
+    optimization.optimize_function_library = false;              // calls in the body optimise what they call
+    options.optimize_graph_fn = std::bind(tensorflow::grappler::OptimizeGraph, std::placeholders::_1, std::placeholders::_2,
+                                          std::placeholders::_3, std::placeholders::_4, std::placeholders::_5, options.config_proto,
+                                          function_, optimization, std::placeholders::_6);
+    options.target = library->device()->name();
+    options.is_multi_device_function = true;
+    options.graph_collector = ctx->graph_collector();
+    for (const Tensor& argument : arguments) {
+      const bool resource = argument.dtype() == tensorflow::DT_RESOURCE;
+      options.input_devices.push_back(resource ? argument.scalar<tensorflow::ResourceHandle>()().device() : options.target);
+    }
+    for (int i = 0; i < num_outputs(); ++i) {
+      // Where a resource is, the placement of what makes it says.
+      options.output_devices.push_back(output_type(i) == tensorflow::DT_RESOURCE ? "" : options.target);
+    }
+    TF_RETURN_IF_ERROR(library->Instantiate(function_, tensorflow::AttrSlice(), options, handle));
+    handles_.emplace(library, *handle);
+    return absl::OkStatus();
+  }
+
+  std::string function_;
+  std::mutex mutex_;
+  std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_CPU), CallOp);
+
+}  // namespace
+}  // namespace whale_ops
