@@ -2,11 +2,13 @@
 
     python benchmarks/schedules.py                             four stages that sleep, in one process
     whale run -np 4 benchmarks/schedules.py --only zb-h1       the same by processes, one schedule
+    python benchmarks/schedules.py --products                  two stages of matrix products, in two processes
 
 Formulas: m (F + B) and a bubble of (p - 1)(F + B) for GPipe and 1F1B, that over v for interleaved 1F1B with v chunks on
 each device, (p - 1)(F + B - 2 W) for ZB-H1, where B has W in it. Ends with status 1 when a step is more than 5 % away
-from its formula, when not as many micro-batches are alive as the schedule says, when ZB-H1 is not faster than 1F1B, or
-when two towers side by side take more than 1.1 times the slower one and the join. Other load on the machine shows.
+from its formula (10 % with products, whose F, B and W are measured alone, on all ranks at the same time), when not as
+many micro-batches are alive as the schedule says, when ZB-H1 is not faster than 1F1B, or when two towers side by side
+take more than 1.1 times the slower one and the join. Other load on the machine shows.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ _LOG = Path(tempfile.mkdtemp()) / "slept"
 os.environ["BENCHMARK_SLEEP_LOG"] = str(_LOG)
 _STEPS = 3
 _FORWARD_S, _BACKWARD_S, _WEIGHTS_S = 0.06, 0.06, 0.06  # of all stages of a device; backward is that of inputs
+_DEPTH, _ROWS, _WIDTH = 4, 512, 1024  # products of a device, rows of a micro-batch, width of the square weights
+_SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1))
 
 
 def sleeper() -> Callable[..., tf.Tensor]:
@@ -83,12 +88,26 @@ def start(ranks: int, **config: Any) -> None:
     wh.init(config)
 
 
+def products(h: tf.Tensor, *weights: tf.Variable) -> tf.Tensor:
+    for w in weights:
+        h = tf.matmul(h, w)
+    return h
+
+
 def pipeline(
-    layers: Sequence[Callable[..., tf.Tensor]], ranks: int, rows: int, width: int, name: str, micro_batches: int
+    layers: Sequence[Callable[..., tf.Tensor]],
+    ranks: int,
+    rows: int,
+    width: int,
+    name: str,
+    micro_batches: int,
+    depth: int = 1,
 ) -> Callable[[], float]:
-    """Starts Whale, and returns what runs one step. The gradient of the first stage's input is wanted too."""
+    """Returns what runs one step, with ``depth`` weights in each layer. The gradient of the first stage's input is
+    wanted too.
+    """
     start(ranks, **{"pipeline.num_micro_batch": micro_batches, "pipeline.schedule": name})
-    weights = [tf.Variable(tf.eye(width)) for _ in layers]
+    weights = [[tf.Variable(tf.eye(width)) for _ in range(depth)] for _ in layers]
     scale = tf.Variable(tf.ones((width,)))
     x = tf.ones((micro_batches * rows, width)) * 0.01
 
@@ -98,10 +117,11 @@ def pipeline(
             h = x
             for i, layer in enumerate(layers):
                 with wh.stage():
-                    h = layer(h * scale if i == 0 else h, weights[i])
+                    h = layer(h * scale if i == 0 else h, *weights[i])
                     if i == len(layers) - 1:
                         loss = tf.reduce_mean(h**2)
-        for variable, slope in zip([scale, *weights], tape.gradient(loss, [scale, *weights])):
+        variables = [scale, *chain(*weights)]
+        for variable, slope in zip(variables, tape.gradient(loss, variables)):
             variable.assign_sub(1e-3 * slope)
         return loss
 
@@ -148,6 +168,12 @@ class Table:
             print(f"{name:34s} {measured_s * 1e3:8.1f} ms, formula {wanted_s * 1e3:8.1f} ms, {off:+6.1%}{more}{mark}")
             sys.stdout.flush()
 
+    def compare(self, found: Mapping[tuple[str, int], float]) -> None:
+        """ZB-H1 with 1F1B, by seconds of a step."""
+        self.good &= found["zb-h1", 1] < found["1f1b", 1]
+        if process_place().rank == 0:
+            print(f"ZB-H1 is {found['1f1b', 1] / found['zb-h1', 1]:.2f} times as fast as 1F1B", flush=True)
+
 
 def sleeps(table: Table, devices: int, only: str) -> None:
     """Every schedule on so many devices."""
@@ -155,7 +181,7 @@ def sleeps(table: Table, devices: int, only: str) -> None:
     whole_s = _BACKWARD_S + _WEIGHTS_S
     micro_batches = 2 * devices
     found = {}
-    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1)):
+    for name, chunks in _SCHEDULES:
         if only not in ("", name):
             continue
         lengths = _FORWARD_S / chunks, _BACKWARD_S / chunks, _WEIGHTS_S / chunks
@@ -171,8 +197,66 @@ def sleeps(table: Table, devices: int, only: str) -> None:
         table.row(title, measured_s, wanted_s, 0.05, more, most == expected)
         wh.shutdown()
     if not only:
-        table.good &= found["zb-h1", 1] < found["1f1b", 1]
-        print(f"ZB-H1 is {found['1f1b', 1] / found['zb-h1', 1]:.2f} times as fast as 1F1B")
+        table.compare(found)
+
+
+def parts_s() -> tuple[float, float, float]:
+    """F, B (of inputs) and W of one device's products for a micro-batch, in seconds, without a pipeline."""
+    weights = [tf.Variable(tf.eye(_WIDTH)) for _ in range(_DEPTH)]
+    rows = [tf.random.normal((_ROWS, _WIDTH)) for _ in range(_DEPTH + 1)]
+    sums = [tf.zeros((_WIDTH, _WIDTH)) for _ in range(_DEPTH)]
+
+    @tf.function
+    def backward(slope: tf.Tensor) -> tf.Tensor:
+        for w in weights:
+            slope = tf.matmul(slope, w, transpose_b=True)
+        return slope
+
+    @tf.function
+    def of_weights(slope: tf.Tensor, rows: list[tf.Tensor], sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [total + tf.matmul(h, slope, transpose_a=True) for h, total in zip(rows, sums)]
+
+    forward = tf.function(products)
+    parts = lambda: forward(rows[0], *weights), lambda: backward(rows[0]), lambda: of_weights(rows[0], rows[1:], sums)
+    found: list[list[float]] = [[] for _ in parts]
+    for _ in range(12):
+        for part, seconds in zip(parts, found):
+            start_s = time.perf_counter()
+            part()
+            seconds.append(time.perf_counter() - start_s)
+    return tuple(statistics.median(seconds[2:]) for seconds in found)  # type: ignore[return-value]
+
+
+def stages_of_products(table: Table, name: str, chunks: int) -> None:
+    """One schedule, with so many stages on each rank."""
+    devices = process_place().size
+    micro_batches = 4 * devices
+    step = pipeline([products] * (devices * chunks), devices, _ROWS, _WIDTH, name, micro_batches, _DEPTH // chunks)
+    step()
+    before = parts_s()
+    measured_s = seconds_of(step)
+    forward_s, backward_s, weights_s = ((a + b) / 2 for a, b in zip(before, parts_s()))
+    wanted_s = micro_batches * (forward_s + backward_s + weights_s)
+    wanted_s += bubble_s(name, devices, chunks, forward_s, backward_s + weights_s, weights_s)
+    title = f"{name}" + f", {chunks} chunks" * (chunks > 1) + f", p={devices} m={micro_batches}"
+    more = f", F {forward_s * 1e3:.1f} B {backward_s * 1e3:.1f} W {weights_s * 1e3:.1f} ms"
+    table.row(title, measured_s, wanted_s, 0.1, more)
+    wh.shutdown()
+
+
+def in_processes(table: Table, only: str) -> None:
+    """Every schedule of matrix products, each by ranks of its own."""
+    found = {}
+    for name, chunks in _SCHEDULES:
+        if only in ("", name):
+            line = [sys.executable, "-m", "whale", "run", "-np", "2", __file__, "--products", "--only", name]
+            ended = subprocess.run([*line, "--chunks", str(chunks)], stdout=subprocess.PIPE, text=True)
+            print(ended.stdout, end="", flush=True)
+            table.good &= ended.returncode == 0
+            if (measured := re.search(r"([\d.]+) ms, formula", ended.stdout)) is not None:
+                found[name, chunks] = float(measured[1])
+    if len(found) == len(_SCHEDULES):
+        table.compare(found)
 
 
 def towers(table: Table) -> None:
@@ -208,9 +292,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="this schedule only")
     parser.add_argument("--devices", type=int, default=4, help="stages that sleep")
+    parser.add_argument("--products", action="store_true", help="matrix products, by two processes")
+    parser.add_argument("--chunks", type=int, default=1, help="with --products under whale run: stages of each rank")
     options = parser.parse_args()
-    tf.config.threading.set_inter_op_parallelism_threads(16)  # a sleep holds its thread
     table = Table()
+    if options.products:
+        if process_place().size > 1:
+            stages_of_products(table, options.only, options.chunks)
+        else:
+            in_processes(table, options.only)
+        return int(not table.good)
+    tf.config.threading.set_inter_op_parallelism_threads(16)  # a sleep holds its thread
     sleeps(table, options.devices, options.only)
     if not options.only:
         towers(table)
