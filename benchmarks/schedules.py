@@ -119,7 +119,7 @@ def pipeline(
                 with wh.stage():
                     h = layer(h * scale if i == 0 else h, *weights[i])
                     if i == len(layers) - 1:
-                        loss = tf.reduce_mean(h**2)
+                        loss = tf.nn.l2_loss(h)
         variables = [scale, *chain(*weights)]
         for variable, slope in zip(variables, tape.gradient(loss, variables)):
             variable.assign_sub(1e-3 * slope)
@@ -128,15 +128,15 @@ def pipeline(
     return lambda: float(step(x))
 
 
-def seconds_of(step: Callable[[], float]) -> float:
-    """Of a step, the median of some."""
+def seconds_of(step: Callable[[], float], steps: int = _STEPS) -> list[float]:
+    """Of some steps."""
     step()
     found = []
-    for _ in range(_STEPS):
+    for _ in range(steps):
         start_s = time.perf_counter()
         step()
         found.append(time.perf_counter() - start_s)
-    return statistics.median(found)
+    return found
 
 
 def alive() -> dict[int, int]:
@@ -186,7 +186,9 @@ def sleeps(table: Table, devices: int, only: str) -> None:
             continue
         lengths = _FORWARD_S / chunks, _BACKWARD_S / chunks, _WEIGHTS_S / chunks
         layers = [sleeping_layer(sleep, i % devices, *lengths) for i in range(devices * chunks)]
-        found[name, chunks] = measured_s = seconds_of(pipeline(layers, devices, 4, 4, name, micro_batches))
+        found[name, chunks] = measured_s = statistics.median(
+            seconds_of(pipeline(layers, devices, 4, 4, name, micro_batches))
+        )
         wanted_s = micro_batches * (_FORWARD_S + whole_s)
         wanted_s += bubble_s(name, devices, chunks, _FORWARD_S, whole_s, _WEIGHTS_S)
         rows = schedule(name, devices, chunks, micro_batches)
@@ -200,7 +202,7 @@ def sleeps(table: Table, devices: int, only: str) -> None:
         table.compare(found)
 
 
-def parts_s() -> tuple[float, float, float]:
+def parts_s() -> list[float]:
     """F, B (of inputs) and W of one device's products for a micro-batch, in seconds, without a pipeline."""
     weights = [tf.Variable(tf.eye(_WIDTH)) for _ in range(_DEPTH)]
     rows = [tf.random.normal((_ROWS, _WIDTH)) for _ in range(_DEPTH + 1)]
@@ -224,18 +226,22 @@ def parts_s() -> tuple[float, float, float]:
             start_s = time.perf_counter()
             part()
             seconds.append(time.perf_counter() - start_s)
-    return tuple(statistics.median(seconds[2:]) for seconds in found)  # type: ignore[return-value]
+    return [min(seconds) for seconds in found]
 
 
 def stages_of_products(table: Table, name: str, chunks: int) -> None:
-    """One schedule, with so many stages on each rank."""
+    """One schedule, with so many stages on each rank: the fastest of some steps beside the fastest of some parts, since
+    what else runs on the machine only adds.
+    """
     devices = process_place().size
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[process_place().local_rank % len(cores)]})  # and of all threads from now on
     micro_batches = 4 * devices
     step = pipeline([products] * (devices * chunks), devices, _ROWS, _WIDTH, name, micro_batches, _DEPTH // chunks)
     step()
     before = parts_s()
-    measured_s = seconds_of(step)
-    forward_s, backward_s, weights_s = ((a + b) / 2 for a, b in zip(before, parts_s()))
+    measured_s = min(seconds_of(step, 8))
+    forward_s, backward_s, weights_s = map(min, before, parts_s())
     wanted_s = micro_batches * (forward_s + backward_s + weights_s)
     wanted_s += bubble_s(name, devices, chunks, forward_s, backward_s + weights_s, weights_s)
     title = f"{name}" + f", {chunks} chunks" * (chunks > 1) + f", p={devices} m={micro_batches}"
@@ -282,7 +288,7 @@ def towers(table: Table) -> None:
             variable.assign_sub(1e-3 * slope)
         return loss
 
-    measured_s = seconds_of(lambda: float(step(x)))
+    measured_s = statistics.median(seconds_of(lambda: float(step(x))))
     # The gradient of the slower tower's input is nobody's, so its B is not computed: F and W, and all of the join's.
     table.row("two towers and what joins them", measured_s, 3 * lengths[0] + 3 * lengths[2], 0.1)
     wh.shutdown()
