@@ -109,7 +109,7 @@ def test_bytes_predicted_equal_bytes_counted(ranks: Start, name: str) -> None:
 
 
 def test_a_programs_own_operations_are_measured(ranks: Start, tmp_path: Path) -> None:
-    ranks(2)
+    ranks(1)
     path = tmp_path / "profile.json"
     write(TABLE, path)
     planned = planned_here(Model())
