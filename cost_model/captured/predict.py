@@ -110,8 +110,13 @@ class CapturedPrediction:
         return max(rank.peak_bytes for rank in self.ranks)
 
 
-def predict_ranks(programs: Sequence[Program], machine: Machine, with_timelines: bool = False) -> CapturedPrediction:
+def predict_ranks(
+    programs: Sequence[Program], machine: Machine, with_timelines: bool = False, plays: int = PLAYS
+) -> CapturedPrediction:
     """One step of ranks that run ``programs`` (see whale.lowering.local), rank i the i-th.
+
+    Args:
+        plays: how many more orders of a step are played for its memory; its time is that of the first.
 
     Raises:
         PlanError: a program has loops or branches, or the ranks wait for each other.
@@ -144,8 +149,11 @@ def predict_ranks(programs: Sequence[Program], machine: Machine, with_timelines:
         slower = replace(sharing, cores=[0.5 * c for c in sharing.cores])
         others.append(run(graphs, seconds, machine.exchange_s, slower))
         generator = Random(0)
-        for _ in range(PLAYS):
-            varied = [[s * generator.lognormvariate(0.0, VARIES) for s in one] for one in seconds]
+        for _ in range(plays):
+            varied = []
+            for one in seconds:
+                pace = generator.lognormvariate(0.0, VARIES)  # a rank that is ahead of the others holds more
+                varied.append([s * pace * generator.lognormvariate(0.0, VARIES) for s in one])
             others.append(run(graphs, varied, machine.exchange_s, sharing))
     if len(graphs) > 1:
         others.append(run(graphs, seconds, lambda what: SLOW_EXCHANGES * machine.exchange_s(what), sharing))

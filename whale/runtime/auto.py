@@ -49,6 +49,7 @@ from whale.runtime.places import lower_places, plan_places
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
+FEW_PLAYS = 6  # orders of a step that are played for a way's memory
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 
@@ -251,7 +252,7 @@ def _predicted(
     """
     if isinstance(rates, Table):
         machine = measured_machine(rates, settings.size, fingerprint(program))
-        played = predict_ranks(_lowered(program, settings, choice, range(settings.size)), machine)
+        played = predict_ranks(_lowered(program, settings, choice, range(settings.size)), machine, plays=FEW_PLAYS)
         return played.step_s, played.peak_bytes
     unlike = choice.stages or choice.shares or settings.shares or _unequal(rates)
     locals_ = _lowered(program, settings, choice, range(settings.size if unlike else 1))
