@@ -1,6 +1,6 @@
 """Predicted against measured step time and memory of this machine's own runs: six programs under every plan.
 
-    whale profile -o PROFILE; python -m benchmarks.predictions --profile PROFILE [--programs mlp,gpt] [--rows FILE]
+    python -m benchmarks.predictions --profile PROFILE [--programs mlp,gpt] [--rows FILE] [--out docs]
     python -m benchmarks.predictions --rows FILE --out docs        reports rows that were measured before
 
 For each program its operations are measured and all plans predicted; then every plan runs, round after round, one plan
@@ -137,10 +137,10 @@ def report(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Runs what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--profile", type=Path, help="what `whale profile` wrote; is completed")
+    parser.add_argument("--profile", type=Path, help="of `whale profile`, which runs if it is missing; completed")
     parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--plans", default=",".join(KINDS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
     parser.add_argument("--rows", type=Path, help="JSON file that keeps rows of several calls together")
     parser.add_argument("--out", type=Path, help="folder that receives predictions.md and predictions.png")
@@ -150,6 +150,8 @@ def main() -> None:
     rows: list[Row] = []
     if options.rows and options.rows.exists():
         rows = [Row(**row) for row in json.loads(options.rows.read_text())]
+    if options.profile and not options.profile.exists():
+        subprocess.run([sys.executable, "-m", "whale", "profile", "-o", str(options.profile)], check=True)
     for program in options.programs.split(",") if options.profile else ():
         found = foresee(program, options.profile)
         wanted = [kind for kind in options.plans.split(",") if "refused" not in found[kind]]
