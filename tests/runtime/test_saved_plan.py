@@ -16,13 +16,16 @@ import whale as wh
 from cost_model.captured.table import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
+from tests.programs import mlp, planned
 from tests.runtime.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
+from whale.passes.pipeline import PlanContext
 from whale.planner import analysis
 from whale.runtime import analyze, auto, context, dry_run
+from whale.runtime.saved_plan import SavedPlan
 
 __all__ = ["double", "speed"]
 
@@ -73,6 +76,13 @@ def test_a_step_runs_under_a_saved_plan_and_others_are_planned(ranks: Callable[.
     wh.shutdown()
     with pytest.raises(PlanError, match="another number of ranks"):
         ranks(3, plan=str(path))
+
+
+def test_programs_of_the_plans_name_without_its_inputs_are_planned() -> None:
+    program = mlp(8, 4, 4, 2)
+    found = SavedPlan("p.json", planned(program, 4, 4))
+    assert found.of(replace(program, inputs=()), PlanContext(size=2)) is None and not found.used
+    assert found.of(program, PlanContext(size=2)) is not None and found.used
 
 
 def test_what_auto_parallel_chose_is_kept_in_the_file(

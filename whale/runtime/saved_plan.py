@@ -13,7 +13,7 @@ from whale.ir.layout import Split
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
 from whale.passes.pipeline import PlanContext
-from whale.planner.programs import Choice
+from whale.planner.programs import Choice, trains
 
 
 @dataclass
@@ -38,10 +38,14 @@ class SavedPlan:
         """The plan, if it is this program's.
 
         Raises:
-          PlanError: the program has the plan's name and is another one, or passes its batch in other parts.
+          PlanError: the program has the plan's name and inputs, trains, and is another one, or passes its batch in
+            other parts.
         """
         if fingerprint(program) != self.plan.fingerprint:
-            if program.name == self.plan.program and not self.used:
+            # Runs of a session all have one name: initial values and evaluation are told apart by what they do.
+            inputs = {b.name for b in self.plan.batch_inputs}
+            same = program.name == self.plan.program and inputs <= set(program.inputs) and trains(program)
+            if same and not self.used:
                 raise PlanError(
                     "the saved plan was made for another program",
                     op=program.name,
