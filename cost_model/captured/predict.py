@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -87,6 +87,20 @@ class Timeline:
 
     spans: tuple[Span, ...]
     held: tuple[tuple[float, int], ...]
+
+    def busy_s(self, exchange: bool) -> float:
+        """Seconds during which at least one exchange, or kernel, runs."""
+        return covered_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
+
+
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of some intervals."""
+    covered, last = 0.0, float("-inf")
+    for start_s, end_s in sorted(intervals):
+        if end_s > last:
+            covered += end_s - max(last, start_s)
+            last = end_s
+    return covered
 
 
 @dataclass(frozen=True, slots=True)

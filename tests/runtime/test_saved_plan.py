@@ -119,11 +119,12 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
                 deep.step(*deep.batch(number))
     finally:
         context._meter = None
-    assert len(meter.taken) == 3 and min(meter.taken) > 0 and meter.exchanged[0] + meter.exchanged[1] > 0
+    assert len(meter.taken) == 3 and min(meter.taken) > 0 and meter.moving_s > 0
+    assert 0 < meter.busy_s <= sum(meter.kernels.values()) * (1 + 1e-6)
     assert meter.seen is not None
     predicted = analyze._predicted(meter.seen, str(profile))
     measured = [
-        analysis.Measured(rank, "step", meter.taken, dict(meter.kernels), 1e-4, 1e-4, meter.peak_bytes)
+        analysis.Measured(rank, "step", meter.taken, dict(meter.kernels), meter.busy_s, 1e-4, meter.peak_bytes)
         for rank in range(2)
     ]
     products = [n for n in meter.kernels if n in predicted.ranks[0].kernels_s and "MatMul" in n]
@@ -134,10 +135,10 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
 
 def test_what_is_far_off_is_marked() -> None:
     predicted = analysis.Prediction(
-        "here", 0.010, [analysis.Predicted(0.008, 0.002, 100, {"a/b/MatMul": 0.006, "loss": 0.002})], []
+        "here", 0.010, [analysis.Predicted(0.008, 0.008, 0.002, 100, {"a/b/MatMul": 0.006, "loss": 0.002})], []
     )
     kernels = {"a/b/MatMul": 0.012, "loss": 0.002}
-    rows = analysis.report(predicted, [analysis.Measured(0, "p", [0.015, 0.016, 0.017], kernels, 0.0, 0.002, 110)])
+    rows = analysis.report(predicted, [analysis.Measured(0, "p", [0.015, 0.016, 0.017], kernels, 0.014, 0.002, 110)])
     marked = {row.split("  ")[0].strip() or row.split()[0] for row in rows.splitlines() if row.endswith("<--")}
     assert marked == {"step (median)", "compute", "a/b"}
     assert rows.endswith("measured 16.0 ms (+60 %): mostly compute of rank 0 (+6.0 ms against the prediction).")

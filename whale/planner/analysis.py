@@ -19,7 +19,8 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         steps_s: of each step.
         kernels_s: seconds of kernels by operation; empty where TensorFlow's profiler does not tell (on GPUs).
-        waiting_s, moving_s: of exchanges: until others came, and since.
+        busy_s: seconds in which at least one kernel ran; as unknown as `kernels_s` where those are empty.
+        moving_s: of exchanges, since all who take part had come.
         peak_bytes: most that TensorFlow's allocator had given out; None where it keeps no figures.
     """
 
@@ -27,15 +28,16 @@ class Measured(msgspec.Struct, frozen=True):
     program: str
     steps_s: list[float]
     kernels_s: dict[str, float]
-    waiting_s: float
+    busy_s: float
     moving_s: float
     peak_bytes: int | None
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """What is predicted of one rank; `exchange_s` with the waits for others, exchanges that overlap added up."""
+    """What is predicted of one rank: its kernels added up, and how long at least one runs; its exchanges alone."""
 
     compute_s: float
+    busy_s: float
     exchange_s: float
     peak_bytes: int
     kernels_s: dict[str, float]
@@ -102,11 +104,14 @@ def report(predicted: Prediction, measured: Sequence[Measured]) -> str:
         stage = predicted.stages[m.rank] if predicted.stages else ""
         lines.append(f"rank {m.rank}" + (f", {stage}" if stage else ""))
         if m.kernels_s:
-            lines.append(_row("  compute", p.compute_s, sum(m.kernels_s.values())))
+            lines.append(_row("  compute (kernels added up)", p.compute_s, sum(m.kernels_s.values())))
+            waits_s = max(0.0, predicted.step_s - p.busy_s), max(0.0, median(m.steps_s) - m.busy_s)
+            lines.append(_row("  waits, computing nothing", *waits_s, SMALL * step_s))
         else:
             lines.append(f"{'  compute':28} {seconds(p.compute_s):>11} {'not known':>11}")
-        lines.append(_row("  communication, with waits", p.exchange_s, m.waiting_s + m.moving_s, SMALL * step_s))
-        lines.append(f"{'    of which moving':28} {'':>11} {seconds(m.moving_s):>11}")
+        lines.append(
+            f"{'  communication alone':28} {seconds(p.exchange_s):>11} {seconds(m.moving_s):>11}  (bytes moving)"
+        )
         if m.peak_bytes is not None:
             off = mark(p.peak_bytes, m.peak_bytes)
             lines.append(f"{'  memory':28} {size(p.peak_bytes):>11} {size(m.peak_bytes):>11}  {off}")
@@ -160,10 +165,10 @@ def _verdict(predicted: Prediction, each: Sequence[Measured], step_s: float) -> 
     lead = f"Predicted {seconds(predicted.step_s)}, measured {seconds(step_s)} ({100 * off:+.0f} %)"
     slowest = max(each, key=lambda m: median(m.steps_s))
     p = predicted.ranks[slowest.rank]
-    parts = {"communication": slowest.waiting_s + slowest.moving_s - p.exchange_s}
-    if slowest.kernels_s:
-        parts["compute"] = sum(slowest.kernels_s.values()) - p.compute_s
-    name, most = max(parts.items(), key=lambda e: abs(e[1]))
     if abs(off) <= OFF:
         return f"{lead}: as predicted."
+    if not slowest.kernels_s:
+        return f"{lead}; kernels were not measured."
+    waits_s = (median(slowest.steps_s) - slowest.busy_s) - (predicted.step_s - p.busy_s)
+    name, most = max((("compute", slowest.busy_s - p.busy_s), ("waits", waits_s)), key=lambda e: abs(e[1]))
     return f"{lead}: mostly {name} of rank {slowest.rank} ({1e3 * most:+.1f} ms against the prediction)."

@@ -115,16 +115,6 @@ def _slowest(found: CapturedPrediction) -> int:
     return max(range(len(found.ranks)), key=lambda r: found.ranks[r].end_s)
 
 
-def _busy_s(timeline: Timeline, exchange: bool) -> float:
-    """Seconds during which at least one span of a kind runs."""
-    busy = end = 0.0
-    for span in timeline.spans:
-        if span.exchange is exchange and span.end_s > end:
-            busy += span.end_s - max(end, span.start_s)
-            end = span.end_s
-    return busy
-
-
 def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
     found = drawn.prediction
     most = max(range(len(found.ranks)), key=lambda r: found.ranks[r].peak_bytes)
@@ -150,7 +140,7 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
     found = drawn.prediction
     rank = _slowest(found)
     timeline, step_s = found.timelines[rank], found.step_s
-    kernels_s = min(step_s, _busy_s(timeline, False))
+    kernels_s = min(step_s, timeline.busy_s(exchange=False))
     ideal_s = min(kernels_s, drawn.alone_s / len(found.ranks))
     exposed_s = _exposed(timeline)
     idle_s = max(0.0, step_s - kernels_s - exposed_s)
@@ -333,7 +323,7 @@ def _rank(drawn: Drawn, rank: int, name: str, where: str) -> dict[str, Any]:
     exposed_s = _exposed(timeline)
     return {
         "name": name, "layers": where, "where": where, "parts": [part],
-        "forward": _busy_s(timeline, False), "backward": exposed_s, "send": found.exchange_s, "reduce": "",
+        "forward": timeline.busy_s(exchange=False), "backward": exposed_s, "send": found.exchange_s, "reduce": "",
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import msgspec
 import tensorflow as tf
 
 import whale_ops.memory
+from cost_model.captured.predict import covered_s
 from cost_model.captured.table import read
 from whale.errors import CommError, PlanError, ProgramError
 from whale.ir.plan import Plan
@@ -51,8 +52,7 @@ class _Meter:
         self.seen: Planned | None = None
         self.taken: list[float] = []
         self.calls = 0
-        self.counted: tuple[float, float] = (0.0, 0.0)
-        self.exchanged: tuple[float, float] = (0.0, 0.0)
+        self.counted_s = self.moving_s = self.busy_s = 0.0
         self.peak_bytes: int | None = None
         self.kernels: defaultdict[str, float] = defaultdict(float)
 
@@ -72,7 +72,7 @@ class _Meter:
         number = self.calls - WARM
         if number == 1:
             _try(whale_ops.memory.reset_peak)
-            self.counted = _counters()
+            self.counted_s = _moving_s()
         if number == self.steps_wanted + 1:
             self._end()
         if number <= self.steps_wanted:
@@ -87,11 +87,7 @@ class _Meter:
 
     def _end(self) -> None:
         """The timed steps are over."""
-        now = _counters()
-        self.exchanged = (
-            (now[0] - self.counted[0]) / len(self.taken),
-            (now[1] - self.counted[1]) / len(self.taken),
-        )
+        self.moving_s = (_moving_s() - self.counted_s) / len(self.taken)
         held = _try(whale_ops.memory.memory)
         self.peak_bytes = held.peak_bytes if held is not None else None
 
@@ -113,13 +109,17 @@ class _Meter:
 
         space = XSpace()
         space.ParseFromString(data)
+        ran: list[tuple[float, float]] = []
         for plane in space.planes:
             names = {number: entry.name for number, entry in plane.event_metadata.items()}
             for line in plane.lines:
                 for event in line.events:
                     found = _KERNEL.fullmatch(names[event.metadata_id])
                     if found and not found[2].startswith(_NO_KERNELS):
+                        start_s = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
+                        ran.append((start_s, start_s + event.duration_ps * 1e-12))
                         self.kernels[found[1]] += event.duration_ps * 1e-12 / PROFILED
+        self.busy_s += covered_s(ran) / PROFILED
 
 
 def _try(call: Callable[[], Any]) -> Any:
@@ -130,11 +130,10 @@ def _try(call: Callable[[], Any]) -> Any:
         return None
 
 
-def _counters() -> tuple[float, float]:
-    """(waiting, moving) seconds of this rank's exchanges so far."""
+def _moving_s() -> float:
+    """Seconds so far in which this rank's exchanges moved, after all had come."""
     found = [c for comm in runtime_context.current().comms for c in comm.counters()]
-    waiting = sum(c.waiting_seconds for c in found)
-    return waiting, sum(c.seconds for c in found) - waiting
+    return float(sum(c.seconds - c.waiting_seconds for c in found))
 
 
 def _predicted(planned: Planned, profile: str) -> Prediction:
@@ -146,8 +145,8 @@ def _predicted(planned: Planned, profile: str) -> Prediction:
         for span in timeline.spans:
             if not span.exchange:
                 kernels[span.name] += span.seconds
-        exchanges_s = sum(span.end_s - span.start_s for span in timeline.spans if span.exchange)
-        ranks.append(Predicted(ran.compute_s, exchanges_s, ran.peak_bytes, dict(kernels)))
+        busy_s = timeline.busy_s(exchange=False)
+        ranks.append(Predicted(ran.compute_s, busy_s, ran.exchange_s, ran.peak_bytes, dict(kernels)))
     stages = [""] * len(ranks)
     for place in planned.plan.places:
         for rank in place.ranks:
@@ -183,10 +182,9 @@ def main() -> None:
     runtime_context.shutdown()
     if meter.seen is None:
         raise ProgramError("the step of the saved plan did not run", given=script)
-    waiting_s, moving_s = meter.exchanged
-    found = Measured(
-        rank, meter.seen.plan.program, meter.taken, dict(meter.kernels), waiting_s, moving_s, meter.peak_bytes
-    )
+    seen = meter.seen.plan.program
+    kernels = dict(meter.kernels)
+    found = Measured(rank, seen, meter.taken, kernels, meter.busy_s, meter.moving_s, meter.peak_bytes)
     (Path(folder) / f"rank{rank}.json").write_bytes(msgspec.json.encode(found))
     if rank == 0:
         (Path(folder) / "prediction.json").write_bytes(msgspec.json.encode(_predicted(meter.seen, profile)))
