@@ -92,6 +92,7 @@ def all_runs(
         for case in cases
         if flavour in case.flavours
         for values in itertools.product(case.dtypes, case.optimizers, spreads, gradients, scopes)
+        if not ("+zero" in values[-1] and case.name.startswith("tf1_"))  # sessions: tests.zero, and test_scopes
     ]
 
 
