@@ -108,7 +108,7 @@ class _Holder:
                 calls.add(i)
                 seconds.append(sum(c.seconds for c in called))
                 scratch.append(max(c.scratch_bytes for c in called))
-                if "PartitionedCall" in node.op:
+                if "PartitionedCall" in node.op or node.op == "WhaleCall":
                     for k, operand in called[0].passed_on.items():
                         graph.shared[graph.results[i][k]] = graph.operands[i][operand]
                 continue

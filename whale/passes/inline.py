@@ -9,11 +9,11 @@ from whale.ir.program import Node, Program, Ref, function_refs, topological
 from whale.ir.values import TensorType
 from whale.passes.compiled import asks_for_xla, called_from, marked
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "WhaleCall"})
 
 
 def inline(program: Program) -> Program:
-    """``program`` with every PartitionedCall and StatefulPartitionedCall replaced by its function's nodes.
+    """``program`` with every call (of a micro-batch as well) replaced by its function's nodes.
 
     A body's nodes are called ``call/inner``. What waited for the call waits for all that the body does; what the call
     waited for precedes the body's stateful nodes. Bodies of While, If and Case are inlined inside. A function that

@@ -317,7 +317,7 @@ def _end() -> None:
     if context is None:
         return
     context.variables.clear()
-    if context.saved is not None and not context.saved.used and context.dry is None:
+    if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
         sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
