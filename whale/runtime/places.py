@@ -15,7 +15,7 @@ from whale.lowering.places import Connector
 from whale.passes.annotate import task_graphs
 from whale.passes.batch import rows_of_ranks
 from whale.passes.pipeline import PlanContext, expand, make_plan
-from whale.passes.places import crossings, cut, edges_of, plan_of_part
+from whale.passes.places import Cut, crossings, cut, edges_of, plan_of_part
 from whale.passes.split import has_split_scopes
 from whale.passes.stages import stage_of
 from whale.runtime.homes import Use
@@ -42,7 +42,7 @@ def plan_places(program: Program, context: PlanContext, places: tuple[Place, ...
         devices=devices,
     )
     cuts = cut(expanded, places)
-    plan = replace(plan, variables=_variables_of(plan, expanded))
+    plan = replace(plan, variables=_variables_of(plan, cuts))
     return replace(plan, edges=edges_of(expanded, cuts, plan, crossings(expanded, cuts, plan, {})))
 
 
@@ -183,10 +183,10 @@ def uses_of_places(expanded: Program, plan: Plan) -> dict[str, Use]:
     }
 
 
-def _variables_of(plan: Plan, expanded: Program) -> dict[str, Placement]:
+def _variables_of(plan: Plan, cuts: Sequence[Cut]) -> dict[str, Placement]:
     """How the variables that lie split between steps lie over the ranks of their stage."""
     found: dict[str, Placement] = {}
-    for place, part in zip(plan.places, cut(expanded, plan.places)):
+    for place, part in zip(plan.places, cuts):
         mine = plan.of(len(place.ranks)).variables
         found.update((v.node, mine[v.node]) for v in part.program.variables if v.node in mine)
     return found
