@@ -71,7 +71,7 @@ def _of_norms(optimizer: str, plain: int) -> int:
     Norms of whole weights are summed, some numbers for each variable. Adafactor also keeps a mean for each column, of
     which every rank has a part: as many numbers as a row of the weight has, which is a tenth of these small weights.
     """
-    return 4096 + (plain // 10 if optimizer == "adafactor" else 0)
+    return 256 + (plain // 10 if optimizer == "adafactor" else 0)
 
 
 if __name__ == "__main__":

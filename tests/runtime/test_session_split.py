@@ -202,3 +202,22 @@ def test_a_monitored_session_saves_and_goes_on(ranks: Start, tmp_path: Path) -> 
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     for value, other in zip(found[1], wanted[1], strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("level", "share"), [(1, 1.0), (3, 1.5)])
+def test_a_weight_that_is_read_for_its_norm_too_is_not_gathered_for_it(ranks: Start, level: int, share: float) -> None:
+    def moved(config: dict[str, Any]) -> int:
+        ranks(2, **config)
+        net = Net()
+        with net.graph.as_default():
+            w = next(v for v in net.variables if v.op.name == "w")
+            loss = net.loss + 0.1 * tf.nn.l2_loss(w)
+            train = v1.train.MomentumOptimizer(0.1, 0.9).minimize(loss)
+            with wh.Session(graph=net.graph) as session:
+                session.run(v1.global_variables_initializer())
+                plan = session.plan([loss, train], net.batch)
+        wh.shutdown()
+        return plan.logical_bytes
+
+    plain = moved({})
+    assert plain * share * 0.9 < moved({"zero.level": level, "zero.min_bytes": 0}) <= plain * share + 64

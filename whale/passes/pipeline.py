@@ -27,6 +27,7 @@ from whale.passes.inline import inline
 from whale.passes.mixed import mixed_precision
 from whale.passes.own import Semantics
 from whale.passes.propagate import GraphLayout, propagate
+from whale.passes.reads import merge_reads
 from whale.passes.recompute import recompute
 from whale.passes.reduce import place_reductions
 from whale.passes.reshards import explicit_reshards
@@ -114,6 +115,9 @@ def normalise(program: Program, context: PlanContext) -> Program:
         if context.recompute:
             program = recompute(program, context.recompute)
             _dump(context, "recompute", program)
+        if context.zero_level:
+            program = merge_reads(program)
+            _dump(context, "merge_reads", program)
         if context.zero_level >= 3 or context.offload == "v0":
             program = hoist_reads(program, context.zero_min_bytes)
             _dump(context, "hoist_reads", program)

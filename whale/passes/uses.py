@@ -2,8 +2,8 @@
 
 A program reads a weight once and uses the value twice or more: in the forward product, and in the backward one.
 Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, so that there
-is a gathering for each; and it waits for the product before the last one, or all weights would be gathered when the
-step begins. The order is that of the program, the same on all ranks.
+is a gathering for each, but where parts serve as well; and it waits for the product before the last one, or all weights
+would be gathered when the step begins. The order is that of the program, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType
+from whale.ir.values import DType, Func
 from whale.passes.scopes import PASSED_ON, split_scope
 from whale.passes.zero import is_model
 from whale.rules.graph import USE
@@ -38,7 +38,7 @@ def separate_uses(program: Program, min_bytes: int, ahead: int) -> Program:
     position = {node.name: i for i, node in enumerate(program.nodes)}
     kept = {c for n in program.nodes for c in n.controls} | {*program.effects, *(r.node for r in program.outputs)}
     large = [node for node in program.nodes if _is_large(program, node, min_bytes)]
-    uses = [use for node in large for use in _uses(program, node, (), kept)]
+    uses = [use for node in large for use in _uses(program, node, (), kept) if not _is_of_parts(program, use.reader)]
     if not uses:
         return program
     uses.sort(key=lambda use: (position[use.reader.name], use.operand))
@@ -70,6 +70,26 @@ def _is_large(program: Program, node: Node, min_bytes: int) -> bool:
         return False
     t = variable.type
     return bool(t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes)
+
+
+def _is_of_parts(program: Program, reader: Node) -> bool:
+    """Whether parts serve ``reader`` as well: no product or lookup comes of it but by way of a single number.
+
+    So it is with the norm of a weight in a loss, and with the gradient of that.
+    """
+    waiting, seen = [reader], {reader.name}
+    while waiting:
+        node = waiting.pop()
+        if is_model(program, node) or any(isinstance(v, Func) for v in node.attrs.values()):
+            return False
+        for ref in node.refs():
+            if program.type_of(ref).shape == ():
+                continue
+            for other, _ in program.consumers.get(ref, ()):
+                if other.name not in seen:
+                    seen.add(other.name)
+                    waiting.append(other)
+    return True
 
 
 def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collection[str]) -> Iterator[_Use]:

@@ -1,0 +1,44 @@
+"""One reading of a variable where a program has several of the same value.
+
+Version 1 reads a variable anew for every use. Where the variable lies split between steps and is gathered where it is
+read, each of these would be a gathering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.program import Program, Ref
+
+
+def merge_reads(program: Program) -> Program:
+    """``program`` in which one ``ReadVariableOp`` serves all readers of the value that a step begins with.
+
+    A reading that nothing has to come before reads that value: one behind a write waits for it. Readings of different
+    scopes stay apart, since each belongs to a stage.
+    """
+    first: dict[tuple[Ref, str], str] = {}
+    served: dict[str, str] = {}  # a reading -> the one that serves it
+    for node in program.nodes:
+        if node.op != "ReadVariableOp" or node.controls or node.inputs[0].node not in program.variable_of:
+            continue
+        one = first.setdefault((node.inputs[0], node.scope), node.name)
+        if one != node.name:
+            served[node.name] = one
+    if not served:
+        return program
+
+    def of_ref(ref: Ref) -> Ref:
+        return Ref(served[ref.node], ref.index) if ref.node in served else ref
+
+    nodes = tuple(
+        replace(
+            node,
+            inputs=tuple(map(of_ref, node.inputs)),
+            controls=tuple(dict.fromkeys(served.get(c, c) for c in node.controls)),
+        )
+        for node in program.nodes
+        if node.name not in served
+    )
+    effects = tuple(dict.fromkeys(served.get(name, name) for name in program.effects))
+    return program.with_nodes(nodes, outputs=tuple(map(of_ref, program.outputs)), effects=effects)
