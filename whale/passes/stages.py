@@ -140,14 +140,18 @@ def free_nodes(program: Program) -> set[str]:
         for ref in node.inputs:
             if ref.node in takers:
                 takers[ref.node].append(node)
-    light = [node for node in program.nodes if _is_light(program, node)]
+    light: dict[str, bool] = {}  # as far as it was asked for: few nodes read nothing but free ones
     while True:
         free: set[str] = set()
-        for node in light:
+        for node in program.nodes:
             if node.name in handles:
                 found = node.name in shared
+            elif all(r.node in free for r in node.inputs) and all(c in free for c in node.controls):
+                if node.name not in light:
+                    light[node.name] = _is_light(program, node)
+                found = light[node.name]
             else:
-                found = all(r.node in free for r in node.inputs) and all(c in free for c in node.controls)
+                continue
             if found:
                 free.add(node.name)
         kept = {name for name in shared if all(n.name in free for n in takers[name])}
@@ -158,14 +162,11 @@ def free_nodes(program: Program) -> set[str]:
 
 def _is_light(program: Program, node: Node) -> bool:
     """Whether a node may be made wherever it is read, if what it reads may be."""
-    handles = program.variable_of
-    if node.name in handles:
-        return True
     if node.name in program.inputs:
         return node.op == "Placeholder"
     if not node.inputs and not node.outputs:
         return False  # a NoOp is at no place
-    of_variable = any(r.node in handles for r in node.inputs)
+    of_variable = any(r.node in program.variable_of for r in node.inputs)
     return (
         (node.op in _COUNTING if of_variable else not node.stateful)
         and not any(t.dtype in UNMOVABLE for t in node.outputs)
