@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
@@ -25,6 +26,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.functions import load_ops, lower_to_function
+from whale.lowering.micro import CALL
 from whale.runtime.compile import Compiled, compile_program
 from whale.runtime.context import Context, current
 from whale.runtime.deferred import capturing
@@ -299,8 +301,32 @@ def _callable(
             raise
 
     found = call if device is None else _on_device(call, device)
+    if any(node.op == CALL for program in compiled.ranks for node in program.nodes):
+        found = _as_lowered(found)
     traced = found if context.trace is None else context.trace.steps(found, what, compiled.number)
     return traced if context.meter is None else context.meter.steps(traced, compiled.plan)
+
+
+def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``call`` of a graph that TensorFlow's optimizer leaves as it is: with micro-batches it holds sums and updates.
+
+    What the micro-batches compute is optimised in functions of their own (whale_ops/ops/call_kernel.cc).
+    """
+    context = tf_context.context()
+    usual = context.function_call_options
+    config = config_pb2.ConfigProto.FromString(usual.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    options = tf_context.FunctionCallOptions(usual.executor_type, config)
+
+    def as_lowered(tensors: list[Any]) -> Any:
+        before = context.function_call_options
+        context.function_call_options = options
+        try:
+            return call(tensors)
+        finally:
+            context.function_call_options = before
+
+    return as_lowered
 
 
 def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
