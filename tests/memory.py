@@ -10,6 +10,7 @@ one's; a prediction is compared with their median.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import gc
 import statistics
@@ -30,7 +31,7 @@ def normal(*shape: int) -> tf.Tensor:
     return tf.random.stateless_normal(shape, [1, sum(shape)])
 
 
-class Model:
+class Model(abc.ABC):
     """Weights with momentum, and a loss of a batch."""
 
     rows: tuple[int, ...]
@@ -44,8 +45,8 @@ class Model:
     def batch(self) -> tf.Tensor:
         return normal(*self.rows)
 
-    def loss(self, x: tf.Tensor) -> tf.Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def loss(self, x: tf.Tensor) -> tf.Tensor: ...
 
     def _step(self, x: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:

@@ -208,16 +208,26 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> int:
+    return _drawn(given, "trace")
+
+
+def _html(given: argparse.Namespace) -> int:
+    return _drawn(given, "html")
+
+
+def _drawn(given: argparse.Namespace, what: str) -> int:
+    """Writes a plan's timeline or page, whether it is of a description or of a script."""
     from whale.planner import planfile
-    from whale.planner.draw import trace
 
     data = _bytes(given.plan)
     if planfile.is_spread(data):
-        text = trace(planfile.loads(data, given.plan))
-    else:
-        from whale.planner.draw_captured import trace as trace_of_script
+        from whale.planner import draw
 
-        text = trace_of_script(_replayed(given, data))
+        text = {"trace": draw.trace, "html": draw.html}[what](planfile.loads(data, given.plan))
+    else:
+        from whale.planner import draw_captured
+
+        text = {"trace": draw_captured.trace, "html": draw_captured.html}[what](_replayed(given, data))
     given.out.write_text(text)
     return 0
 
@@ -228,19 +238,3 @@ def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
 
     _captured(data, given.plan)
     return replayed(given.plan, Prediction(given.measured, given.cluster))
-
-
-def _html(given: argparse.Namespace) -> int:
-    from whale.planner import planfile
-
-    data = _bytes(given.plan)
-    if planfile.is_spread(data):
-        from whale.planner.draw import html
-
-        page = html(planfile.loads(data, given.plan))
-    else:
-        from whale.planner.draw_captured import html as html_of_script
-
-        page = html_of_script(_replayed(given, data))
-    given.out.write_text(page)
-    return 0
