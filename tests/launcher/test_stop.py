@@ -121,6 +121,23 @@ def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
         assert list(temporary.iterdir()) == []
 
 
+def test_the_next_run_removes_what_a_run_of_which_nobody_is_left_had_in_memory(launcher: Launcher) -> None:
+    script = launcher.script(MEET + "meet('a')\nprint(os.environ['OMPI_MCA_btl_sm_backing_directory'])\ntime.sleep(600)")
+    folders = []
+    for _ in range(2):
+        with launcher.start("-np", "2", script) as process:
+            folders.append(Path(wait_for_line(process, "whale-")[-1].split()[-1]))
+            assert folders[-1].stat().st_mode & 0o777 == 0o700
+            for pid in _processes(launcher, ""):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        assert launcher.left_behind(within_s=5.0) == []
+        (launcher.folder / "a.0").unlink()
+        (launcher.folder / "a.1").unlink()
+    assert folders[1].exists() and not folders[0].exists()
+    folders[1].rmdir()
+
+
 def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:
     script = launcher.script(MEET + "meet('a')\nprint('up')\nif rank == 1: os.kill(os.getppid(), 9)\ntime.sleep(600)")
     with launcher.start("-np", "2", script) as process:

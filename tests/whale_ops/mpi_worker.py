@@ -6,6 +6,7 @@ two ranks are on one emulated host and the others on a second one.
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import time
@@ -28,6 +29,8 @@ def run_all(communicator: whale_ops.Communicator, cases: list[Case]) -> None:
 def values(communicator: whale_ops.Communicator) -> str:
     """The collectives against numpy, from nothing to several chunks."""
     size, rank = communicator.size, communicator.rank
+    own = [link for link in glob.glob("/proc/self/fd/*") if "/memfd:whale_" in os.path.realpath(link)]
+    assert own and {os.stat(link).st_mode & 0o777 for link in own} == {0o600}, "its memory is open to others"
     checks: list[tuple[Case, np.ndarray]] = []
     for n in (0, 3, 1500, 2_000_003):
         generator = np.random.default_rng(n)

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from whale.errors import ClusterError
-from whale.launcher import mpirun, ranks, stalls
+from whale.launcher import mpirun, ranks, segments, stalls
 from whale.launcher.output import IDLE_S, Printer
 from whale.launcher.protocol import HEARTBEAT_S, Kind
 from whale.launcher.trace import TraceFile
@@ -380,7 +380,7 @@ class Job:
         for link in self._links.values():
             if link.code is None and link.host == socket.gethostname():
                 ranks.kill_group(link.pid, self._token)
-        shutil.rmtree(mpirun.segments_folder(self._token), ignore_errors=True)
+        shutil.rmtree(segments.folder_of(self._token), ignore_errors=True)
         # Open MPI 5 keeps its files here, and leaves them when it is killed.
         shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whale.errors import ClusterError
+from whale.launcher import segments
 from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE, TRACE_VARIABLE
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
@@ -225,17 +225,12 @@ def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str
     return replace(options, hosts=left, ranks=size), lost
 
 
-def segments_folder(token: str) -> str:
-    """Where the ranks of a run share memory; the name must not give the token away."""
-    return f"/dev/shm/whale-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
-
-
 def environment(options: Options, address: str, token: str, restarts: int) -> dict[str, str]:
     """The environment of mpirun and, through it, of the workers."""
     result = dict(os.environ)
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
-    result[SEGMENTS_VARIABLE] = segments_folder(token)
+    result[SEGMENTS_VARIABLE] = segments.folder_of(token)
     for name, wanted in ((TRACE_VARIABLE, options.trace is not None), (COUNTERS_VARIABLE, options.verbose)):
         result.pop(name, None)  # of a run within which this one is started
         if wanted:

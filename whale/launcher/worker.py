@@ -36,6 +36,7 @@ from whale.launcher.protocol import (
     pack,
 )
 from whale.launcher.script import run_script
+from whale.launcher.segments import open_folder
 from whale.started import (
     CONTROL_VARIABLE,
     LOCAL_RANK_VARIABLE,
@@ -67,8 +68,7 @@ def main() -> None:
     connection, token = _connect(), os.environ[TOKEN_VARIABLE]
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
-    if os.path.isdir(os.path.dirname(segments)):
-        os.makedirs(segments, mode=0o700, exist_ok=True)
+    if open_folder(segments):
         os.environ.setdefault(_MPI_SEGMENTS_VARIABLE, segments)
 
     # stdout, stderr, report: the script's ends, then the worker's.

@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -28,7 +29,7 @@ Doorbell::Doorbell() {
   const int descriptor = static_cast<int>(syscall(SYS_memfd_create, "whale_bell", 1u /* close on exec */));
   if (descriptor < 0) return;
   void* page = MAP_FAILED;
-  if (ftruncate(descriptor, sizeof(Bell)) == 0) {
+  if (fchmod(descriptor, 0600) == 0 && ftruncate(descriptor, sizeof(Bell)) == 0) {
     page = mmap(nullptr, sizeof(Bell), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   }
   if (page == MAP_FAILED) {

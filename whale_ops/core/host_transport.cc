@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -69,7 +70,7 @@ class HostTransport final : public Transport {
     segment_bytes_ = Segment::bytes_for(static_cast<size_t>(size_));
     descriptor_ = static_cast<int>(syscall(SYS_memfd_create, "whale_rings", 1u /* close on exec */));
     void* memory = MAP_FAILED;
-    if (descriptor_ >= 0 && ftruncate(descriptor_, static_cast<off_t>(segment_bytes_)) == 0) {
+    if (descriptor_ >= 0 && fchmod(descriptor_, 0600) == 0 && ftruncate(descriptor_, static_cast<off_t>(segment_bytes_)) == 0) {
       memory = mmap(nullptr, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
     }
     if (memory == MAP_FAILED || card->bell_descriptor < 0 || getrandom(mark_, sizeof(mark_), 0) != sizeof(mark_)) {
