@@ -122,7 +122,8 @@ def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
 
 
 def test_the_next_run_removes_what_a_run_of_which_nobody_is_left_had_in_memory(launcher: Launcher) -> None:
-    script = launcher.script(MEET + "meet('a')\nprint(os.environ['OMPI_MCA_btl_sm_backing_directory'])\ntime.sleep(600)")
+    folder = "os.environ['OMPI_MCA_btl_sm_backing_directory']"
+    script = launcher.script(MEET + f"meet('a')\nprint({folder})\ntime.sleep(600)")
     folders = []
     for _ in range(2):
         with launcher.start("-np", "2", script) as process:

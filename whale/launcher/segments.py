@@ -1,7 +1,8 @@
 """The folder in memory where MPI shares segments between the ranks of one host: one for each run.
 
-Workers remove it at their end, and the launcher after them. Who is killed together with both leaves it; the next run on the
-host removes it. Whether somebody uses a folder says a lock that its workers and their scripts hold as long as they live.
+Workers remove it at their end, and the launcher after them. Who is killed together with both leaves it; the next run
+on the host removes it. Whether somebody uses a folder says a lock that its workers and their scripts hold as long as
+they live.
 """
 
 from __future__ import annotations
