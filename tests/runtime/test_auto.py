@@ -20,8 +20,10 @@ from tests.runtime.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Split
 from whale.planner import pipelines, programs
+from whale.planner.balance import balanced
 from whale.planner.programs import Choice, Rates
 from whale.runtime import auto, context
+from whale.runtime.rates import of_kinds
 
 __all__ = ["double"]
 
@@ -107,8 +109,8 @@ def test_unequal_ranks_get_rows_by_their_speed(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Classifier().train()
-    slow = replace(FREE_LINK, flops_per_s=1e8, bytes_per_s=1e8)
-    speed(FREE_LINK, slow)
+    fast = replace(FREE_LINK, bytes_per_s=1e12)  # updates, which do not depend on rows, take next to nothing
+    speed(fast, replace(fast, flops_per_s=1e8))
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function)
     found: list[Any] = []
@@ -123,6 +125,18 @@ def test_unequal_ranks_get_rows_by_their_speed(
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].shares == (11, 5)
     assert context.current().auto.shares == found[0].shares
+
+
+def test_all_ranks_end_together_whatever_they_do_once() -> None:
+    assert balanced(16, [0.0, 0.0], [1.0, 2.0]) == (11, 5)
+    assert balanced(90, [10.0, 20.0], [1.0, 2.0]) == (63, 27)  # 73 and 74 s
+    assert balanced(10, [1.0, 100.0], [1.0, 1.0]) == (10, 0)
+    assert balanced(7, [0.0], [1.0]) == (7,)
+
+
+def test_ranks_of_one_kind_have_one_speed() -> None:
+    assert of_kinds([100.0, 58.0, 110.0, 62.0]) == [105.0, 60.0, 105.0, 60.0]
+    assert of_kinds([100.0, 50.0]) == [100.0, 50.0]
 
 
 class Deep:

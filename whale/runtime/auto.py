@@ -7,12 +7,10 @@ run are spread in the same way, because the variables lie so.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -29,6 +27,7 @@ from whale.passes.batch import batch_inputs
 from whale.passes.pipeline import PlanContext, expand
 from whale.passes.stages import places_of
 from whale.passes.zero import state_at_rest
+from whale.planner.balance import balanced
 from whale.planner.pipelines import chain, pipelines, staged, work_of_chain
 from whale.planner.play import step_seconds
 from whale.planner.programs import (
@@ -45,13 +44,13 @@ from whale.planner.programs import (
 from whale.runtime.context import Context
 from whale.runtime.mesh import lower_mesh, plan_program
 from whale.runtime.places import lower_places, plan_places
+from whale.runtime.rates import measured_rates as _measured
+from whale.runtime.rates import unequal
 
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
 FEW_PLAYS = 6  # orders of a step that are played for a way's memory
-UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
-ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 
 
 def spread_program(
@@ -183,11 +182,6 @@ def _profile(context: Context) -> Table | None:
     return tables.read(path)
 
 
-def _unequal(rates: Sequence[Rates]) -> bool:
-    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
-    return max(speeds) > UNEQUAL * min(speeds)
-
-
 def _looked_at(program: Program, settings: PlanContext, rates: Sequence[Rates], stages: int = 0) -> list[Choice]:
     """What to try; data parallelism is first. With a number of stages only pipelines of so many."""
     found = choices(program, settings.size)
@@ -197,10 +191,10 @@ def _looked_at(program: Program, settings: PlanContext, rates: Sequence[Rates], 
         return found
     rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
     speeds = [1.0] * settings.size
-    if _unequal(rates):
+    if unequal(rates):
         speeds = _speeds(program, settings, rates)
         if not settings.local and not settings.shares:
-            found.insert(1, _by_speed(rows, speeds))
+            found.insert(1, _by_speed(program, settings, rates, rows, speeds))
     if settings.zero_level == 0 and settings.split_variables and not settings.wire_dtype:
         if state_at_rest(program, settings.size, settings.zero_min_bytes, (), settings.variables, False):
             found.append(Choice("data parallel, optimizer's state divided", zero=1))
@@ -214,18 +208,38 @@ def _looked_at(program: Program, settings: PlanContext, rates: Sequence[Rates], 
     return [one for one in found if len(one.stages) == stages] if stages else found
 
 
+def _without_waiting(rates: Sequence[Rates]) -> list[Rates]:
+    """Of exchanges, what is work of the rank's own core: all that it sends is read, added and written."""
+    return [
+        replace(one, exchange_s=0.0, exchanged_bytes_per_s=max(one.exchanged_bytes_per_s, one.bytes_per_s / 3))
+        for one in rates
+    ]
+
+
 def _speeds(program: Program, settings: PlanContext, rates: Sequence[Rates]) -> list[float]:
     """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
-    locals_ = _lowered(program, settings, Choice("equal rows"), range(settings.size))
-    free = [replace(one, exchange_s=0.0, exchanged_bytes_per_s=float("inf")) for one in rates]
-    times = [rank_seconds(one, speed, settings.size) for one, speed in zip(locals_, free)]
+    (first,) = _lowered(program, settings, Choice("equal rows"), (0,))
+    times = [rank_seconds(first, speed, settings.size) for speed in _without_waiting(rates)]
     return [max(times) / t for t in times]
 
 
-def _by_speed(rows: int, speeds: Sequence[float]) -> Choice:
-    """Rows in proportion to speed."""
-    weights = tuple(round(1000 * speed) for speed in speeds)
-    shares = tuple(proportional_sizes(rows, weights)) if rows >= len(speeds) else weights
+def _by_speed(
+    program: Program, settings: PlanContext, rates: Sequence[Rates], rows: int, speeds: Sequence[float]
+) -> Choice:
+    """Rows such that all ranks take equally long.
+
+    What a rank does once in a step, whatever its rows (updates, exchanges), is more for a slow one.
+    """
+    shares = tuple(round(1000 * speed) for speed in speeds)
+    if rows >= len(speeds):
+        shares = proportional_sizes(rows, shares)
+        few, many = (shares.index(most) for most in (min(shares), max(shares)))
+        programs = _lowered(program, settings, Choice("rows by speed", shares=shares), (few, many))
+        times = [[rank_seconds(one, speed, settings.size) for one in programs] for speed in _without_waiting(rates)]
+        per_row = [(most - least) / (shares[many] - shares[few]) for least, most in times]
+        once = [least - shares[few] * row_s for (least, _), row_s in zip(times, per_row)]
+        if min(per_row) > 0:
+            shares = balanced(rows, once, per_row)
     return Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)
 
 
@@ -254,9 +268,9 @@ def _predicted(
         machine = measured_machine(rates, settings.size, fingerprint(program))
         played = predict_ranks(_lowered(program, settings, choice, range(settings.size)), machine, plays=FEW_PLAYS)
         return played.step_s, played.peak_bytes
-    unlike = choice.stages or choice.shares or settings.shares or _unequal(rates)
+    unlike = choice.stages or choice.shares or settings.shares or unequal(rates)
     locals_ = _lowered(program, settings, choice, range(settings.size if unlike else 1))
-    if choice.stages:
+    if unlike:
         return step_seconds(locals_, rates), max(map(rank_bytes, locals_))
     seconds = max(rank_seconds(one, speed, settings.size) for one, speed in zip(locals_, rates))
     return seconds, max(map(rank_bytes, locals_))
@@ -272,92 +286,3 @@ def _memory_bytes(context: Context, size: int) -> float:
         return float("inf")
     local = max(1, context.place.local_size if context.between_processes else size)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
-
-
-def _measured(context: Context, dry: bool, program: Program) -> list[Rates]:
-    """Less than a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
-    import tensorflow as tf
-
-    x = tf.random.normal([1024, 1024])
-    # Over as many bytes as the variables have, which may lie in caches.
-    held = sum(v.type.bytes for v in program.variables if v.type.is_static)
-    count = min(16 << 20, max(1 << 18, held // 12))
-    y = tf.random.normal([count])
-    product = tf.function(lambda: tf.linalg.matmul(x, x))
-    stream = tf.function(lambda: y + y * 0.5)
-    product(), product(), stream(), stream()
-
-    def measured(seconds: float) -> tuple[float, float]:
-        flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
-        return flops_per_s, 3.0 * 4 * count / _seconds(stream, seconds / 2) * 5 / 3
-
-    between = context.between_processes and not dry
-    exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
-    pairs = _together(context, "first", measured, 0.4) if between else [measured(0.4)]
-    if between:
-        exchange_s, exchanged = _exchanges(context)
-        how = f"exchange {1e6 * exchange_s:.0f} us and {exchanged / 1e9:.2f} GB/s"
-    elif not dry:
-        # Ranks of one process exchange through its memory.
-        exchanged, how = pairs[0][1] / 4, "ranks of one process"
-
-    def of(flops_per_s: float, bytes_per_s: float) -> Rates:
-        origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
-        return Rates(flops_per_s, bytes_per_s, 5e-6, exchange_s, exchanged, origin)
-
-    if not between:
-        return [of(*pairs[0])] * max(context.size, context.dry.size if context.dry is not None else 1)
-    if _unequal([of(*pair) for pair in pairs]):
-        # Parts of the work follow these figures, so they have to be better than those that only tell that it is so.
-        pairs = _together(context, "again", measured, 1.6)
-        return [of(*pair) for pair in pairs]
-    return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
-
-
-def _together(
-    context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
-) -> list[tuple[float, float]]:
-    """What every rank measures, all beginning at once: processors share caches and threads of cores."""
-    comm = context.comms[0]
-    comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
-    said = comm.allgather_bytes(f"whale/auto/rates/{what}", msgspec.json.encode(measured(seconds)))
-    return [msgspec.json.decode(one, type=tuple[float, float]) for one in said]
-
-
-def _exchanges(context: Context) -> tuple[float, float]:
-    """(seconds of the smallest all-reduce, bytes that a rank sends in a second of large ones)."""
-    import tensorflow as tf
-
-    import whale_ops
-
-    ops, comm = whale_ops.ops(), context.comms[0]
-    found = []
-    for size, calls in ((1, 20), (1 << 20, 6)):
-        x = tf.ones([size])
-
-        def exchange(x: Any = x, size: int = size) -> Any:
-            handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
-            return ops.whale_all_reduce(handle, [x], key=f"whale/auto/{size}")[0]
-
-        step = tf.function(exchange)
-        times = []
-        for _ in range(calls):
-            start_s = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start_s)
-        found.append(statistics.median(times[2:]))
-    small_s, large_s = found
-    sent = 2 * (comm.size - 1) / comm.size * 4 * (1 << 20)
-    return small_s, sent / max(1e-6, large_s - small_s)
-
-
-def _seconds(call: Callable[[], Any], least_s: float) -> float:
-    """Mean seconds of a call that has been warmed up.
-
-    The mean, since a processor that is taken away from time to time (a quota) is slow by that.
-    """
-    count, start_s = 0, time.perf_counter()
-    while count < 5 or time.perf_counter() < start_s + least_s:
-        call()
-        count += 1
-    return (time.perf_counter() - start_s) / count

@@ -1,0 +1,29 @@
+"""Rows of a batch for unequal ranks, some of whose work does not depend on their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.ir.layout import proportional_sizes
+
+
+def balanced(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
+    """So many rows for each rank that all take equally long, as far as whole rows allow.
+
+    A rank that takes longer for what it does once than the others take for everything has no rows.
+
+    Args:
+        rows: of the batch.
+        once_s: seconds of each rank, whatever its rows; row_s: what each further row takes it.
+    """
+    working = list(range(len(once_s)))
+    while True:
+        end_s = (rows + sum(once_s[r] / row_s[r] for r in working)) / sum(1 / row_s[r] for r in working)
+        still = [r for r in working if once_s[r] < end_s]
+        if still == working:
+            break
+        working = still
+    weights = [0] * len(once_s)
+    for rank in working:
+        weights[rank] = round(1e6 * (end_s - once_s[rank]) / (row_s[rank] * rows))
+    return proportional_sizes(rows, tuple(weights))
