@@ -72,6 +72,32 @@ def pipeline_tasks(
     return tasks
 
 
+def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> list[float]:
+    """When each stage's last pass ends under 1F1B with one chunk per stage; as `simulate` says, several times faster.
+
+    Stage s of S does the forward pass of micro-batch m in slot s + 2m and its backward pass in slot 2S - 1 - s + 2m:
+    that is its order in the schedule, and what a pass waits for was done in the slot before.
+
+    Args:
+        forward_s, backward_s: of one micro-batch, by stage; with sends that the stage waits for.
+    """
+    stages = len(forward_s)
+    free_s, ahead_s, back_s = [0.0] * stages, [0.0] * stages, [0.0] * stages
+    last = 2 * (stages + micro_batches) - 3
+    for slot in range(last + 1):
+        for stage in range(max(slot % 2, slot - 2 * micro_batches + 2), min(slot, stages - 1) + 1, 2):
+            at = free_s[stage]
+            if stage and ahead_s[stage - 1] > at:
+                at = ahead_s[stage - 1]
+            ahead_s[stage] = free_s[stage] = at + forward_s[stage]
+        for stage in range(max((slot + 1) % 2, 2 * stages - 1 - slot), min(stages - 1, last - slot) + 1, 2):
+            at = free_s[stage]
+            if stage < stages - 1 and back_s[stage + 1] > at:
+                at = back_s[stage + 1]
+            back_s[stage] = free_s[stage] = at + backward_s[stage]
+    return free_s
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """When every task ran.

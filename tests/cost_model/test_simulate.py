@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.simulate import Tasks, memory_curve, simulate
+from cost_model.simulate import Tasks, memory_curve, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.schedule import bubble_fraction, live_micro_batches, schedule
 
@@ -44,6 +44,16 @@ def test_the_bubble_is_that_of_the_formula(name: str, stages: int, chunks: int, 
         order = schedule(name, stages, chunks, micro_batches)[stage]
         assert sorted(order) == sorted(set(order)) and len(order) == 2 * chunks * micro_batches
         assert max(level for _, level in curve) == live_micro_batches(order)
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=7), st.integers(1, 9))
+def test_ends_of_one_f_one_b_are_those_of_its_tasks(times: list[tuple[float, float]], micro_batches: int) -> None:
+    stages = len(times)
+    ahead, back = [[f] for f, _ in times], [[b] for _, b in times]
+    tasks = pipeline_tasks(schedule("1f1b", stages, 1, micro_batches), ahead, back, [[0.0]] * stages)
+    timeline = simulate(tasks)
+    ends = [max(e for e, on in zip(timeline.end_s, tasks.resource) if on == s) for s in range(stages)]
+    assert one_f_one_b_ends_s([f for f, _ in times], [b for _, b in times], micro_batches) == ends
 
 
 def test_streams_overlap_and_a_shared_link_takes_turns() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cost_model.simulate import memory_curve
+from cost_model.simulate import Tasks, Timeline, memory_curve
 from whale.ir.schedule import schedule
 
 from . import show
-from .evaluate import Evaluation
+from .evaluate import Evaluation, played
 from .planfile import PlanFile
 from .pools import Machines
 from .spread import Stage
@@ -25,7 +25,7 @@ def trace(plan: PlanFile) -> str:
         where = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
         name = {"name": f"stage {index}: {stage.count} layers on {where}"}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": name})
-    tasks, times = found.tasks, found.timeline
+    tasks, times = played(plan.spread, found)
     for resource, held, start, end in zip(tasks.resource, tasks.held_bytes, times.start_s, times.end_s):
         name_of = "forward" if held > 0 else "backward"
         events.append(
@@ -61,7 +61,8 @@ def page(data: Mapping[str, Any]) -> str:
 def _data(plan: PlanFile) -> dict[str, Any]:
     model, machines, found = plan.evaluate()
     spread = plan.spread
-    tracks, shown_s, label = _tracks(plan, found)
+    tasks, times = played(spread, found)
+    tracks, shown_s, label = _tracks(plan, found, times)
     return {
         "model": f"{model.name}, batch {plan.batch}",
         "summary": spread.summary(),
@@ -97,7 +98,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         ],
         "memory_label": "of one device of a stage; the line is its limit",
         "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
-        "memory": _memory(plan, machines, found),
+        "memory": _memory(plan, machines, found, tasks, times),
         "last": show.last_line(plan, machines, found),
     }
 
@@ -117,9 +118,11 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _tracks(plan: PlanFile, found: Evaluation) -> tuple[list[list[tuple[int, float, float, str]]], float, str]:
+def _tracks(
+    plan: PlanFile, found: Evaluation, times: Timeline
+) -> tuple[list[list[tuple[int, float, float, str]]], float, str]:
     """Per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them."""
-    spread, times = plan.spread, found.timeline
+    spread = plan.spread
     orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
     shown_s, label = found.step_s, f"{spread.micro_batches} micro-batches, {len(spread.stages)} stages; the wheel zooms"
     count = len(times.start_s)
@@ -230,7 +233,9 @@ def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) ->
     }
 
 
-def _memory(plan: PlanFile, machines: Machines, found: Evaluation) -> list[dict[str, Any]]:
+def _memory(
+    plan: PlanFile, machines: Machines, found: Evaluation, tasks: Tasks, times: Timeline
+) -> list[dict[str, Any]]:
     """Bytes over time of one device of each stage (of some, where there are many)."""
     stages = plan.spread.stages
     step = max(1, -(-len(stages) // CURVES))
@@ -242,7 +247,7 @@ def _memory(plan: PlanFile, machines: Machines, found: Evaluation) -> list[dict[
             key=lambda i: cost.memory[i].total_bytes / machines.pools[stages[index].parts[i].pool].memory_bytes,
         )
         used, pool = cost.memory[at], machines.pools[stages[index].parts[at].pool]
-        curve = memory_curve(found.tasks, found.timeline, [index])
+        curve = memory_curve(tasks, times, [index])
         peak = max(level for _, level in curve) or 1.0
         scale, base = used.activations_bytes / peak, used.total_bytes - used.activations_bytes
         width = max(1, len(curve) // POINTS)

@@ -6,13 +6,14 @@ is that of `cost_model.predict`, which a test compares.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from cost_model.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.compute import rates_of
 from cost_model.memory import BASE_BYTES, CHANNEL_BYTES, WORKSPACE_BYTES, Footprint, state_bytes
-from cost_model.simulate import Tasks, Timeline, pipeline_tasks, simulate
+from cost_model.simulate import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.ir.schedule import Schedule, live_micro_batches, schedule
 
 from .model import Layers, Model
@@ -51,7 +52,7 @@ class Evaluation:
     Attributes:
         step_s: all of it; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the last pass.
         lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
-        ends_s: of each stage, when its last pass ends.
+        passes_s: until the last pass of all stages ends.
     """
 
     step_s: float
@@ -63,9 +64,7 @@ class Evaluation:
     lacking_bytes: float
     stages: tuple[StageCost, ...]
     busiest: int
-    tasks: Tasks
-    timeline: Timeline
-    ends_s: tuple[float, ...]
+    passes_s: float
 
     @property
     def fits(self) -> bool:
@@ -264,50 +263,46 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload) -> float:
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
 
-def evaluate(model: Model, machines: Machines, spread: Spread, like: Evaluation | None = None) -> Evaluation:
-    """Simulates one step.
-
-    Args:
-        like: a simulated spread of the same stages and schedule: what it took serves again if its passes take as long.
-    """
+def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
+    """Simulates one step."""
     stages, chunks, count = len(spread.stages), spread.chunks, spread.micro_batches
-    one_by_one = spread.schedule == "1f1b" and chunks == 1
-    orders = () if like is not None and one_by_one else schedule(spread.schedule, stages, chunks, count)
-    lives = [min(count, stages - i) if one_by_one else live_micro_batches(orders[i]) for i in range(stages)]
-    costs = [stage_cost(model, machines, spread, i, lives[i], spread.ranks) for i in range(stages)]
-    if like is not None and all(_same_passes(a, b) for a, b in zip(costs, like.stages)):
-        tasks, timeline, ends = like.tasks, like.timeline, like.ends_s
+    if spread.schedule == "1f1b" and chunks == 1:
+        lives = [min(count, stages - i) for i in range(stages)]
+        costs = [stage_cost(model, machines, spread, i, lives[i], spread.ranks) for i in range(stages)]
+        ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
     else:
-        orders = orders or schedule(spread.schedule, stages, chunks, count)
-        tasks = _tasks(orders, costs, lives)
-        timeline = simulate(tasks)
-        ends = tuple(timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders))
+        orders = schedule(spread.schedule, stages, chunks, count)
+        lives = [live_micro_batches(order) for order in orders]
+        costs = [stage_cost(model, machines, spread, i, lives[i], spread.ranks) for i in range(stages)]
+        timeline = simulate(_tasks(orders, costs, lives))
+        ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
     ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
     if stages > 1 and model.tied_parameters:
         ready_s += _tied_s(model, machines, spread)
     update_s = max(one.update_s for one in costs)
     step_s = ready_s + update_s + model.stack.step_ms * 1e-3
-    busiest = max(range(stages), key=lambda s: timeline.busy_s[s])
-    own = costs[busiest]
-    sent = count * _sent(own, spread, busiest)
+    busy = [count * (sum(one.forward_s) + sum(one.backward_s)) for one in costs]
+    busiest = max(range(stages), key=lambda s: busy[s])
+    sent = count * _sent(costs[busiest], spread, busiest)
     return Evaluation(
         step_s=step_s,
-        compute_s=timeline.busy_s[busiest] - sent,
+        compute_s=busy[busiest] - sent,
         send_s=sent,
-        bubble_s=timeline.total_s - timeline.busy_s[busiest],
-        reduce_s=ready_s - timeline.total_s,
+        bubble_s=max(ends) - busy[busiest],
+        reduce_s=ready_s - max(ends),
         update_s=step_s - ready_s,
         lacking_bytes=max(one.lacking_bytes for one in costs),
         stages=tuple(costs),
         busiest=busiest,
-        tasks=tasks,
-        timeline=timeline,
-        ends_s=ends,
+        passes_s=max(ends),
     )
 
 
-def _same_passes(one: StageCost, other: StageCost) -> bool:
-    return one.forward_s == other.forward_s and one.backward_s == other.backward_s
+def played(spread: Spread, found: Evaluation) -> tuple[Tasks, Timeline]:
+    """Every pass of a spread's step, and when it runs; for drawing."""
+    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    tasks = _tasks(orders, found.stages, [live_micro_batches(order) for order in orders])
+    return tasks, simulate(tasks)
 
 
 def _sent(cost: StageCost, spread: Spread, index: int) -> float:
@@ -325,7 +320,7 @@ def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
     return all_reduce_s(pair, model.stack.gradient_bytes * model.tied_parameters / tensor)
 
 
-def _tasks(orders: Schedule, costs: list[StageCost], lives: list[int]) -> Tasks:
+def _tasks(orders: Schedule, costs: Sequence[StageCost], lives: Sequence[int]) -> Tasks:
     """One task per pass on its stage's stream, in the order of the schedule."""
     held = []
     for live, cost in zip(lives, costs):

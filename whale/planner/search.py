@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from cost_model.predict import chunk_layers
-from cost_model.simulate import Tasks, Timeline
 from whale.errors import PlanError
 
 from .cut import Chain
@@ -99,24 +98,21 @@ class Search(Families):
         kinds = [parts for parts, count in one.kinds for _ in range(count)]
         return self.interleaved(kinds, one)
 
-    def consider(self, spread: Spread, like: Evaluation | None = None) -> float:
+    def consider(self, spread: Spread) -> float:
         """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
         if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
             spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
         if spread in self.kept.seen:
             return float("inf")
         self.kept.seen.add(spread)
-        found = evaluate(self.model, self.machines, spread, like)
+        found = evaluate(self.model, self.machines, spread)
         self.simulated += 1
         if not found.fits:
             if len(self.misfits) < 50:
-                slim = replace(found, tasks=Tasks(), timeline=Timeline([], [], found.timeline.total_s, {}))
-                self.misfits.append((spread, slim))
+                self.misfits.append((spread, found))
             return float("inf")
         if self.fastest is None or found.step_s < self.fastest[1].step_s:
             self.fastest = spread, found
-        # Of the others not their thousands of passes.
-        found = replace(found, tasks=Tasks(), timeline=Timeline([], [], found.timeline.total_s, {}))
         self.kept.entries.append((found.step_s, spread, found))
         return found.step_s
 
@@ -259,8 +255,7 @@ class Search(Families):
     def _without_zero(self) -> None:
         """The best spread with the optimizer's state on every rank, where the user leaves that free."""
         if self.limits.zero is None and self.fastest is not None:
-            spread, found = self.fastest
-            self.consider(msgspec.structs.replace(spread, zero=0), found)
+            self.consider(msgspec.structs.replace(self.fastest[0], zero=0))
 
 
 # (ZeRO level, offload), from what costs least to what takes least memory.
