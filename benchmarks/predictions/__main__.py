@@ -5,7 +5,9 @@
 
 For each program its operations are measured and all plans predicted; then every plan runs, round after round, one plan
 after the other, while the others' processes are stopped. Time: the median over all steps of the slowest rank's.
-Memory: the largest peak of TensorFlow's allocator on any rank (tensors of 256 KiB and more, which is what it counts).
+Memory: the most bytes that tensors and kernels of any rank ask TensorFlow's allocator for at a time, in 20 steps
+(tensors of 256 KiB and more, which is what it serves). What it gives comes in larger pieces, and where they lie is
+chance; the largest peak in such pieces is compared as well.
 """
 
 from __future__ import annotations
@@ -37,15 +39,30 @@ CLOSE = 0.02  # plans whose measured times differ by less have no order
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a run took: seconds of each step, most bytes asked for at a time, and in the allocator's pieces."""
+
+    steps_s: list[float]
+    asked_bytes: float
+    piece_bytes: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One run: seconds and bytes, predicted and measured."""
 
     program: str
     plan: str
     predicted_s: float
-    measured_s: float
+    steps_s: list[float]
     predicted_bytes: float
     measured_bytes: float
+    predicted_piece_bytes: float
+    measured_piece_bytes: float
+
+    @property
+    def measured_s(self) -> float:
+        return statistics.median(self.steps_s)
 
     @property
     def time_error(self) -> float:
@@ -54,6 +71,15 @@ class Row:
     @property
     def memory_error(self) -> float:
         return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def piece_error(self) -> float:
+        return self.predicted_piece_bytes / self.measured_piece_bytes - 1
+
+    def apart(self, other: Row) -> bool:
+        """Whether the middle halves of both runs' steps do not overlap."""
+        (low, _, high), (other_low, _, other_high) = (statistics.quantiles(r.steps_s, n=4) for r in (self, other))
+        return high < other_low or other_high < low
 
 
 def _variables() -> dict[str, str]:
@@ -71,10 +97,11 @@ def foresee(program: str, profile: Path) -> dict[str, Any]:
         return json.loads(out.read_text())
 
 
-def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Kind -> (seconds, bytes)."""
+def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict[str, Seen]:
+    """Kind -> what its run took."""
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    peaks: dict[str, list[float]] = {kind: [] for kind in kinds}
+    asked: dict[str, list[float]] = {kind: [] for kind in kinds}
+    pieces: dict[str, list[float]] = {kind: [] for kind in kinds}
     with contextlib.ExitStack() as stack:
         groups = {}
         for kind in kinds:
@@ -86,8 +113,9 @@ def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict
                 answers = _undisturbed(group, steps)
                 if number >= 0:
                     times[kind] += map(max, zip(*(a["times_s"] for a in answers)))
-                    peaks[kind].append(max(a["peak_bytes"] for a in answers))
-    return {kind: (statistics.median(times[kind]), max(peaks[kind])) for kind in kinds}
+                    asked[kind] += [a["asked_bytes"] for a in answers]
+                    pieces[kind] += [a["peak_bytes"] for a in answers]
+    return {kind: Seen(times[kind], max(asked[kind]), max(pieces[kind])) for kind in kinds}
 
 
 def _undisturbed(group: Group, steps: int) -> list[dict[str, Any]]:
@@ -117,19 +145,23 @@ def report(rows: Sequence[Row]) -> str:
             f"{100 * r.time_error:+9.1f}{r.predicted_bytes / 1e6:14.1f}{r.measured_bytes / 1e6:10.1f}"
             f"{100 * r.memory_error:+9.1f}"
         )
-    right = total = 0
+    ordered, apart = list[bool](), list[bool]()
     for _, group in itertools.groupby(rows, key=lambda r: r.program):
         for one, other in itertools.combinations(list(group), 2):
             if abs(one.measured_s / other.measured_s - 1) >= CLOSE:
-                total += 1
-                right += (one.predicted_s < other.predicted_s) == (one.measured_s < other.measured_s)
-    time, memory = ([100 * abs(e) for e in errors] for errors in
-                    ([r.time_error for r in rows], [r.memory_error for r in rows]))  # fmt: skip
+                ordered.append((one.predicted_s < other.predicted_s) == (one.measured_s < other.measured_s))
+                apart += ordered[-1:] if one.apart(other) else []
+    time, memory, pieces = ([100 * abs(e) for e in errors] for errors in
+                            ([r.time_error for r in rows], [r.memory_error for r in rows],
+                             [r.piece_error for r in rows]))  # fmt: skip
     lines.append(
         f"{len(rows)} runs: time MAPE {statistics.mean(time):.2f} %, maximum {max(time):.2f} %; "
         f"memory MAPE {statistics.mean(memory):.2f} %, maximum {max(memory):.2f} %, "
-        f"furthest under {100 * min(r.memory_error for r in rows):+.2f} %; "
-        f"order right in {right} of {total} pairs"
+        f"furthest under {100 * min(r.memory_error for r in rows):+.2f} % "
+        f"(in the allocator's pieces {statistics.mean(pieces):.2f} %, "
+        f"furthest under {100 * min(r.piece_error for r in rows):+.2f} %); "
+        f"order right in {sum(ordered)} of {len(ordered)} pairs "
+        f"({sum(apart)} of the {len(apart)} whose middle halves of steps do not overlap)"
     )
     return "\n".join(lines)
 
@@ -162,10 +194,10 @@ def main() -> None:
         rows = [r for r in rows if r.program != program]
         for kind in wanted:
             predicted = found[kind]
-            peak = max(rank["peak_bytes"] for rank in predicted["ranks"])
-            rows.append(
-                Row(program, KINDS[kind].title, predicted["step_s"], measured[kind][0], peak, measured[kind][1])
-            )
+            asked, pieces = (max(rank[what] for rank in predicted["ranks"]) for what in ("asked_bytes", "peak_bytes"))
+            seen, title = measured[kind], KINDS[kind].title
+            memory = (asked, seen.asked_bytes, pieces, seen.piece_bytes)
+            rows.append(Row(program, title, predicted["step_s"], seen.steps_s, *memory))
         print(report([r for r in rows if r.program == program]), flush=True)
         if options.rows:
             options.rows.write_text(json.dumps([asdict(row) for row in rows]))

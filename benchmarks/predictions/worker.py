@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.groups import Answer, serve
 
+RECORDED_STEPS = 20
+
 
 def main() -> None:
     """Serves one plan of one workload."""
@@ -24,14 +26,20 @@ def main() -> None:
 def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], None]]:
     """Builds the program and runs it warm: (what runs steps and says what they took, an orderly end)."""
     import whale as wh
+    from benchmarks.predictions import allocations
     from benchmarks.predictions.models import WORKLOADS, make_step
     from benchmarks.predictions.plans import KINDS
     from whale_ops.memory import memory, reset_peak
 
     workload, kind = WORKLOADS[workload_name], KINDS[kind_name]
     wh.init(kind.configuration(workload.batch))
-    step, batch = make_step(workload, wh.function, kind.scope())
-    for _ in range(4):
+    with allocations.recorded() as asked_bytes:
+        step, batch = make_step(workload, wh.function, kind.scope())
+        for _ in range(4):
+            step(*batch)
+        for _ in range(RECORDED_STEPS):
+            allocations.step(lambda: float(step(*batch)))
+    for _ in range(2):
         step(*batch)
 
     def answer(steps: int) -> dict[str, Any]:
@@ -48,7 +56,10 @@ def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], Non
             times_s.append(time.perf_counter() - start_s)
         cpu_s = time.process_time() - cpu_s
         peak_bytes = memory().peak_bytes
-        return {"times_s": times_s, "cpu_s": cpu_s, "live_bytes": live_bytes, "peak_bytes": peak_bytes, "loss": loss}
+        return {
+            "times_s": times_s, "cpu_s": cpu_s, "loss": loss,
+            "asked_bytes": max(asked_bytes), "live_bytes": live_bytes, "peak_bytes": peak_bytes,
+        }  # fmt: skip
 
     return answer, wh.shutdown
 

@@ -16,6 +16,8 @@ LARGEST_WASTE_BYTES = 128 << 20
 class Allocator:
     """Pieces by number; `live_bytes` counts whole pieces, as the allocator's own figures do.
 
+    `peak_asked_bytes` is the most that was asked for at a time, which does not depend on where pieces lie.
+
     `at_peak` has the bytes at the peak by kind, which is any small number that whoever takes a piece gives it.
     """
 
@@ -23,6 +25,8 @@ class Allocator:
         self.live_bytes = self.peak_bytes = 0
         self.at_peak = [0] * kinds
         self._live = [0] * kinds
+        self.peak_asked_bytes = self._asked_bytes = 0
+        self._asked: list[int] = []
         self._kind: list[int] = []
         self._region_bytes = FIRST_REGION_BYTES
         self._sizes: list[int] = []
@@ -55,14 +59,19 @@ class Allocator:
         self.live_bytes += self._sizes[piece]
         self._live[kind] += self._sizes[piece]
         self._kind[piece] = kind
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
+        self._asked[piece] = size
+        self._more(size)
         return piece
 
     def lend(self, size: int) -> None:
         """Bytes of kind 0 in many pieces, of which only the sum is known; given back by lending as much less."""
         self.live_bytes += size
         self._live[0] += size
+        self._more(size)
+
+    def _more(self, asked: int) -> None:
+        self._asked_bytes += asked
+        self.peak_asked_bytes = max(self.peak_asked_bytes, self._asked_bytes)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
@@ -73,11 +82,13 @@ class Allocator:
         self._kind[piece] = kind
 
     def forget_peak(self) -> None:
-        """From now on the peak is that of what comes."""
+        """From now on the peaks are those of what comes."""
+        self.peak_asked_bytes = self._asked_bytes
         self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
     def give(self, piece: int) -> None:
         """Gives a piece back."""
+        self._asked_bytes -= self._asked[piece]
         self.live_bytes -= self._sizes[piece]
         self._live[self._kind[piece]] -= self._sizes[piece]
         self._used[piece] = False
@@ -95,6 +106,7 @@ class Allocator:
         self._behind.append(behind)
         self._used.append(False)
         self._kind.append(0)
+        self._asked.append(0)
         return len(self._sizes) - 1
 
     def _merge(self, one: int, other: int, free: bool = True) -> None:

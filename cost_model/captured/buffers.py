@@ -7,7 +7,7 @@ changed; every other result is new. Results are given back when the last node th
 
 from __future__ import annotations
 
-from whale.ir.program import Node, Program
+from whale.ir.program import Node, Program, Ref
 
 # Results that share their operand's buffer: operand -> result, one by one.
 VIEWS = frozenset(
@@ -32,11 +32,12 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
         (0,),
     ),
     "SoftmaxCrossEntropyWithLogits": _ANY,
+    "SparseSoftmaxCrossEntropyWithLogits": (0,),
     "Select": (1, 2),
     "SelectV2": (1, 2),
 }
 # Result numbers that take an operand's place where it is not the first.
-_FORWARDED_RESULT = {"SoftmaxCrossEntropyWithLogits": 1}
+_FORWARDED_RESULT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 # The variable (operand 0) is changed in place, or copied first while somebody still reads it.
 UPDATES = frozenset("AssignAddVariableOp AssignSubVariableOp".split())
 APPLIED: dict[str, tuple[int, ...]] = {  # fused updates: operands that are variables
@@ -49,6 +50,22 @@ APPLIED: dict[str, tuple[int, ...]] = {  # fused updates: operands that are vari
     "ResourceApplyRMSProp": (0, 1, 2),
     "ResourceScatterAdd": (0,),
 }
+# Ops that read or change some rows of a variable. From the first one on, TensorFlow changes the variable in place
+# whoever reads it, and every read is a copy (training_op_helpers.h: EnsureSparseVariableAccess, copy_on_read_mode).
+_ROWS_OF_VARIABLES = ("ResourceGather", "ResourceScatter", "ResourceSparseApply")
+
+
+def copied_reads(program: Program) -> frozenset[str]:
+    """The reads of variables that are copies, but for those whose value nobody takes: no optimised graph has them."""
+    handles = {n.inputs[0].node for n in program.nodes if n.op.startswith(_ROWS_OF_VARIABLES)}
+    fetched = {r.node for r in program.outputs}
+    return frozenset(
+        n.name
+        for n in program.nodes
+        if n.op == "ReadVariableOp"
+        and n.inputs[0].node in handles
+        and (n.name in fetched or program.consumers.get(Ref(n.name)))
+    )
 
 
 def forwarded(node: Node, result: int) -> tuple[int, ...]:

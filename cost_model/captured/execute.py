@@ -50,6 +50,7 @@ class Sharing:
         threads: executor threads of a rank.
         slice_s: how long a computing thread keeps its core when others wait.
         wake_s: what an engine waits for a core where all are taken.
+        crowding: how many times as long its work takes then.
         exchanges_compute: whether engines take the ranks' cores; else exchanges run beside them.
     """
 
@@ -58,6 +59,7 @@ class Sharing:
     threads: int = 2
     slice_s: float = 4e-3
     wake_s: float = 0.0
+    crowding: float = 1.0
     exchanges_compute: bool = True
 
 
@@ -231,7 +233,7 @@ class _Run:
         if not self.sharing.exchanges_compute:
             self.clock.after(seconds, done)
             return
-        rank.jobs.append((seconds, done))
+        rank.jobs.append((seconds * (self.sharing.crowding if rank.host.full else 1.0), done))
         if rank.engine.asleep:
             delay_s = self.sharing.wake_s if rank.host.full else 0.0
             self.clock.after(delay_s, partial(rank.host.wake, rank.engine))

@@ -101,6 +101,7 @@ def graph_of(
     does: list[Work] = []
     exchanges: dict[int, Exchange] = {}
     types = program.type_of
+    copied = buffers.copied_reads(program)
     for i, node in enumerate(program.nodes):
         own = list(range(first[i], first[i] + len(node.outputs)))
         reads = [first[place[r.node]] + r.index for r in node.inputs]
@@ -111,11 +112,13 @@ def graph_of(
         operands.append(reads)
         results.append(own)
         inputs = [types(r) for r in node.inputs]
-        does.append(work(node, inputs))
+        does.append(copying(node) if node.name in copied else work(node, inputs))
         if node.op in COMMUNICATION:
             exchanges[i] = exchange(node, inputs, rank, size)
         if node.op in ("Placeholder", "Const"):
             held.update(own)
+        elif node.name in copied:
+            pass  # new memory
         elif node.op in buffers.VIEWS or buffers.is_row_view(program, node):
             for k, mine in enumerate(own):
                 shared[mine] = reads[k if node.op == "IdentityN" else 1 if node.op == "Split" else 0]
@@ -137,6 +140,12 @@ def graph_of(
         program, does, exchanges, after, followers, operands, results, sizes, shared, taken, held, fetched,
         _fused(program), variables, resident, readers,
     )  # fmt: skip
+
+
+def copying(read: Node) -> Work:
+    """What a read of a variable does that is a copy (see buffers.copied_reads)."""
+    size = float(sum(t.bytes for t in read.outputs))
+    return Work(0.0, size, size, 1)
 
 
 def _leaves_host(node: Node) -> bool:

@@ -22,17 +22,18 @@ class Kinds:
     resident: int
 
 
-def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int]:
-    """(most bytes during a step, bytes between steps) of a rank that starts and ends its nodes in some orders.
+def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int, int]:
+    """(most bytes during a step, bytes between steps, most bytes that were asked for at a time) of a rank.
 
     Args:
-        orders: of steps, one after the other, over and over; in each a node where it starts, its complement (~node)
-            where it has ended.
+        orders: in which it starts and ends its nodes in steps one after the other, over and over; in each a node where
+            it starts, its complement (~node) where it has ended.
         scratch_bytes: memory of each node while it runs.
     """
     nothing = Kinds(1, [0] * len(graph.sizes), dict.fromkeys(graph.variable_bytes, 0), 0)
-    most, resident = peaks(graph, orders, scratch_bytes, nothing)
-    return sum(most), resident
+    allocator = Allocator()
+    most, resident = peaks(graph, orders, scratch_bytes, nothing, allocator=allocator)
+    return sum(most), resident, allocator.peak_asked_bytes
 
 
 def peaks(
@@ -42,13 +43,14 @@ def peaks(
     kinds: Kinds,
     steps: int = STEPS,
     calls: Collection[int] = (),
+    allocator: Allocator | None = None,
 ) -> tuple[list[int], int]:
     """(bytes by kind at the moment when they are most, bytes between steps); scratch memory is of the kind 0.
 
     Args:
         calls: nodes whose scratch memory is that of many nodes.
     """
-    allocator = Allocator(kinds.count)
+    allocator = allocator or Allocator(kinds.count)
     variables = {}
     for handle, size in graph.variable_bytes.items():
         drawn = _Owner(allocator, size, 1)  # random bits, of which the initial value is computed
@@ -143,7 +145,7 @@ class _Memory:
         g = self._graph
         op = g.nodes[node].op
         results = g.results[node]
-        if op == "ReadVariableOp":
+        if op == "ReadVariableOp" and g.shared[results[0]] >= 0:
             owner = self._variables.get(g.nodes[node].inputs[0].node, self._held)
             self._owner[results[0]] = owner
             owner.references += 1

@@ -58,6 +58,7 @@ class Ran:
         end_s: when its last node ends.
         peak_bytes: the most memory that it holds, with what is there before the step.
         resident_bytes: what is there between steps: variables, inputs, buffers of communication.
+        asked_bytes: the most that tensors and kernels ask for at a time; the allocator's pieces are larger.
         compute_s: its kernels, alone on a core.
         exchange_s: the same of its exchanges.
     """
@@ -65,6 +66,7 @@ class Ran:
     end_s: float
     peak_bytes: int
     resident_bytes: int
+    asked_bytes: int
     compute_s: float
     exchange_s: float
 
@@ -215,13 +217,14 @@ def _timeline(
 def measured_machine(table: Table, ranks: int, program: str = "", counted_from_bytes: int = 0) -> Machine:
     """So many ranks on the one host that a table describes; ``program`` is the fingerprint of the captured one."""
     known = Measured(table, program, ranks)
+    sharing = Sharing([0] * ranks, [table.cores], 2, table.slice_s, table.wake_s, table.crowding)
 
     def exchange_s(what: Exchange) -> float:
         return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes, what.is_packed)
 
     return Machine(
         operations=[known.operation] * ranks,
-        sharing=Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s),
+        sharing=sharing,
         exchange_s=exchange_s,
         memory_bytes=[table.memory_gb * 1e9 / ranks] * ranks,
         call_s=table.call_s,

@@ -21,7 +21,7 @@ from whale.ir.program import Node, Program
 from ..ops.work import Work
 from .signature import signature
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece
 Positive = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -76,6 +76,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         node_s: what the executor takes for a node that computes nothing.
         slice_s: how long a computing thread keeps its core when another waits for it.
         wake_s: what an engine waits for a core when all compute.
+        crowding: how many times as long its work takes then: it shares memory with those that compute.
         operations, curves, steps: see there.
     """
 
@@ -86,6 +87,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_s: Amount
     slice_s: Positive
     wake_s: Amount
+    crowding: Annotated[float, Meta(ge=1)]
     operations: list[Operation]
     curves: list[Curve]
     steps: list[Step] = []
@@ -130,6 +132,27 @@ def write(table: Table, path: str | Path) -> None:
     """Writes the file; its folder is made where there is none."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
+
+
+def check_writable(path: str | Path) -> None:
+    """Finds before anything is measured whether the file can be written; its folder is made where there is none.
+
+    Raises:
+        ClusterError: it cannot.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not path.exists()
+        path.open("ab").close()
+        if fresh:
+            path.unlink()
+    except OSError as error:
+        raise ClusterError(
+            "the profile cannot be written there",
+            given=f"{path}: {error.strerror}",
+            action="give another file with -o",
+        ) from error
 
 
 class Measured:

@@ -17,7 +17,7 @@ from cost_model.captured.graph import graph_of
 from cost_model.captured.liveness import peak_bytes
 from cost_model.captured.predict import cluster_machine, measured_machine, predict_ranks
 from cost_model.captured.signature import signature
-from cost_model.captured.table import Curve, Operation, Step, Table, read, write
+from cost_model.captured.table import Curve, Operation, Step, Table, check_writable, read, write
 from cost_model.captured.traffic import Exchange
 from cost_model.ops import work
 from tests.programs import Builder, mlp, planned
@@ -28,7 +28,7 @@ from whale.lowering.local import localise
 
 KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point"
 TABLE = Table(
-    "lab", 2.0, 16.0, 1e-4, 1e-6, 4e-3, 1e-4,
+    "lab", 2.0, 16.0, 1e-4, 1e-6, 4e-3, 1e-4, 1.0,
     [Operation("?", "AddV2", 1e6, 12e6, 1e-3), Operation("??", "MatMul", 1e9, 6e6, 0.02)],
     [Curve(kind, 2, [(1e3, 2e-5), (1e6, 1e-3)]) for kind in KIND.split()],
 )  # fmt: skip
@@ -47,7 +47,7 @@ def in_order(program: Program) -> tuple[int, int]:
     """(peak, resident) when one node runs after the other."""
     g = graph_of(program, 0, 1)
     order = [event for i in range(len(g.nodes)) for event in (i, ~i)]
-    return peak_bytes(g, [order], [0] * len(g.nodes))
+    return peak_bytes(g, [order], [0] * len(g.nodes))[:2]
 
 
 def chain(*ops: str, branch: bool = False) -> Program:
@@ -92,6 +92,24 @@ def test_a_variable_that_is_still_read_is_copied_before_it_changes() -> None:
     assert early - resident == 2 * MIB or early - resident == MIB
 
 
+def test_a_variable_whose_rows_change_is_copied_by_every_read_and_changed_in_place() -> None:
+    b = Builder("rows", "float32")
+    handle = b.variable("w", (512, 512))
+    first, second = b.read(handle, name="first"), b.read(handle, name="second")
+    unused = b.read(handle, name="unused")
+    total = replace(b.types[first], shape=())
+    sums = [b.node("Sum", [x, b.ints(0, 1)], [total], keep_dims=False) for x in (first, second)]
+    controls = ["first", "second", unused.node]
+    row = b.const(np.ones((1, 512), np.float32))
+    change = b.update("ResourceScatterSub", handle, b.ints(0), row, controls=controls)
+    program = b.build(sums, [change])
+    g = graph_of(program, 0, 1)
+    place = {node.name: i for i, node in enumerate(g.nodes)}
+    assert [g.work[place[name]].moved_bytes for name in ("first", "second", "unused")] == [2 * MIB, 2 * MIB, 0]
+    peak, resident = in_order(program)
+    assert resident == MIB and 2 * MIB <= peak - resident < 2.1 * MIB
+
+
 def test_memory_grows_with_the_batch() -> None:
     peaks = [in_order(mlp(rows, 256, 512, 128))[0] for rows in (64, 128, 256, 512)]
     assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
@@ -100,7 +118,7 @@ def test_memory_grows_with_the_batch() -> None:
 def test_the_allocator_gives_whole_what_is_less_than_twice_as_large() -> None:
     allocator = Allocator()
     first = allocator.take(3 * MIB)  # of a region of 4 MiB
-    assert allocator.live_bytes == 4 * MIB
+    assert allocator.live_bytes == 4 * MIB and allocator.peak_asked_bytes == 3 * MIB
     second = allocator.take(MIB)
     allocator.give(first)
     third = allocator.take(MIB)
@@ -108,6 +126,9 @@ def test_the_allocator_gives_whole_what_is_less_than_twice_as_large() -> None:
     for piece in (second, third):
         allocator.give(piece)
     assert allocator.live_bytes == 0 and allocator.peak_bytes == 5 * MIB
+    assert allocator.peak_asked_bytes == 4 * MIB
+    allocator.forget_peak()
+    assert allocator.peak_asked_bytes == allocator.peak_bytes == 0
 
 
 def test_random_pieces_never_overlap_and_all_come_back() -> None:
@@ -135,6 +156,8 @@ def test_one_rank_does_not_communicate_and_two_take_turns_on_one_core() -> None:
     two_cores = predict_ranks(both, measured_machine(TABLE, 2))
     crowded = predict_ranks(both, measured_machine(msgspec.structs.replace(TABLE, cores=1.0), 2))
     assert 1.5 * two_cores.step_s < crowded.step_s
+    disturbed = predict_ranks(both, measured_machine(msgspec.structs.replace(TABLE, crowding=5.0), 2))
+    assert two_cores.step_s < disturbed.step_s and two_cores.ranks[0].exchange_s == disturbed.ranks[0].exchange_s
     assert sum(two_cores.logical_bytes) == planned(program, 256, 256).logical_bytes > 0
 
 
@@ -195,6 +218,10 @@ def test_the_file_of_a_profile(tmp_path: Path) -> None:
     path.write_text(json.dumps({**broken, "cores": 2.0, "version": 9}))
     with pytest.raises(ClusterError, match="another version"):
         read(path)
+    with pytest.raises(ClusterError, match=r"cannot be written there(.|\n)*below.json"):
+        check_writable(path / "below.json")
+    check_writable(tmp_path / "other" / "profile.json")
+    assert not (tmp_path / "other" / "profile.json").exists()
 
 
 def test_loops_are_refused() -> None:

@@ -27,7 +27,7 @@ def add_to(verbs: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from cost_model import discover
-    from cost_model.captured.table import default_path
+    from cost_model.captured.table import check_writable, default_path
     from whale.cgroup import cpu_quota, memory_limit_bytes
     from whale.launcher.worker import thread_variables
 
@@ -35,6 +35,7 @@ def call(given: argparse.Namespace) -> int:
     threads = given.threads or max(1, int(cores) // given.ranks)
     os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})
     out = given.out or default_path()
+    check_writable(out)
     from whale.runtime import profile
 
     if given.script:

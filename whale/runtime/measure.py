@@ -17,9 +17,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
+from cost_model.captured.buffers import copied_reads
+from cost_model.captured.graph import copying
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation
 from cost_model.ops import work
+from cost_model.ops.work import Work
 from whale.errors import ProgramError
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
@@ -45,9 +48,11 @@ def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
     """The operations of programs that take time, one of each signature."""
     found: dict[str, tuple[Program, Node]] = {}
     for program in programs:
+        copied = copied_reads(program)
         for node in program.nodes:
-            types = [program.type_of(r) for r in node.inputs]
-            if node.op.startswith(("Whale", "Horovod")) or not work(node, types).kernels:
+            if node.op == "ReadVariableOp" and node.name not in copied:
+                continue
+            if node.op.startswith(("Whale", "Horovod")) or not _work(program, node).kernels:
                 continue
             found.setdefault(signature(program, node), (program, node))
     return found
@@ -83,8 +88,13 @@ class _NotMeasured(Exception):
     """The operation cannot be run alone."""
 
 
+def _work(program: Program, node: Node) -> Work:
+    """What a node does; reads that are measured are copies."""
+    return copying(node) if node.op == "ReadVariableOp" else work(node, [program.type_of(r) for r in node.inputs])
+
+
 def _size(program: Program, node: Node) -> float:
-    done = work(node, [program.type_of(r) for r in node.inputs])
+    done = _work(program, node)
     return done.flops / 10 + done.moved_bytes
 
 
@@ -92,7 +102,7 @@ def _one(program: Program, node: Node, empty_s: float) -> Operation:
     types = [program.type_of(r) for r in node.inputs]
     if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
         raise _NotMeasured("unknown sizes")
-    done = work(node, types)
+    done = _work(program, node)
     copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
     chain, values, keep = _chain(program, node, types, copies)
     call = _compiled(chain, values)
@@ -131,6 +141,8 @@ def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: in
                 if variable is None:
                     raise _NotMeasured("a resource that is no variable")
                 made = tf.Variable(_value(variable.type, generator))
+                if node.op == "ReadVariableOp":  # a variable whose rows were taken is copied from then on
+                    tf.raw_ops.ResourceGather(resource=made.handle, indices=[0], dtype=made.dtype)
                 alive.append(made)
                 handles.append(made.handle)
                 nodes.append(Node(name, "Placeholder", (), (), program.by_name[ref.node].attrs, (t,)))
