@@ -48,7 +48,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
     auto run = std::make_shared<Run>();
     auto* resources = library->device()->resource_manager();
     run->container = std::make_unique<tensorflow::ScopedStepContainer>(
-        run->options.step_id, [resources](const std::string& name) { (void)resources->Cleanup(name); });
+        run->options.step_id, [resources](const std::string& name) { resources->Cleanup(name).IgnoreError(); });
     run->options.step_container = run->container.get();
     run->options.cancellation_manager = ctx->cancellation_manager();
     run->options.stats_collector = ctx->stats_collector();

@@ -19,7 +19,8 @@ __attribute__((visibility("default"))) int whale_host_memory(int64_t* values) {
 }
 
 __attribute__((visibility("default"))) void whale_host_memory_reset() {
-  (void)tensorflow::cpu_allocator()->ClearStats();  // false where it keeps none: whale_host_memory says so
+  // False where no statistics are kept: whale_host_memory says so.
+  [[maybe_unused]] const bool kept = tensorflow::cpu_allocator()->ClearStats();
 }
 
 }  // extern "C"
