@@ -29,7 +29,7 @@ from whale_ops.build import find_compiler
 
 WARM_UP = 2  # rounds that are not counted; the first one builds
 TIMEOUT_S = 120.0
-STEP_BYTES = 128 << 20  # a step has at most this many bytes in all its all-reduces (but one at least)
+STEP_BYTES = 512 << 20  # a step has at most this many bytes in all its all-reduces (but one at least)
 MOST_REDUCTIONS = 32
 ROUND_S = 0.1  # about how long a group has its turn
 

@@ -58,7 +58,7 @@ def test_all_reduce(ops, dtype: str, shape: tuple[int, ...]) -> None:
 def test_a_group_of_tensors_is_reduced_as_one_message(ops, reduction: str, expected: int) -> None:
     shapes = [(2, 3), (), (0,), (100, 1000)]
     with ranks(3) as communicators:
-        for _ in range(3):  # the staging buffer is used again
+        for _ in range(3):
             results = together(
                 communicators,
                 ops,
@@ -70,6 +70,29 @@ def test_a_group_of_tensors_is_reduced_as_one_message(ops, reduction: str, expec
                 for value, shape in zip(result, shapes):
                     np.testing.assert_array_equal(value, np.full(shape, expected, np.float32))
         assert {(c.key, c.kind) for c in communicators[0].counters()} == {("g", "AllReduce")}
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["direct", "pairwise", "ring", "halving-doubling", "tree", "hierarchical", "leader"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_element_of_a_group_comes_back_to_its_place(ops, algorithm: str, dtype: str) -> None:
+    """Tensors that fill a message, share one or lie in two; half of them are read again afterwards."""
+    counts = [3, 0, 70_000, 1, 200_000, 5, 66_000, 2]
+    with ranks(4, hosts=(2, 2)) as communicators:
+        for communicator in communicators:
+            communicator.set_algorithm(algorithm)
+
+        def body(handle, rank: int):
+            given = [tf.cast(tf.range(n) % 31 + n % 7 + rank, dtype) for n in counts]
+            return given[::2], ops.whale_all_reduce(handle, given, key="g")
+
+        results = together(communicators, ops, body)
+    for rank, (kept, reduced) in enumerate(results):
+        for n, value in zip(counts[::2], kept):
+            np.testing.assert_array_equal(value.astype(int), np.arange(n) % 31 + n % 7 + rank)
+        for n, value in zip(counts, reduced):
+            np.testing.assert_array_equal(value.astype(int), 4 * (np.arange(n) % 31 + n % 7) + 6)
 
 
 def test_an_input_that_is_still_used_is_not_overwritten(ops) -> None:

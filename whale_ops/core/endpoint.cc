@@ -365,7 +365,7 @@ void Endpoint::finish(const std::shared_ptr<Operation>& operation, const Status&
   if (status.ok()) {
     remember_finished(*operation);
     recorder_.add(operation->record(now_ns()));
-    operation->return_scratch(&scratch_);
+    operation->return_scratch();
     operation->request.owner.reset();
   } else {
     recorder_.add_failed(operation->record(now_ns()), status.message);

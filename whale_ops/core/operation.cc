@@ -53,7 +53,7 @@ void ScratchPool::give(Block block) {
 }
 
 Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t call, ScratchPool* pool)
-    : id(op_id), request(std::move(asked)), rank_(rank), call_(call) {
+    : id(op_id), request(std::move(asked)), rank_(rank), call_(call), pool_(pool) {
   tag_ = operation_tag(request, rank, call);
   descriptor_ = describe(request);
   descriptor_hash_ = hash64(descriptor_, hash64(request.key));
@@ -76,6 +76,11 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
         static_cast<int>(std::find(request.group.begin(), request.group.end(), rank) - request.group.begin());
   }
   if (is_point_to_point(request.kind)) request.group.clear();
+  int64_t begin = 0;
+  for (const Piece& piece : request.pieces) {
+    piece_begins_.push_back(begin);
+    begin += piece.count;
+  }
   schedule_ = make_schedule(problem_);
   wide_offset_ = static_cast<size_t>(schedule_.scratch_count) * request.element_bytes;
   wide_offset_ += (alignof(std::max_align_t) - wide_offset_ % alignof(std::max_align_t)) % alignof(std::max_align_t);
@@ -85,19 +90,60 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
 
 std::string Operation::title() const { return std::string(name_of(request.kind)) + " '" + request.key + "'"; }
 
-char* Operation::address(const Slice& slice) const {
-  char* base = nullptr;
-  switch (slice.buffer) {
-    case Buffer::kInput: base = static_cast<char*>(const_cast<void*>(request.input)); break;
-    case Buffer::kOutput: base = static_cast<char*>(request.output); break;
-    case Buffer::kScratch: base = scratch_.data.get(); break;
-    case Buffer::kWide: return scratch_.data.get() + wide_offset_ + static_cast<size_t>(slice.offset) * sizeof(float);
-  }
-  return base + slice.offset * problem_.element_bytes;
+size_t Operation::element_of(Buffer buffer) const {
+  return buffer == Buffer::kWide ? sizeof(float) : request.element_bytes;
 }
 
-size_t Operation::bytes_of(const Slice& slice) const {
-  return static_cast<size_t>(slice.count) * (slice.buffer == Buffer::kWide ? sizeof(float) : static_cast<size_t>(problem_.element_bytes));
+Operation::Run Operation::run_at(const Slice& slice, int64_t begin) const {
+  const int64_t offset = slice.offset + begin, left = slice.count - begin;
+  const auto in = [&](const void* base) { return static_cast<char*>(const_cast<void*>(base)) + offset * problem_.element_bytes; };
+  switch (slice.buffer) {
+    case Buffer::kScratch: return {in(scratch_.data.get()), left};
+    case Buffer::kWide: return {scratch_.data.get() + wide_offset_ + static_cast<size_t>(offset) * sizeof(float), left};
+    case Buffer::kInput:
+    case Buffer::kOutput: break;
+  }
+  const bool input = slice.buffer == Buffer::kInput;
+  if (request.pieces.empty()) return {in(input ? request.input : request.output), left};
+  const auto after = std::upper_bound(piece_begins_.begin(), piece_begins_.end(), offset);
+  const auto index = static_cast<size_t>(after - piece_begins_.begin()) - 1;
+  const Piece& piece = request.pieces[index];
+  const int64_t within = offset - piece_begins_[index];
+  const void* base = input ? piece.input : piece.output;
+  return {static_cast<char*>(const_cast<void*>(base)) + within * problem_.element_bytes, std::min(left, piece.count - within)};
+}
+
+char* Operation::address(const Slice& slice) const {
+  const Run run = run_at(slice, 0);
+  return run.count == slice.count ? run.data : nullptr;
+}
+
+void Operation::gather(const Slice& slice, void* to) const {
+  auto* position = static_cast<char*>(to);
+  for (int64_t begin = 0; begin < slice.count;) {
+    const Run run = run_at(slice, begin);
+    const size_t bytes = static_cast<size_t>(run.count) * element_of(slice.buffer);
+    std::memcpy(position, run.data, bytes);
+    position += bytes;
+    begin += run.count;
+  }
+}
+
+void Operation::scatter(const void* from, const Slice& slice) const {
+  const auto* position = static_cast<const char*>(from);
+  for (int64_t begin = 0; begin < slice.count;) {
+    const Run run = run_at(slice, begin);
+    const size_t bytes = static_cast<size_t>(run.count) * element_of(slice.buffer);
+    std::memcpy(run.data, position, bytes);
+    position += bytes;
+    begin += run.count;
+  }
+}
+
+// Input and output share it, as they may share their own memory.
+char* Operation::mirror(const Slice& slice) {
+  if (mirror_.bytes == 0) mirror_ = pool_->take(static_cast<size_t>(problem_.counts[0] * problem_.element_bytes));
+  return mirror_.data.get() + slice.offset * problem_.element_bytes;
 }
 
 void Operation::start(MessageLink* link, std::vector<Arrival> early) {
@@ -148,7 +194,7 @@ void Operation::post(MessageLink* link, int lane) {
   void* staged = std::exchange(lanes_[lane].staged, nullptr);
   if (staged == nullptr && step.sends.size() > 1 && failure_.ok()) {
     staged = stage(link, step);
-    if (staged != nullptr) std::memcpy(staged, address(step.sends[0].slice), bytes_of(step.sends[0].slice));
+    if (staged != nullptr) gather(step.sends[0].slice, staged);
   }
   for (const Transfer& send : step.sends) {
     if (!failure_.ok()) break;
@@ -165,7 +211,8 @@ void Operation::post(MessageLink* link, int lane) {
     const bool first = !greeted_[peer];
     greeted_[peer] = true;
     wire_bytes_ += static_cast<int64_t>(header.bytes);
-    link->post_send(this, lane, peer, header, first ? note_ : std::string(), staged != nullptr ? staged : address(send.slice));
+    link->post_send(this, lane, peer, header, first ? note_ : std::string(),
+                    staged != nullptr ? staged : payload_of(link, send));
   }
   --busy_;
   --lanes_[lane].pending;
@@ -176,6 +223,8 @@ void Operation::run_lane(MessageLink* link, int lane) {
   const Lane& steps = schedule_.lanes[lane];
   ++busy_;
   while (failure_.ok() && state.pending == 0) {
+    for (const Slice& slice : state.landed) scatter(mirror(slice), slice);
+    state.landed.clear();
     const bool last = state.step + 1 == steps.size();
     run_locals(link, steps[state.step], last ? nullptr : &steps[state.step + 1], &state);
     ++state.step;
@@ -189,6 +238,15 @@ void Operation::run_lane(MessageLink* link, int lane) {
   --busy_;
 }
 
+// What is sent as one message lies in one place: where it is, or in memory of the transport, or else in the mirror.
+const void* Operation::payload_of(MessageLink* link, const Transfer& send) {
+  if (const char* there = address(send.slice); there != nullptr || send.slice.count == 0) return there;
+  void* gathered = link->stage(bytes_of(send.slice), {to_rank(send.peer)});
+  if (gathered == nullptr) gathered = mirror(send.slice);
+  gather(send.slice, gathered);
+  return gathered;
+}
+
 // Memory of the transport for what the step sends, if that is one thing.
 void* Operation::stage(MessageLink* link, const Step& step) const {
   std::vector<int> peers;
@@ -200,43 +258,45 @@ void* Operation::stage(MessageLink* link, const Step& step) const {
 }
 
 void Operation::run_locals(MessageLink* link, const Step& step, const Step* next, LaneState* lane) {
-  const auto readable = [&](const Slice& source) -> const void* {
+  const auto readable = [&](const Slice& source, int64_t begin) -> Run {
     for (const Seen& seen : lane->seen) {
-      if (seen.buffer == source.buffer && seen.offset == source.offset) return seen.data;
+      if (seen.buffer != source.buffer || seen.offset != source.offset) continue;
+      auto* data = static_cast<char*>(const_cast<void*>(seen.data));
+      return {data + begin * static_cast<int64_t>(element_of(source.buffer)), source.count - begin};
     }
-    return address(source);
+    return run_at(source, begin);
   };
+  const bool no_output = request.output == nullptr && request.pieces.empty();
+  std::vector<Term> terms;
   for (const Local& local : step.locals) {
-    char* dst = address(local.dst);
-    if (local.dst.count == 0 || (local.dst.buffer == Buffer::kOutput && request.output == nullptr)) continue;
+    const Slice& dst = local.dst;
+    if (dst.count == 0 || (dst.buffer == Buffer::kOutput && no_output)) continue;
     const auto is_wide = [](const Slice& slice) { return slice.buffer == Buffer::kWide; };
-    if (local.sources.size() == 1 && is_wide(local.sources[0]) == is_wide(local.dst)) {
-      const void* src = readable(local.sources[0]);
-      if (src != dst) std::memmove(dst, src, bytes_of(local.dst));
-      continue;
-    }
-    std::vector<Term> sources;
-    sources.reserve(local.sources.size());
-    for (const Slice& source : local.sources) sources.push_back({readable(source), is_wide(source)});
+    const bool copies = local.sources.size() == 1 && is_wide(local.sources[0]) == is_wide(dst);
     // What goes out next is copied to where it is sent from while it is in the first-level cache.
-    const bool leaves = next != nullptr && !next->sends.empty() && next->sends[0].slice == local.dst;
-    auto* copy = static_cast<char*>(leaves ? stage(link, *next) : nullptr);
-    if (copy == nullptr) {
-      reduce(request.dtype, request.reduction, dst, is_wide(local.dst), sources, static_cast<size_t>(local.dst.count));
-      continue;
-    }
-    lane->staged = copy;
-    const size_t element = bytes_of({local.dst.buffer, 0, 1});
-    for (int64_t begin = 0; begin < local.dst.count; begin += kPieceElements) {
-      const int64_t n = std::min(kPieceElements, local.dst.count - begin);
-      reduce(request.dtype, request.reduction, dst, is_wide(local.dst), sources, static_cast<size_t>(n));
-      std::memcpy(copy, dst, static_cast<size_t>(n) * element);
-      copy += static_cast<size_t>(n) * element;
-      dst += static_cast<size_t>(n) * element;
-      for (Term& source : sources) {
-        const size_t bytes = static_cast<size_t>(n) * (source.wide ? sizeof(float) : request.element_bytes);
-        source.data = static_cast<const char*>(source.data) + bytes;
+    const bool leaves = !copies && next != nullptr && !next->sends.empty() && next->sends[0].slice == dst;
+    auto* staged = static_cast<char*>(leaves ? stage(link, *next) : nullptr);
+    if (staged != nullptr) lane->staged = staged;
+    for (int64_t begin = 0; begin < dst.count;) {
+      const Run to = run_at(dst, begin);
+      int64_t n = staged != nullptr ? std::min(kPieceElements, to.count) : to.count;
+      terms.clear();
+      for (const Slice& source : local.sources) {
+        const Run from = readable(source, begin);
+        n = std::min(n, from.count);
+        terms.push_back({from.data, is_wide(source)});
       }
+      const size_t bytes = static_cast<size_t>(n) * element_of(dst.buffer);
+      if (!copies) {
+        reduce(request.dtype, request.reduction, to.data, is_wide(dst), terms, static_cast<size_t>(n));
+      } else if (terms[0].data != to.data) {
+        std::memmove(to.data, terms[0].data, bytes);
+      }
+      if (staged != nullptr) {
+        std::memcpy(staged, to.data, bytes);
+        staged += bytes;
+      }
+      begin += n;
     }
   }
   for (const Seen& seen : lane->seen) link->discard(seen.arrival);
@@ -262,19 +322,34 @@ void Operation::match(MessageLink* link, const Expected& expected, const Arrival
     dst = address(expected.slice);
   }
   if (first_ns_ == 0) first_ns_ = now_ns();
+  LaneState& lane = lanes_[expected.lane];
+  const bool apart = dst == nullptr && arrival.header.bytes > 0;  // the elements belong in several places
   if (arrival.inlined) {
-    if (arrival.header.bytes > 0) std::memcpy(dst, arrival.payload.data(), arrival.payload.size());
-    --lanes_[expected.lane].pending;
+    if (apart) {
+      scatter(arrival.payload.data(), expected.slice);
+    } else if (arrival.header.bytes > 0) {
+      std::memcpy(dst, arrival.payload.data(), arrival.payload.size());
+    }
+    --lane.pending;
     return;
   }
   const bool scratch = expected.slice.buffer == Buffer::kScratch || expected.slice.buffer == Buffer::kWide;
-  const void* data = scratch ? link->view(arrival) : nullptr;
+  const void* data = scratch || apart ? link->view(arrival) : nullptr;
   if (data != nullptr) {
-    lanes_[expected.lane].seen.push_back({expected.slice.buffer, expected.slice.offset, data, arrival});
-    --lanes_[expected.lane].pending;
-  } else {
-    link->post_receive(this, expected.lane, arrival, dst);
+    if (scratch) {
+      lane.seen.push_back({expected.slice.buffer, expected.slice.offset, data, arrival});
+    } else {
+      scatter(data, expected.slice);
+      link->discard(arrival);
+    }
+    --lane.pending;
+    return;
   }
+  if (apart) {
+    dst = mirror(expected.slice);
+    lane.landed.push_back(expected.slice);
+  }
+  link->post_receive(this, expected.lane, arrival, dst);
 }
 
 void Operation::arrived(MessageLink* link, Arrival&& arrival) {

@@ -13,6 +13,13 @@ namespace whale {
 
 constexpr char kBytes[] = "bytes";  // dtype_name of what is no tensor
 
+// One of several tensors that are reduced as if they lay one behind the other.
+struct Piece {
+  const void* input = nullptr;
+  void* output = nullptr;
+  int64_t count = 0;
+};
+
 // What a caller asks for. Buffers stay valid until `done`; if the operation fails while messages are still in flight,
 // `owner` keeps them alive until the network has let go of them.
 struct Request {
@@ -33,6 +40,7 @@ struct Request {
   std::vector<int64_t> dims;  // Send: travels with the first message
   const void* input = nullptr;
   void* output = nullptr;
+  std::vector<Piece> pieces;  // AllReduce: instead of `input` and `output`, where the elements lie in several places
   // Recv of a shape not known before: called once, on the engine's thread, with the sender's shape; gives the destination.
   std::function<Status(const std::vector<int64_t>& dims, uint64_t bytes, void** destination)> place;
   std::shared_ptr<void> owner;
@@ -103,7 +111,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::string left_message(int peer) const;
   Status mismatch(const Arrival& arrival) const;
   bool agrees(const Arrival& arrival) const { return arrival.header.descriptor == descriptor_hash_; }
-  void return_scratch(ScratchPool* pool) { pool->give(std::move(scratch_)); }
+  void return_scratch() {
+    pool_->give(std::move(scratch_));
+    pool_->give(std::move(mirror_));
+  }
 
   const uint64_t id;
   Request request;
@@ -122,6 +133,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
     size_t step = 0;
     int pending = 0;
     std::vector<Seen> seen;
+    std::vector<Slice> landed;  // received into the mirror; they go to their pieces when the step is complete
     void* staged = nullptr;  // what the current step sends, in memory of the transport
   };
   struct Expected {
@@ -131,12 +143,27 @@ class Operation : public std::enable_shared_from_this<Operation> {
     Slice slice;
   };
 
+  // Elements that lie one behind the other.
+  struct Run {
+    char* data = nullptr;
+    int64_t count = 0;
+  };
+
   int to_rank(int group_index) const { return request.group.empty() ? group_index : request.group[group_index]; }
+  size_t element_of(Buffer buffer) const;  // bytes
+  size_t bytes_of(const Slice& slice) const { return static_cast<size_t>(slice.count) * element_of(slice.buffer); }
+  // The slice's elements from `begin` on, as far as they lie in one place.
+  Run run_at(const Slice& slice, int64_t begin) const;
+  // Null where the slice lies in several places.
   char* address(const Slice& slice) const;
-  size_t bytes_of(const Slice& slice) const;
+  void gather(const Slice& slice, void* to) const;
+  void scatter(const void* from, const Slice& slice) const;
+  // Memory for a slice that lies in several places, to be sent from or received into as a whole.
+  char* mirror(const Slice& slice);
   void post(MessageLink* link, int lane);
   void run_lane(MessageLink* link, int lane);
   void* stage(MessageLink* link, const Step& step) const;
+  const void* payload_of(MessageLink* link, const Transfer& send);
   void run_locals(MessageLink* link, const Step& step, const Step* next, LaneState* lane);
   void match(MessageLink* link, const Expected& expected, const Arrival& arrival);
 
@@ -148,7 +175,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::string note_;
   Problem problem_;
   Schedule schedule_;
+  std::vector<int64_t> piece_begins_;  // of request.pieces, in elements
+  ScratchPool* const pool_;
   ScratchPool::Block scratch_;
+  ScratchPool::Block mirror_;  // as large as all pieces; taken when it is needed
   size_t wide_offset_ = 0;  // of Buffer::kWide in the scratch memory
   std::vector<LaneState> lanes_;
   std::vector<Expected> expected_;

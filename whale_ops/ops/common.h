@@ -34,6 +34,9 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CommunicationOp(tensorflow::OpKernelConstruction* ctx);
   void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) final;
+  // It only starts something. The executor runs what is not expensive at once, before computation that is ready too: the exchange
+  // is under way meanwhile, also where the rank has one thread.
+  bool IsExpensive() override { return false; }
 
  protected:
   // Starts the operation; `done` is called exactly once, whatever happens.

@@ -51,15 +51,17 @@ class AllReduceOp : public CommunicationOp {
     whale::Request request = make_request(whale::OpKind::kAllReduce, wire_dtype_, std::move(text));
     request.reduction = reduction_;
     request.counts = {elements};
-    if (n == 1 && wire_dtype_ == dtype_) {
-      request.input = sources[0];
-      request.output = data_of(outputs[0]);
-      std::vector<Tensor> held{outputs[0]};
-      if (sources[0] != data_of(outputs[0])) held.push_back(ctx->input(1));
+    if (wire_dtype_ == dtype_) {
+      std::vector<Tensor> held = outputs;
+      for (int i = 0; i < n; ++i) {
+        if (outputs[i].NumElements() == 0) continue;
+        request.pieces.push_back({sources[i], data_of(outputs[i]), outputs[i].NumElements()});
+        if (sources[i] != data_of(outputs[i])) held.push_back(ctx->input(i + 1));
+      }
       launch_last(ctx, endpoint, std::move(request), std::move(held), 0, nullptr, std::move(done));
       return;
     }
-    // Several tensors: one message through a buffer that is reused from step to step.
+    // What goes out in another dtype than the tensors have goes through a buffer that is reused from step to step.
     const int64_t bytes = elements * static_cast<int64_t>(request.element_bytes);
     Tensor staging;
     OP_REQUIRES_OK_ASYNC(ctx, take_staging(ctx, bytes, &staging), done);
@@ -101,19 +103,11 @@ class AllReduceOp : public CommunicationOp {
   // Bytes of the tensor on the wire, which are at `wire` afterwards.
   size_t pack(const char* source, const Tensor& like, char* wire) const {
     const auto elements = static_cast<size_t>(like.NumElements());
-    if (wire_dtype_ == dtype_) {
-      if (elements > 0) std::memcpy(wire, source, like.TotalBytes());
-      return like.TotalBytes();
-    }
     whale::narrow_floats(to_core(wire_dtype_), reinterpret_cast<const float*>(source), wire, elements);
     return elements * static_cast<size_t>(tensorflow::DataTypeSize(wire_dtype_));
   }
   size_t unpack(const char* wire, const Tensor& output) const {
     const auto elements = static_cast<size_t>(output.NumElements());
-    if (wire_dtype_ == dtype_) {
-      if (elements > 0) std::memcpy(data_of(output), wire, output.TotalBytes());
-      return output.TotalBytes();
-    }
     whale::widen_floats(to_core(wire_dtype_), wire, reinterpret_cast<float*>(data_of(output)), elements);
     return elements * static_cast<size_t>(tensorflow::DataTypeSize(wire_dtype_));
   }
