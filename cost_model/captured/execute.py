@@ -50,7 +50,7 @@ class Sharing:
         threads: executor threads of a rank.
         slice_s: how long a computing thread keeps its core when others wait.
         wake_s: what an engine waits for a core where all are taken.
-        crowding: how many times as long its work takes then.
+        crowding: how many times as long an exchange's work takes then.
         exchanges_compute: whether engines take the ranks' cores; else exchanges run beside them.
     """
 
@@ -59,7 +59,7 @@ class Sharing:
     threads: int = 2
     slice_s: float = 4e-3
     wake_s: float = 0.0
-    crowding: float = 1.0
+    crowding: Callable[[Exchange], float] = lambda what: 1.0
     exchanges_compute: bool = True
 
 
@@ -219,9 +219,10 @@ class _Run:
             come.append((rank, node))
             if len(come) == len(what.ranks):
                 del self.come[key]
-                seconds = self.exchange_s(what)
+                seconds, crowding = self.exchange_s(what), self.sharing.crowding(what)
                 for member, i in come:
-                    self._submit(member, seconds, partial(self._exchanged, member, i))
+                    longer = crowding if member.host.full else 1.0
+                    self._submit(member, seconds * longer, partial(self._exchanged, member, i))
 
         if self.sharing.exchanges_compute:
             self._submit(rank, 0.0, announce)
@@ -233,7 +234,7 @@ class _Run:
         if not self.sharing.exchanges_compute:
             self.clock.after(seconds, done)
             return
-        rank.jobs.append((seconds * (self.sharing.crowding if rank.host.full else 1.0), done))
+        rank.jobs.append((seconds, done))
         if rank.engine.asleep:
             delay_s = self.sharing.wake_s if rank.host.full else 0.0
             self.clock.after(delay_s, partial(rank.host.wake, rank.engine))

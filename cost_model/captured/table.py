@@ -44,11 +44,15 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size."""
+    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
+
+    `crowding`: how many times as long a large one takes while all cores compute, with which it shares their memory.
+    """
 
     kind: str
     ranks: Annotated[int, Meta(ge=2)]
     samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
+    crowding: Annotated[float, Meta(ge=1)]
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +80,6 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         node_s: what the executor takes for a node that computes nothing.
         slice_s: how long a computing thread keeps its core when another waits for it.
         wake_s: what an engine waits for a core when all compute.
-        crowding: how many times as long its work takes then: it shares memory with those that compute.
         operations, curves, steps: see there.
     """
 
@@ -87,7 +90,6 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_s: Amount
     slice_s: Positive
     wake_s: Amount
-    crowding: Annotated[float, Meta(ge=1)]
     operations: list[Operation]
     curves: list[Curve]
     steps: list[Step] = []
@@ -205,6 +207,17 @@ class Measured:
         Raises:
             ClusterError: exchanges of this kind were not measured.
         """
+        curve = self._curve(kind, ranks, packed)
+        # Of a tensor, each rank hands on (p-1)/p.
+        scale = ((ranks - 1) / ranks) / ((curve.ranks - 1) / curve.ranks)
+        more = max(1.0, (ranks - 1) / (curve.ranks - 1)) ** 0.5
+        return _interpolated(curve.samples, tensor_bytes * scale) * more
+
+    def crowding(self, kind: str, ranks: int, packed: bool = False) -> float:
+        """How many times as long an exchange takes while all cores compute."""
+        return self._curve(kind, ranks, packed).crowding
+
+    def _curve(self, kind: str, ranks: int, packed: bool) -> Curve:
         curves = self._curves.get(kind + PACKED if packed and kind + PACKED in self._curves else kind)
         if curves is None:
             raise ClusterError(
@@ -213,12 +226,7 @@ class Measured:
                 expected=", ".join(sorted(self._curves)) or "exchanges between two ranks",
                 action="measure again with `whale profile`",
             )
-        nearest = min(curves, key=lambda n: abs(n - ranks))
-        # Of a tensor, each rank hands on (p-1)/p.
-        scale = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
-        return (
-            _interpolated(curves[nearest].samples, tensor_bytes * scale) * max(1.0, (ranks - 1) / (nearest - 1)) ** 0.5
-        )
+        return curves[min(curves, key=lambda n: abs(n - ranks))]
 
 
 def _interpolated(samples: list[tuple[float, float]], size: float) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cost_model.captured.predict import cluster_machine, predict_ranks
 from cost_model.captured.signature import signature
+from cost_model.captured.table import write
 from cost_model.ops import program_work
-from tests.cost_model.test_captured import LAB
+from tests.cost_model.test_captured import LAB, TABLE
+from whale.cli import main
 from whale.errors import ClusterError, PlanError
 from whale.ir.program import Program
 from whale.passes.pipeline import PlanContext, normalise
@@ -69,6 +72,17 @@ def test_it_is_planned_and_predicted_like_any_other(d: f.Description) -> None:
     assert planned.plan.batch_inputs and planned.plan.split_flops_fraction > 0.9
     found = predict_plan(planned, LAB)
     assert found.step_s > 0 and sum(found.logical_bytes) == planned.plan.logical_bytes
+
+
+def test_a_model_file_is_simulated_on_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, profile = tmp_path / "model.yaml", tmp_path / "profile.json"
+    model.write_text("family: dlrm\nbatch: 32\ntables: 2\nrows: 64\n")
+    write(TABLE, profile)
+    assert main(["simulate", str(model), "--measured", str(profile), "-np", "2"]) == 0
+    assert "Predicted on lab as `whale profile` measured it" in capsys.readouterr().out
+    write(msgspec.structs.replace(TABLE, memory_gb=1e-6), profile)
+    assert main(["simulate", str(model), "--measured", str(profile), "-np", "2"]) == 1
+    assert "does not fit: rank 1 lacks" in capsys.readouterr().out
 
 
 def test_a_model_that_no_machine_holds_is_captured_all_the_same() -> None:

@@ -133,6 +133,15 @@ def test_a_larger_product_takes_longer() -> None:
     assert large.flops == 4096 * small.flops and large.seconds > 20 * small.seconds
 
 
+def test_reads_of_a_variable_whose_rows_are_taken_are_measured_as_copies() -> None:
+    v = tf.Variable(tf.ones((1024, 256)))
+    spec = tf.TensorSpec((4,), tf.int32)
+    program = capture_function(lambda i: tf.reduce_sum(tf.gather(v, i)) + tf.reduce_sum(v), (spec,), {}).program
+    found, skipped = measure.measure(list(measure.distinct([program]).values()))
+    (copy,) = [o for o in found if o.op == "ReadVariableOp"]
+    assert not skipped and copy.moved_bytes == 2 * 1024 * 256 * 4 and copy.seconds > 1e-6
+
+
 def test_what_cannot_run_alone_is_named() -> None:
     spec = tf.TensorSpec((4,), tf.string)
     program = capture_function(lambda x: tf.strings.join([x, x]), (spec,), {}).program

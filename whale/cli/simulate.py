@@ -1,4 +1,7 @@
-"""whale simulate: predicts a job's step time and memory on a cluster; needs no TensorFlow and no devices."""
+"""whale simulate: predicts a job's step time and memory on a cluster, or a model's on a machine that was measured.
+
+On a cluster it needs no TensorFlow and no devices.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,31 @@ def add_to(verbs: Any) -> None:
     verb = verbs.add_parser(
         "simulate",
         help="predict a job's step time and memory",
-        description="Predicts step time and memory of a transformer, given by its hyper-parameters, on a cluster.",
+        description="Predicts step time and memory of a transformer, given by its hyper-parameters, on a cluster; or "
+        "of a model of any family, spread over ranks of the machine that `whale profile` measured.",
     )
-    verb.add_argument("job", help="YAML file with model, plan and software")
-    verb.add_argument("--cluster", required=True, help="cluster file (YAML), or local for this machine")
+    verb.add_argument("job", help="YAML file with model, plan and software; with --measured a model file")
+    verb.add_argument("--cluster", help="cluster file (YAML), or local for this machine")
+    verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, instead of a cluster")
+    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="with --measured: ranks (default 2)")
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
-    verb.set_defaults(call=call)
+    verb.set_defaults(call=call, wrong=verb.error)
 
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
+    if (given.cluster is None) == (given.measured is None):
+        given.wrong("either --cluster or --measured says on what the job runs")
+    if given.measured:
+        if given.profile or given.trace or given.network:
+            given.wrong("--profile, --trace and --network are for jobs on a cluster")
+        from whale.runtime.dry_run import simulated
+
+        text, fits = simulated(given.job, given.ranks, given.measured)
+        print(text, end="")
+        return int(not fits)
     from cost_model import allocation, cluster, discover, job, profile
     from whale.cgroup import cpu_quota
 

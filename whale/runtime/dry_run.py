@@ -167,6 +167,25 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
     return Drawn(planned.plan, planned.program, found, alone_s, ranks_on.memory_bytes, name)
 
 
+def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
+    """(what a step of a model file is predicted to take on a machine that `whale profile` measured, whether it fits).
+
+    Raises:
+      ClusterError: a file cannot be read.
+    """
+    table = read(measured)
+    planned = _described(model, ranks)
+    found = predict_plan(planned, table)
+    text = report(found, f"{table.host} as `whale profile` measured it")
+    limits = machine(table, ranks, planned.program).memory_bytes
+    fits = True
+    for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
+        if ran.peak_bytes > limit:
+            fits = False
+            text += f"does not fit: rank {rank} lacks {(ran.peak_bytes - limit) / 1e9:.1f} GB\n"
+    return text, fits
+
+
 def _described(path: str, ranks: int) -> Planned:
     from whale.runtime import described
 

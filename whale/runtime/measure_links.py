@@ -1,7 +1,8 @@
 """Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure_links FILE``.
 
 Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
-small and large ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON.
+a small one and a large one of each kind once more while other threads compute on all cores. Rank 0 writes the medians
+as JSON.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def main() -> None:
     for kind, call in _exchanges(ops, rank, size).items():
         for size_bytes in SIZES_BYTES:
             found.setdefault(kind, []).append((float(size_bytes), _seconds(comm, kind, call, size_bytes)))
-    idle_s = dict(found["all_reduce"])
-    reduce = _exchanges(ops, rank, size)["all_reduce"]
+    loaded_s: dict[str, float] = {}
     with _computing(max(1, len(os.sched_getaffinity(0)) // size)):
-        small_s, large_s = (
-            _seconds(comm, "all_reduce", reduce, size_bytes, "loaded") for size_bytes in (SIZES_BYTES[0], LARGE_BYTES)
-        )
-    waited_s = max(0.0, small_s - idle_s[SIZES_BYTES[0]])
-    crowding = max(1.0, (large_s - waited_s) / idle_s[LARGE_BYTES])
+        kinds = _exchanges(ops, rank, size)
+        small_s = _seconds(comm, "all_reduce", kinds["all_reduce"], SIZES_BYTES[0], "loaded")
+        for kind, call in kinds.items():
+            loaded_s[kind] = _seconds(comm, kind, call, LARGE_BYTES, "loaded")
+    waited_s = max(0.0, small_s - found["all_reduce"][0][1])
+    crowding = {kind: max(1.0, (s - waited_s) / dict(found[kind])[LARGE_BYTES]) for kind, s in loaded_s.items()}
     if rank == 0:
         measured = {"ranks": size, "curves": found, "wake_s": waited_s / PAUSES, "crowding": crowding}
         Path(sys.argv[1]).write_text(json.dumps(measured))

@@ -51,7 +51,7 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
     Raises:
       ClusterError: the ranks did not start.
     """
-    curves, wake_s, crowding = _links(ranks)
+    curves, wake_s = _links(ranks)
     say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     from whale.runtime import samples
@@ -59,7 +59,7 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
     found, _ = measure.measure(list(measure.distinct(samples.programs()).values()), SECONDS_FOR_OPERATIONS, say)
     call_s, node_s = measure.overheads()
     name = platform.node() or "local"
-    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, crowding, found, curves)
+    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves)
     tables.write(table, out)
     return table
 
@@ -77,8 +77,8 @@ def _slice_s() -> float:
     return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
 
 
-def _links(ranks: int) -> tuple[list[Curve], float, float]:
-    """(curves of exchanges, seconds that an engine waits for a core where all compute, what theirs is longer then)."""
+def _links(ranks: int) -> tuple[list[Curve], float]:
+    """(curves of exchanges, seconds that an engine waits for a core where all compute)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         command = [
@@ -100,8 +100,9 @@ def _links(ranks: int) -> tuple[list[Curve], float, float]:
                 action="see whether `whale doctor` finds why runs fail here",
             )
         found = json.loads(path.read_text())
-    curves = [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()]
-    return curves, found["wake_s"], found["crowding"]
+    crowding = found["crowding"]
+    curves = [Curve(kind, found["ranks"], samples, crowding[kind]) for kind, samples in found["curves"].items()]
+    return curves, found["wake_s"]
 
 
 def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:
