@@ -6,10 +6,10 @@
     python benchmarks/unequal.py --what pipeline --ranks 4 --stages 2            two replicas of two stages
     python benchmarks/unequal.py --what pipeline --ranks 4 --depth 16            four stages
 
-Each rank keeps to a core, and joins a control group with a quota of processor time (Linux, as root). Quotas are
-corrected until the speeds that the ranks measure while all of them work differ as asked. Then one program is trained
-with even parts, and with what `auto_parallel` chooses from the speeds that it measures itself, in turns. A rank that
-works for less than its quota has waited for others.
+Each rank keeps to a core, and joins a control group with a quota of processor time (Linux, as root). Quotas are such
+that the speeds of ranks which do equal work at the same time differ as asked. Then one program is trained with even
+parts, and with what `auto_parallel` chooses from the speeds that it measures itself, in turns. A rank that works for
+less than its quota has waited for others. Turns in which other processes took more than 15 % of a core are repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from machine import busy_s
 
 PERIOD_US = 20_000
 CPU = Path("/sys/fs/cgroup/cpu")  # version 1
@@ -32,8 +34,22 @@ UNIFIED = Path("/sys/fs/cgroup")
 NAME = "whale_unequal_{}"
 WIDTH, DEPTH, ROWS = 512, 8, 4608
 MOST_CORES = 0.92  # of each core; the rest is for launcher and kernel
-ROUNDS = 6  # of measuring speeds
-TURNS = 8
+CALIBRATION_STEPS = 8
+TURNS, MOST_TURNS = 6, 18
+OTHERS = 0.15  # a turn is repeated if others took more than this part of a core
+
+
+class Turn(NamedTuple):
+    """A turn of each way.
+
+    Attributes:
+        others: cores that all processes but the ranks took.
+        times: seconds of steps of each way; worked_s: seconds of processor time of one step on this rank.
+    """
+
+    others: float
+    times: dict[str, list[float]]
+    worked_s: dict[str, float]
 
 
 class Quota:
@@ -130,37 +146,41 @@ def work(options: argparse.Namespace) -> None:
     run = context.current()
     target = [options.slow if r % 2 else 1.0 for r in range(options.ranks)]
     most = options.cores * len(cores) / max(len(cores), sum(target))
-    speeds = calibrate(run, quota, target, most)
-    steps = {"planned": built(None, run, options.depth)}
+    quota.set(most * target[rank])
+    even = Choice("data parallel, equal rows")
+    steps = {"even": built(even, run, options.depth)}
+    calibrate(run, quota, steps["even"], target, most)
+    steps["planned"] = built(None, run, options.depth)
     chosen = run.auto
     assert chosen is not None
-    even = Choice("data parallel, equal rows")
     if options.what == "pipeline":
         cuts = tuple(options.depth * stage // options.stages for stage in range(1, options.stages))
         even = msgspec.structs.replace(chosen, name="stages of equal length", cuts=cuts)
-    steps["even"] = built(even, run, options.depth)
+        steps["even"] = built(even, run, options.depth)
     alone, batch = program(options.depth, tf.function)
-    losses = [float(alone(*batch)) for _ in range(4)][1:]  # `built` took one step
-    error = max(abs(step() / loss - 1) for step in steps.values() for loss in losses)
-    times, used_s = in_turns(run, steps, options.seconds)
-    mine = [quota.cores, used_s["even"], used_s["planned"]]
+    losses = [float(alone(*batch)) for _ in range(4)]
+    error = max(abs(steps["planned"]() / loss - 1) for loss in losses[1:])  # `built` took one step
+    turns = in_turns(run, steps, options.seconds)
+    times = {name: [s for turn in turns for s in turn.times[name]] for name in steps}
+    mine = [quota.cores, *(statistics.mean(turn.worked_s[name] for turn in turns) for name in ("even", "planned"))]
     said = [json.loads(one) for one in run.comms[0].allgather_bytes("unequal/used", json.dumps(mine).encode())]
     if rank == 0:
         took_s = [statistics.mean(times[name]) for name in ("even", "planned")]
         even_s, planned_s = (statistics.median(times[name]) for name in ("even", "planned"))
-        ideal = sum(target) / len(target) / min(target)
         for r, (given, *worked) in enumerate(said):
             parts = ", ".join(
                 f"{name} {1e3 * s:.0f} ms a step, {s / t / given:.0%} of its quota"
                 for name, s, t in zip(("even", "planned"), worked, took_s)
             )
-            print(f"rank {r}: speed {speeds[r] / speeds[0]:.3f}, {given:.3f} cores; worked: {parts}", flush=True)
+            print(f"rank {r}: {given:.3f} cores; worked: {parts}", flush=True)
         text = f"even {1e3 * even_s:.1f} ms, planned {1e3 * planned_s:.1f} ms: {even_s / planned_s:.3f}x"
         if options.what == "data":
-            text += f" of {ideal:.3f}x that are possible: {even_s / planned_s / ideal:.1%}"
-        print(
-            f"{options.what}, {options.ranks} ranks: {text}; losses differ from one device by {error:.0e}", flush=True
-        )
+            speeds = [given / worked for given, worked, _ in said]  # that the ranks had meanwhile, for equal work
+            ideal = sum(speeds) / len(speeds) / min(speeds)
+            text += f" of {ideal:.3f}x that are possible: {even_s / planned_s / ideal:.1%}; speeds "
+            text += " : ".join(f"{s / speeds[0]:.3f}" for s in speeds)
+        print(f"{options.what}, {options.ranks} ranks: {text}; losses differ from one device by {error:.0e}")
+        print(f"other processes took up to {max(turn.others for turn in turns):.2f} of a core meanwhile", flush=True)
         print(
             f"chosen: {chosen.name}, predicted {1e3 * chosen.predicted_s:.1f} ms, "
             f"measured {1e3 * planned_s:.1f} ms ({chosen.predicted_s / planned_s - 1:+.1%})",
@@ -169,37 +189,24 @@ def work(options: argparse.Namespace) -> None:
     wh.shutdown()
 
 
-def calibrate(run: Any, quota: Quota, target: list[float], most: float) -> list[float]:
-    """Sets this rank's quota until all ranks' speeds are as asked; the speeds, in products per second.
+def calibrate(run: Any, quota: Quota, step: Callable[[], float], target: list[float], most: float) -> None:
+    """Sets this rank's quota so that all ranks' speeds are as asked.
+
+    Speed is steps of equal work per second of processor time, times the quota: what else runs on a core for a moment
+    changes what a rank does in a second, and quotas that follow that are wrong a moment later.
 
     Args:
         most: cores for a rank of speed 1.
     """
-    import tensorflow as tf
-
-    mine = most * target[run.rank]
-    x = tf.random.normal([512, 512])
-    product = tf.function(lambda: tf.linalg.matmul(x, x))
-    for attempt in range(3):
-        quota.set(mine)
-        rounds = []
-        for number in range(ROUNDS):
-            run.comms[0].broadcast_bytes(f"unequal/{attempt}/{number}", b"" if run.rank == 0 else None)
-            product()
-            count, start_s = 0, time.perf_counter()
-            while time.perf_counter() < start_s + 0.6:
-                float(product()[0, 0])
-                count += 1
-            own = count / (time.perf_counter() - start_s)
-            said = run.comms[0].allgather_bytes(f"unequal/speed/{attempt}/{number}", json.dumps(own).encode())
-            rounds.append([float(json.loads(one)) for one in said])
-        # The median: a core is slower at some times, and to follow that would make quotas differ from what was asked.
-        speeds = [statistics.median(one[r] for one in rounds) for r in range(run.size)]
-        per_target = [s / t for s, t in zip(speeds, target)]
-        if max(per_target) < 1.03 * min(per_target):
-            break
-        mine = min(1.03 * most * target[run.rank], mine * statistics.mean(per_target) / per_target[run.rank])
-    return speeds
+    for _ in range(2):
+        step()
+    start_s = time.process_time()
+    for _ in range(CALIBRATION_STEPS):
+        step()
+    worked_s = time.process_time() - start_s
+    said = run.comms[0].allgather_bytes("unequal/worked", json.dumps(worked_s).encode())
+    slowest_s = max(float(json.loads(one)) for one in said)
+    quota.set(most * target[run.rank] * worked_s / slowest_s)
 
 
 def built(way: Any, run: Any, depth: int) -> Callable[[], float]:
@@ -216,12 +223,8 @@ def built(way: Any, run: Any, depth: int) -> Callable[[], float]:
     return call
 
 
-def in_turns(
-    run: Any, steps: dict[str, Callable[[], float]], seconds: float
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """(seconds of steps of each way, seconds of processor time that one takes this rank).
-
-    The ways take turns, so that what changes on the machine meets all.
+def in_turns(run: Any, steps: dict[str, Callable[[], float]], seconds: float) -> list[Turn]:
+    """The ways take turns, so that what changes on the machine meets all; the turns that others disturbed least.
 
     Args:
         seconds: of measuring each way.
@@ -230,15 +233,21 @@ def in_turns(
     counts = {name: max(2, round(seconds / TURNS / s)) for name, s in once_s.items()}
     said = run.comms[0].broadcast_bytes("unequal/counts", json.dumps(counts).encode() if run.rank == 0 else None)
     counts = json.loads(said)  # as many on every rank
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    worked: dict[str, float] = dict.fromkeys(steps, 0.0)
-    for _ in range(TURNS):
+    turns: list[Turn] = []
+    while len(turns) < MOST_TURNS and sum(one.others <= OTHERS for one in turns) < TURNS:
+        busy, begun_s, own_s = busy_s(), time.perf_counter(), time.process_time()
+        times, worked_s = {}, {}
         for name, step in steps.items():
             step()  # the first one after another way's is colder
             start_s = time.process_time()
-            times[name] += [timed(step) for _ in range(counts[name])]
-            worked[name] += time.process_time() - start_s
-    return times, {name: worked[name] / len(times[name]) for name in steps}
+            times[name] = [timed(step) for _ in range(counts[name])]
+            worked_s[name] = (time.process_time() - start_s) / counts[name]
+        key = f"unequal/turn/{len(turns)}"
+        mine = [time.process_time() - own_s, busy_s() - busy, time.perf_counter() - begun_s]
+        said = [json.loads(one) for one in run.comms[0].allgather_bytes(key, json.dumps(mine).encode())]
+        others = (said[0][1] - sum(one[0] for one in said)) / said[0][2]  # as rank 0 saw it, on every rank
+        turns.append(Turn(others, times, worked_s))
+    return sorted(turns, key=lambda one: one.others)[:TURNS]
 
 
 def timed(step: Callable[[], float]) -> float:

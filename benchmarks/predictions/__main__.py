@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.groups import Group, under_mpirun
+from benchmarks.machine import busy_s
 from benchmarks.predictions import page
 from benchmarks.predictions.plans import KINDS
 from whale.launcher.worker import thread_variables
@@ -122,17 +123,11 @@ def _undisturbed(group: Group, steps: int) -> list[dict[str, Any]]:
     """What the ranks answer, of the first round in which other processes left them the cores, or of the best one."""
     found: list[tuple[float, list[dict[str, Any]]]] = []
     while len(found) < TRIES and (not found or found[-1][0] > OTHERS):
-        busy_s, start_s = _busy_s(), time.monotonic()
+        taken_s, start_s = busy_s(), time.monotonic()
         answers = group.ask(STEP_TIMEOUT_S * steps, steps=steps)
-        others_s = _busy_s() - busy_s - sum(a["cpu_s"] for a in answers)
+        others_s = busy_s() - taken_s - sum(a["cpu_s"] for a in answers)
         found.append((others_s / (time.monotonic() - start_s), answers))
     return min(found, key=lambda one: one[0])[1]
-
-
-def _busy_s() -> float:
-    """Seconds that this machine's cores have been taken, by any process or by other virtual machines."""
-    user, nice, system, _, _, irq, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -14,17 +14,18 @@ from whale.planner.programs import Rates
 from whale.runtime.context import Context
 
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
+SUSPECT = 1.1  # ranks that seem to differ by more are measured again
 # Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
 # more as parts of the work that differ than it gains.
 ONE_KIND = 1.15
-ROUNDS = 5  # of measuring unequal ranks
+ROUNDS, ROUND_S = 5, 0.25  # of measuring them again; the median of each rank counts
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 
 
-def unequal(rates: Sequence[Rates]) -> bool:
+def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
     """Whether ranks differ by more than what is taken to be noise."""
     speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
-    return max(speeds) > UNEQUAL * min(speeds)
+    return max(speeds) > by * min(speeds)
 
 
 def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
@@ -60,11 +61,13 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
     if not between:
         return [of(*pairs[0])] * max(context.size, context.dry.size if context.dry is not None else 1)
-    if unequal([of(*pair) for pair in pairs]):
-        # Parts of the work follow these figures, so they have to be better than those that only tell that it is so.
-        rounds = [_together(context, f"again/{n}", measured, 0.4) for n in range(ROUNDS)]
+    if unequal([of(*pair) for pair in pairs], SUSPECT):
+        # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
+        rounds = [_together(context, f"again/{n}", measured, ROUND_S) for n in range(ROUNDS)]
         flops, moved = ([statistics.median(r[k][i] for r in rounds) for k in range(len(pairs))] for i in (0, 1))
-        return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
+        pairs = list(zip(flops, moved))
+        if unequal([of(*pair) for pair in pairs]):
+            return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
     return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
 
 
