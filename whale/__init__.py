@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from whale.annotations import checkpoint as checkpoint
     from whale.annotations import pipeline as pipeline
+    from whale.annotations import recompute as recompute
     from whale.annotations import replica as replica
     from whale.annotations import set_default_strategy as set_default_strategy
     from whale.annotations import split as split
@@ -69,6 +70,7 @@ _PUBLIC = {
     "plan": "whale.runtime.dry_run",
     "shard": "whale.runtime.data",
     "ShardedTensor": "whale.runtime.data",
+    "recompute": "whale.annotations",
     "replica": "whale.annotations",
     "split": "whale.annotations",
     "stage": "whale.annotations",

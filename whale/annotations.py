@@ -156,6 +156,32 @@ def checkpoint(tensor: Any) -> Any:
     return held(tensor)
 
 
+class recompute(ContextDecorator):
+    """``with wh.recompute():`` what is built inside is computed again when the backward pass reads it, and not held.
+
+    With ``gradient_checkpoint.type="collection"``. Everything else of the forward pass is held as usual, so this suits
+    what takes much memory and little time, as the scores of an attention. Random ops, loops, branches and ops with
+    effects are held all the same. Outside of a graph nothing is marked.
+
+    Raises:
+      PlanError: later, when the program is planned: it marks tensors with ``wh.checkpoint`` as well.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> recompute:
+        from whale.runtime.scopes import again
+
+        scope = again()
+        scope.__enter__()
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
 def _flat(devices: Iterable[Any]) -> tuple[int, ...]:
     """Ranks in order; a slice of a cluster is a list of groups of them."""
     return tuple(rank for item in devices for rank in ([item] if isinstance(item, int) else _flat(item)))

@@ -15,7 +15,8 @@ from cost_model.ops import program_work
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
-from whale.ir.program import Program
+from whale.ir.program import BACKWARD, RECOMPUTED, Program
+from whale.ir.values import TensorType
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime.described import families as f
 from whale.runtime.described import program_of, read, traced
@@ -62,6 +63,27 @@ def test_full_recompute_holds_less_and_computes_more() -> None:
     assert 1.15 < work["full"] / work["none"] < 1.34  # a third of the layers' work, and none of the logits'
     peak = {kind: predict_ranks([p], cluster_machine(LAB)).peak_bytes for kind, p in programs.items()}
     assert peak["full"] < 0.8 * peak["none"]
+
+
+def test_selective_recompute_repeats_the_scores_of_attention_and_holds_none_of_them() -> None:
+    d = f.Gpt(**{**TEXT, "layers": 3, "sequence": 32, "batch": 8}, recompute="selective")
+    settings = PlanContext(size=1, recompute="collection")
+    program = normalise(program_of(d), settings)
+    assert contents(program) == contents(normalise(traced(d), settings))
+    again = [(n, w) for n, w in program_work(program) if n.attrs.get(RECOMPUTED)]
+    # Of each layer: the product of queries and keys, 2 b s^2 h; scale, mask and softmax of b a s^2 scores.
+    scores = d.batch * d.heads * d.sequence**2
+    assert Counter(n.op for n, _ in again) == dict.fromkeys(("BatchMatMulV2", "Mul", "AddV2", "Softmax"), 3)
+    assert sum(w.flops for n, w in again if "MatMul" in n.op) == 3 * 2 * scores * (d.hidden // d.heads)
+    assert sum(w.flops for n, w in again if n.op in ("Mul", "AddV2")) == 3 * 2 * scores
+    assert (d.batch, d.heads, d.sequence, d.sequence) not in {t.shape for t in held_types(program)}
+
+
+def held_types(program: Program) -> list[TensorType]:
+    """What the backward pass reads of the forward pass, each tensor once."""
+    late = {n.name for n in program.nodes if n.attrs.get(BACKWARD) or n.attrs.get(RECOMPUTED)}
+    read = {r for n in program.nodes if n.name in late for r in n.inputs if r.node not in late}
+    return [program.type_of(r) for r in read if program.by_name[r.node].op != "Const"]
 
 
 @pytest.mark.parametrize("d", [SMALL[0], SMALL[-1]], ids=["Gpt", "Dlrm"])

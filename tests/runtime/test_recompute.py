@@ -121,6 +121,43 @@ def test_the_collection_of_a_session(ranks: Start) -> None:
     assert not none and [n for n in names if "Tanh" in n] == ["Tanh_2/whale_again", "Tanh/whale_again"], names
 
 
+def test_a_scope_of_what_is_computed_again(ranks: Start) -> None:
+    x = tf.random.stateless_normal([8, 6], [2, 3], dtype=tf.float64)
+
+    def run(kind: str, held: bool = False) -> tuple[list[np.ndarray], list[str]]:
+        ranks(2, **{TYPE: kind})
+        weights = [tf.Variable(tf.random.stateless_normal([6, 6], [1, i], dtype=tf.float64)) for i in range(4)]
+
+        @wh.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                y = x
+                for weight in weights:
+                    y = y @ weight
+                    with wh.recompute():
+                        y = tf.nn.softmax(tf.sin(y) * 2.0)
+                y = wh.checkpoint(y) if held else y
+                loss = tf.reduce_mean(tf.square(y @ weights[0]))
+            for slope, weight in zip(tape.gradient(loss, weights), weights):
+                weight.assign_sub(slope)
+            return loss
+
+        found = [*(step(x).numpy() for _ in range(3)), *(w.numpy() for w in weights)]
+        names = again(step.plan(x))
+        wh.shutdown()
+        return found, names
+
+    plain, none = run("")
+    found, names = run("collection")
+    for value, other in zip(found, plain):
+        np.testing.assert_array_equal(value, other)
+    # The gradient of the last product depends on nothing behind it, so what it reads is held.
+    assert not none and sum(n.startswith("Softmax") for n in names) == 3, names
+    assert not any("MatMul" in n for n in names)
+    with pytest.raises(PlanError, match="one of the two"):
+        run("collection", held=True)
+
+
 @pytest.mark.parametrize(("kind", "action"), [("collection", r"wh\.checkpoint"), ("stage", r"wh\.stage")])
 def test_nothing_marked(ranks: Start, kind: str, action: str) -> None:
     ranks(1, **{TYPE: kind})

@@ -14,8 +14,9 @@ from whale.ir.values import DType, Func, Tensor, TensorType
 
 # TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
 COMPILED = "_XlaMustCompile"
-# Marks of nodes that compute gradients, of activations that the user wants held, and of what is computed again.
+# Marks of nodes that compute gradients, of activations that the user wants held or computed again, and of what is.
 BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
+AGAIN = "_whale_again"
 UNSCALED, ALL_FINITE = "_whale_unscaled", "_whale_all_finite"  # see whale.capture.scaling
 ON_HOST = "_whale_host"  # mark of a node that is computed in the host's memory: see whale.passes.offload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.errors import ProgramError
-from whale.ir.program import Node, Program, Ref, function_refs, topological
+from whale.ir.program import AGAIN, Node, Program, Ref, function_refs, topological
 from whale.ir.values import TensorType
 from whale.passes.compiled import asks_for_xla, called_from, marked
 
@@ -131,6 +131,7 @@ class _Splice:
 
         before = self._gate(f"{call.name}/before", call.controls) if len(call.controls) > 1 else call.controls
         stateful = [names[n.name] for n in body.nodes if n.stateful and n.name in names]
+        again = bool(call.attrs.get(AGAIN))
         for node in body.nodes:
             if node.name in arguments:
                 continue
@@ -142,6 +143,7 @@ class _Splice:
                 name=names[node.name],
                 inputs=tuple([ref(r) for r in node.inputs]),
                 controls=controls,
+                attrs={**node.attrs, AGAIN: True} if again else node.attrs,
                 scope=node.scope or call.scope,
             )
         results = tuple(ref(r) for r in body.outputs)

@@ -6,6 +6,8 @@ nodes, computed from the checkpoints. The copies wait, by control edges, for the
 end: TensorFlow would compute them at once otherwise. What follows the last checkpoint is read as soon as it is made,
 and has no copy; nor have nodes with effects, random ones, loops and branches, whose results are held.
 
+Marks may also say what is computed again (``wh.recompute``); then everything else is a checkpoint.
+
 A copy stands in the program before the first node that reads it, and waits for nodes further up only: there are no
 circles, whatever the program is.
 """
@@ -16,7 +18,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.program import BACKWARD, CHECKPOINT, COMPILED, RECOMPUTED, Node, Program, Ref, function_refs, topological
+from whale.ir.program import (
+    AGAIN,
+    BACKWARD,
+    CHECKPOINT,
+    COMPILED,
+    RECOMPUTED,
+    Node,
+    Program,
+    Ref,
+    function_refs,
+    topological,
+)
 from whale.ir.values import UNMOVABLE
 from whale.passes.stages import stage_of
 
@@ -27,11 +40,12 @@ def recompute(program: Program, kind: str) -> Program:
     """``program`` with copies of the forward nodes that its backward nodes read.
 
     Args:
-      kind: ``collection``: the checkpoints are those that the user marked; ``auto``: they are chosen by bytes;
+      kind: ``collection``: the checkpoints are those that the user marked, or all but what the user marked to be
+        computed again; ``auto``: they are chosen by bytes;
         ``stage``: they are what one stage sends to another one.
 
     Raises:
-      PlanError: gradients are computed, and no tensor is marked.
+      PlanError: gradients are computed, and no tensor is marked, or there are marks of both kinds.
     """
     forward = _Forward(program)
     if not forward.backward or any(n.attrs.get(RECOMPUTED) for n in program.nodes):
@@ -53,6 +67,7 @@ def recompute(program: Program, kind: str) -> Program:
             given='gradient_checkpoint.type="collection"',
             expected="marked tensors of the forward pass",
             action='mark them with wh.checkpoint(tensor) or tf.compat.v1.add_to_collection("checkpoints", tensor), '
+            "or what is computed again with wh.recompute(), "
             'or set gradient_checkpoint.type="auto"',
         )
     return _Copies(forward, numbers).run() if numbers else program
@@ -102,8 +117,19 @@ class _Forward:
 
     def marked(self) -> dict[str, int]:
         """The user's checkpoints, numbered in the order of the program; with what one of them only passes on."""
+        again = {name for name in self.twice if self.program.by_name[name].attrs.get(AGAIN)}
         found: dict[str, int] = {}
         names = [n.name for n in self.program.nodes if n.attrs.get(CHECKPOINT) and n.name not in self.backward]
+        if again and names:
+            raise PlanError(
+                "activations are marked to be held and to be computed again",
+                op=names[0],
+                given="wh.checkpoint and wh.recompute in one step",
+                expected="one of the two",
+                action="take the marks of one kind away",
+            )
+        if again:
+            return self._around(again)
         for number, name in enumerate(names):
             while name not in found:
                 found[name] = number
@@ -111,6 +137,24 @@ class _Forward:
                 if node.op not in ("Identity", "Reshape", "Snapshot") or node.inputs[0].node in self.fixed:
                     break
                 name = node.inputs[0].node
+        return found
+
+    def _around(self, again: set[str]) -> dict[str, int]:
+        """All that is not computed again, numbered by how often one has left what is, or come behind what read it."""
+        found: dict[str, int] = {}
+        level: dict[str, int] = {}
+        behind: set[str] = set()  # what reads results that are computed again
+        for node in self.program.nodes:
+            name = node.name
+            if name in self.backward or name in self.fixed:
+                continue
+            reads = [r.node for r in node.inputs if r.node in level]
+            if name not in again:
+                behind |= {name} if not again.isdisjoint(reads) else set()
+                level[name] = max((level[r] + (r in again or r in behind) for r in reads), default=0)
+                found[name] = level[name]
+            else:
+                level[name] = max((level[r] + (r in behind) for r in reads), default=0)
         return found
 
     def sent(self) -> dict[str, int]:

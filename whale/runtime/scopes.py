@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
-from whale.ir.program import CHECKPOINT
+from whale.ir.program import AGAIN, CHECKPOINT
 from whale.passes.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.stages import stage_of
 from whale.runtime.context import Context, current
@@ -160,3 +160,13 @@ def held(tensor: Any) -> Any:
         return tensor
     with tf.compat.v1.get_default_graph()._attr_scope({CHECKPOINT: attr_value_pb2.AttrValue(b=True)}):
         return tf.identity(tensor, "checkpoint")
+
+
+@contextmanager
+def again() -> Iterator[None]:
+    """Marks what is built inside as what is computed again for the backward pass; outside of a graph nothing is."""
+    with ExitStack() as stack:
+        if not tf.executing_eagerly():
+            mark = {AGAIN: attr_value_pb2.AttrValue(b=True)}
+            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark))
+        yield

@@ -33,9 +33,12 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Transformer(_Model, frozen=True, kw_only=True):
-    """``recompute: full`` holds the layers' inputs only and computes the rest again for the backward pass."""
+    """``recompute: full`` holds the layers' inputs only and computes the rest again for the backward pass.
 
-    recompute: Literal["none", "full"] = "none"  # type: ignore[misc]
+    ``selective`` computes the scores of the attentions and their softmax again (Korthikanti et al., 2022, section 5).
+    """
+
+    recompute: Literal["none", "selective", "full"] = "none"  # type: ignore[misc]
     layers: Count
     hidden: Count
     heads: Count

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import tensorflow as tf
 
 Weight = Callable[[str, Sequence[int]], tf.Tensor]
+Scope = Callable[[], AbstractContextManager[None]]
 
 
 def dense(weight: Weight, name: str, x: tf.Tensor, width: int) -> tf.Tensor:
@@ -31,9 +33,15 @@ def norm(weight: Weight, name: str, x: tf.Tensor) -> tf.Tensor:
 
 
 def attention(
-    weight: Weight, name: str, x: tf.Tensor, heads: int, causal: bool = False, memory: tf.Tensor | None = None
+    weight: Weight,
+    name: str,
+    x: tf.Tensor,
+    heads: int,
+    causal: bool = False,
+    memory: tf.Tensor | None = None,
+    core: Scope = nullcontext,
 ) -> tf.Tensor:
-    """Multi-head attention; of another sequence where ``memory`` is given."""
+    """Multi-head attention; of another sequence where ``memory`` is given. Its scores are computed under ``core``."""
     rows, length, width = x.shape.as_list()
     size = width // heads
 
@@ -46,10 +54,12 @@ def attention(
     else:
         (query,) = parted(dense(weight, f"{name}/q", x, width), 1)
         key, value = parted(dense(weight, f"{name}/kv", memory, 2 * width), 2)
-    scores = tf.matmul(query, key, transpose_b=True) * tf.constant(size**-0.5, x.dtype)
-    if causal:
-        scores += tf.constant(_mask(length), x.dtype)
-    mixed = tf.matmul(tf.nn.softmax(scores), value)
+    with core():
+        scores = tf.matmul(query, key, transpose_b=True) * tf.constant(size**-0.5, x.dtype)
+        if causal:
+            scores += tf.constant(_mask(length), x.dtype)
+        shares = tf.nn.softmax(scores)
+    mixed = tf.matmul(shares, value)
     return dense(weight, f"{name}/out", tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), (rows, length, width)), width)
 
 

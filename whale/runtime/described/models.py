@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from whale.runtime.described import families as f
 from whale.runtime.described.layers import (
+    Scope,
     Weight,
     attention,
     bottleneck,
@@ -18,7 +20,7 @@ from whale.runtime.described.layers import (
     feed_forward,
     norm,
 )
-from whale.runtime.scopes import held
+from whale.runtime.scopes import again, held
 
 Batch = Mapping[str, tf.Tensor]
 
@@ -71,13 +73,14 @@ def _layers(
     activation: Callable[..., tf.Tensor],
     memory: tf.Tensor | None = None,
 ) -> tf.Tensor:
+    core: Scope = again if d.recompute == "selective" else nullcontext
     for i in range(d.layers):
         at = f"{name}/{i}"
         if d.recompute == "full":
             x = held(x)
-        x = x + attention(weight, f"{at}/attention", norm(weight, f"{at}/norm1", x), d.heads, causal)
+        x = x + attention(weight, f"{at}/attention", norm(weight, f"{at}/norm1", x), d.heads, causal, core=core)
         if memory is not None:
-            x = x + attention(weight, f"{at}/cross", norm(weight, f"{at}/norm3", x), d.heads, memory=memory)
+            x = x + attention(weight, f"{at}/cross", norm(weight, f"{at}/norm3", x), d.heads, memory=memory, core=core)
         normed = norm(weight, f"{at}/norm2", x)
         if isinstance(d, f.Moe):
             x = x + experts(weight, f"{at}/experts", normed, d.inner, d.experts, d.capacity)
