@@ -15,6 +15,7 @@ from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import TensorType, item_bytes
 
 from .contraction import matmul_flops
+from .loops import LOOPS, Turns, turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,17 +291,25 @@ def work(node: Node, inputs: Inputs) -> Work:
 
 
 def program_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
-    """Every node and what it does, those of called functions as well; bodies of loops count `trips` times."""
-    yield from _program_work(program, program.functions, trips)
+    """Every node and what it does, those of called functions as often as they run.
+
+    Args:
+        trips: how often the bodies of loops run whose number of turns does not follow from the program.
+    """
+    yield from _program_work(program, program.functions, trips, {})
 
 
-def _program_work(program: Program, functions: Mapping[str, Program], trips: int) -> Iterator[tuple[Node, Work]]:
+def _program_work(
+    program: Program, functions: Mapping[str, Program], trips: int, arguments: Mapping[int, int]
+) -> Iterator[tuple[Node, Work]]:
+    counted = turns(program, functions, arguments)
     for node in program.nodes:
         yield node, work(node, [program.type_of(ref) for ref in node.inputs])
+        loop = counted.get(node.name, Turns(trips, {})) if node.op in LOOPS else Turns(1, {})
         for key, function in function_refs(node):
             body = functions.get(function.name)
             if body is None:
                 continue
-            times = trips if node.op in ("While", "StatelessWhile") and key == "body" else 1
-            for _ in range(times):
-                yield from _program_work(body, functions, trips)
+            # A loop asks once more than it goes on.
+            for _ in range(loop.count + (node.op in LOOPS and key == "cond")):
+                yield from _program_work(body, functions, trips, loop.arguments)

@@ -1,0 +1,161 @@
+"""How often the bodies of loops run, where that follows from the program: counters that begin and end with constants.
+
+What a condition depends on is computed turn by turn, on its own: integers and truth values, by the few ops that count.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Func
+
+LOOPS = ("While", "StatelessWhile")
+MOST_TURNS = 100_000  # that are counted one by one
+_COUNTING = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
+_OPS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("Identity", "StopGradient", "Snapshot", "Cast"), operator.pos),
+    **dict.fromkeys(("Add", "AddV2"), operator.add),
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Maximum": max,
+    "Minimum": min,
+    "Less": operator.lt,
+    "LessEqual": operator.le,
+    "Greater": operator.gt,
+    "GreaterEqual": operator.ge,
+    "Equal": operator.eq,
+    "NotEqual": operator.ne,
+    "LogicalAnd": operator.and_,
+    "LogicalOr": operator.or_,
+    "LogicalNot": operator.not_,
+}
+Values = dict[Ref, int]  # scalars that are known; truth values are 0 and 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How often a loop's body runs, and which of the body's arguments (by number) are known constants."""
+
+    count: int
+    arguments: Mapping[int, int]
+
+
+def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[int, int]) -> dict[str, Turns]:
+    """Of the loops of a graph, those whose number of turns is known.
+
+    Args:
+        arguments: values of the graph's own inputs that are known, by number.
+    """
+    known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}
+    found: dict[str, Turns] = {}
+    for node in graph.nodes:
+        if node.op not in LOOPS:
+            _step(node, known)
+            continue
+        bodies = [_function(node, key, functions) for key in ("cond", "body")]
+        start = {i: known[ref] for i, ref in enumerate(node.inputs) if ref in known}
+        condition, body = bodies
+        if condition is None or body is None:
+            continue
+        constant = {i: v for i, v in start.items() if _passed_on(body, i)}
+        known |= {Ref(node.name, i): v for i, v in constant.items()}
+        ended = _ended(condition, body, start)
+        if ended is not None:
+            count, last = ended
+            found[node.name] = Turns(count, constant)
+            known |= {Ref(node.name, i): v for i, v in last.items()}
+    return found
+
+
+def _function(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
+    value = node.attrs.get(key)
+    return functions.get(value.name) if isinstance(value, Func) else None
+
+
+def _counts(node: Node) -> bool:
+    """Whether a node makes one integer or truth value of others."""
+    if len(node.outputs) != 1 or node.outputs[0].dtype not in _COUNTING or node.outputs[0].shape != ():
+        return False
+    return node.op == "Const" or node.op in _OPS
+
+
+def _step(node: Node, known: Values) -> bool:
+    """Computes a node whose operands are known; whether it could."""
+    if not _counts(node) or any(ref not in known for ref in node.inputs):
+        return False
+    if node.op == "Const":
+        known[Ref(node.name)] = int(node.attrs["value"].numpy())
+    else:
+        known[Ref(node.name)] = int(_OPS[node.op](*(known[ref] for ref in node.inputs)))
+    return True
+
+
+def _passed_on(body: Program, argument: int) -> bool:
+    """Whether a loop variable keeps its value."""
+    ref = body.outputs[argument]
+    while body.by_name[ref.node].op == "Identity":
+        ref = body.by_name[ref.node].inputs[0]
+    return ref == Ref(body.inputs[argument])
+
+
+def _ended(condition: Program, body: Program, start: Mapping[int, int]) -> tuple[int, dict[int, int]] | None:
+    """(turns, last values of the loop variables that can be followed); None where the turns are not known."""
+    test, asked = _needed(condition, condition.outputs)
+    # The loop of the gradient runs as often as another counter of this one says.
+    followed = {i for i in start if _followed(body, {i}, start)}
+    if not asked <= followed:
+        return None
+    order = sorted(followed)
+    results = [body.outputs[i] for i in order]
+    turn, _ = _needed(body, results)
+    state = {i: start[i] for i in order}
+    for count in range(MOST_TURNS + 1):
+        found = _computed(condition, test, condition.outputs, state)
+        if found is None:
+            return None
+        if not found[0]:
+            return count, state
+        after = _computed(body, turn, results, state)
+        assert after is not None  # all of it counts
+        state = dict(zip(order, after))
+    return None
+
+
+def _followed(body: Program, variables: set[int], start: Mapping[int, int]) -> bool:
+    """Whether loop variables change by counting only, from values that are known."""
+    while True:
+        nodes, read = _needed(body, [body.outputs[i] for i in variables])
+        if not read <= start.keys() or not all(map(_counts, nodes)):
+            return False
+        if read <= variables:
+            return True
+        variables |= read
+
+
+def _needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[int]]:
+    """The nodes that results depend on, in order, and the numbers of the arguments."""
+    number = {name: i for i, name in enumerate(graph.inputs)}
+    names: set[str] = set()
+    todo = [ref.node for ref in refs]
+    while todo:
+        name = todo.pop()
+        if name not in names:
+            names.add(name)
+            todo += [ref.node for ref in graph.by_name[name].inputs]
+    return [n for n in graph.nodes if n.name in names and n.name not in number], {
+        number[name] for name in names if name in number
+    }
+
+
+def _computed(
+    graph: Program, nodes: Iterable[Node], refs: Iterable[Ref], arguments: Mapping[int, int]
+) -> list[int] | None:
+    known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}
+    for node in nodes:
+        if not _step(node, known):
+            return None
+    return [known[ref] for ref in refs]
