@@ -17,8 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TRANSPORTS = ("memory", "mpi", "both")  # what tests.whale_ops.mpi_worker calls them
 
 
-def mpirun(size: int, transport: str, scenario: str) -> list[str]:
-    """What each rank printed, by rank; all ranks must end well, having seen all others leave."""
+def mpirun(size: int, transport: str, scenario: str, within: tuple[str, ...] = ()) -> list[str]:
+    """What each rank printed, by rank; all ranks must end well, having seen all others leave.
+
+    ``within``: a command that runs the command behind it.
+    """
     wheel = Path(sys.prefix) / "bin" / "mpirun"
     program = str(wheel) if wheel.exists() else shutil.which("mpirun")
     assert program, "no mpirun in this environment or on PATH"
@@ -28,6 +31,7 @@ def mpirun(size: int, transport: str, scenario: str) -> list[str]:
         "PYTHONPATH": str(ROOT),
     }
     command = [
+        *within,
         program,
         "--oversubscribe",
         "--bind-to",
@@ -85,6 +89,14 @@ def test_a_rank_that_leaves(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["memory", "mpi"])
 def test_two_communicators(transport: str) -> None:
     assert mpirun(2, transport, "twice") == ["1.0 10.0"] * 2
+
+
+def test_a_full_dev_shm_stops_nobody() -> None:
+    apart = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh")
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a small /dev/shm for itself")
+    full = (*apart, "sh", "-c", '! head -c 8192 /dev/zero 2>/dev/null > /dev/shm/full && exec "$@"', "sh")
+    assert mpirun(2, "both", "twice", full) == ["1.0 10.0"] * 2
 
 
 def test_more_messages_than_fit_into_a_ring() -> None:
