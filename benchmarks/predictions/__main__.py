@@ -5,7 +5,7 @@
 
 For each program its operations are measured and all plans predicted; then every plan runs, round after round, one plan
 after the other, while the others' processes are stopped. Time: the median over all steps of the slowest rank's.
-Memory: the most bytes that tensors and kernels of any rank ask TensorFlow's allocator for at a time, in 20 steps
+Memory: the most bytes that tensors and kernels of any rank ask TensorFlow's allocator for at a time, in 100 steps
 (tensors of 256 KiB and more, which is what it serves). What it gives comes in larger pieces, and where they lie is
 chance; the largest peak in such pieces is compared as well.
 """

@@ -166,8 +166,12 @@ class AllToAllOp : public CommunicationOp {
     }
     request.input = data_of(sent);
     request.output = data_of(received);
-    launch_last(ctx, endpoint, std::move(request), {sent, received}, static_cast<int64_t>(received.TotalBytes()),
-                std::move(finish), std::move(done));
+    const auto finish_bytes = static_cast<int64_t>(received.TotalBytes());
+    // This thread may lose its core to the engine at once, so it keeps no reference to what the engine gives back.
+    std::vector<Tensor> tensors;
+    tensors.push_back(std::move(sent));
+    tensors.push_back(std::move(received));
+    launch_last(ctx, endpoint, std::move(request), std::move(tensors), finish_bytes, std::move(finish), std::move(done));
   }
 
  private:

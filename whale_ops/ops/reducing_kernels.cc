@@ -177,7 +177,10 @@ class ReduceScatterOp : public CommunicationOp {
     }
     request.input = data_of(parts);
     request.output = data_of(*output);
-    launch_last(ctx, endpoint, std::move(request), {parts, *output}, 0, nullptr, std::move(done));
+    // This thread may lose its core to the engine at once, so it keeps no reference to what the engine gives back.
+    std::vector<Tensor> tensors{*output};
+    tensors.push_back(std::move(parts));
+    launch_last(ctx, endpoint, std::move(request), std::move(tensors), 0, nullptr, std::move(done));
   }
 
  private:
