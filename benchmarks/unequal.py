@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from machine import busy_s
 
-PERIOD_US = 20_000
 CPU = Path("/sys/fs/cgroup/cpu")  # version 1
 UNIFIED = Path("/sys/fs/cgroup")
 NAME = "whale_unequal_{}"
@@ -55,7 +54,8 @@ class Turn(NamedTuple):
 class Quota:
     """A control group of one rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, period_us: int) -> None:
+        self.period_us = period_us
         self.first = (CPU / "cpu.cfs_quota_us").exists() or CPU.is_dir()
         self.folder = (CPU if self.first else UNIFIED) / NAME.format(rank)
         self.cores = 0.0
@@ -74,23 +74,23 @@ class Quota:
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def set(self, cores: float) -> None:
-        quota_us = max(1000, round(cores * PERIOD_US))
-        self.cores = quota_us / PERIOD_US
+        quota_us = max(1000, round(cores * self.period_us))
+        self.cores = quota_us / self.period_us
         if self.first:
             (self.folder / "cpu.cfs_quota_us").write_text("-1")
-            (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self.folder / "cpu.cfs_period_us").write_text(str(self.period_us))
             (self.folder / "cpu.cfs_quota_us").write_text(str(quota_us))
         else:
-            (self.folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+            (self.folder / "cpu.max").write_text(f"{quota_us} {self.period_us}")
 
     def remove(self) -> None:
         self.folder.rmdir()
 
 
 @contextmanager
-def groups(ranks: int) -> Iterator[None]:
+def groups(ranks: int, period_us: int) -> Iterator[None]:
     """Control groups for so many ranks, removed at the end."""
-    made = [Quota(rank) for rank in range(ranks)]
+    made = [Quota(rank, period_us) for rank in range(ranks)]
     for one in made:
         one.make()
     try:
@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=0, help="of the pipeline; as many as ranks unless given")
     parser.add_argument("--depth", type=int, default=DEPTH, help="number of layers")
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring each way")
+    parser.add_argument("--micro-batches", type=int, default=0, help="of the pipeline; found unless given")
+    parser.add_argument("--period-us", type=int, default=20_000, help="in which a quota is used up and given anew")
     parser.add_argument("--cores", type=float, default=MOST_CORES, help="of each core, for the ranks on it")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -121,7 +123,7 @@ def main() -> None:
     if options.rank:
         work(options)
         return
-    with groups(options.ranks):
+    with groups(options.ranks, options.period_us):
         given = [a for a in sys.argv[1:] if a != "--rank"]
         line = [sys.executable, "-m", "whale", "run", "-np", str(options.ranks), "--threads", "1", __file__]
         sys.exit(subprocess.run([*line, *given, "--rank"], check=False).returncode)
@@ -130,7 +132,7 @@ def main() -> None:
 def work(options: argparse.Namespace) -> None:
     """What a rank does."""
     rank = int(os.environ["WHALE_RANK"])
-    quota = Quota(rank)
+    quota = Quota(rank, options.period_us)
     quota.join()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank * len(cores) // options.ranks]})  # ranks side by side are a fast and a slow one
@@ -141,8 +143,10 @@ def work(options: argparse.Namespace) -> None:
     from whale.planner.programs import Choice
     from whale.runtime import context
 
-    stages = {"pipeline.num_stages": options.stages} if options.what == "pipeline" else {}
-    wh.init(wh.Config({"auto_parallel": True, **stages}))
+    asked = {"pipeline.num_stages": options.stages} if options.what == "pipeline" else {}
+    if options.micro_batches:
+        asked["pipeline.num_micro_batch"] = options.micro_batches
+    wh.init(wh.Config({"auto_parallel": True, **asked}))
     run = context.current()
     target = [options.slow if r % 2 else 1.0 for r in range(options.ranks)]
     most = options.cores * len(cores) / max(len(cores), sum(target))
