@@ -105,6 +105,46 @@ def test_what_does_not_fit_is_not_chosen(
         started(Classifier(wh.function, adam=True))
 
 
+def test_activations_are_computed_again_where_memory_binds(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Deep().train(512)
+    speed(FREE_LINK)
+    monkeypatch.setattr(auto, "choices", lambda *_: [Choice("data parallel")])
+    monkeypatch.setattr(auto, "pipelines", lambda *_: [])
+    taken: list[tuple[float, int]] = []
+    predict = auto._predicted
+
+    def predicted(*args: Any) -> tuple[float, int]:
+        taken.append(predict(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(auto, "_predicted", predicted)
+    ranks(2, auto_parallel=True)
+    deep = Deep(wh.function)
+    deep.step.plan(*deep.batch(0, 512))
+    wh.shutdown()
+    plain_s, plain_bytes = taken[0]
+    limit_bytes = 0.95 * min(size for _, size in taken)
+    monkeypatch.setattr(auto, "_memory_bytes", lambda *_: limit_bytes)
+    taken.clear()
+    ranks(2, auto_parallel=True)
+    deep = Deep(wh.function)
+    worst = difference(expected, deep.train(512), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and chosen.recompute == "auto", chosen
+    least = min(taken, key=lambda one: one[1])
+    assert least[1] <= limit_bytes < plain_bytes and chosen.predicted_s > plain_s  # memory for time
+    wh.shutdown()
+    monkeypatch.setattr(auto, "_memory_bytes", lambda *_: 1e3)
+    ranks(2, auto_parallel=True)
+    deep = Deep(wh.function)
+    with pytest.raises(PlanError, match="which takes the least") as error:
+        deep.step.plan(*deep.batch(0, 512))
+    assert "nothing that was tried makes it fit" in str(error.value)
+
+
 def test_unequal_ranks_get_rows_by_their_speed(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,12 +205,12 @@ class Deep:
         self.step = function(step)
         self.evaluate = function(lambda x, y: tf.reduce_mean(tf.square(predict(x) - y)))
 
-    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def batch(self, number: int, rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
         generator = np.random.default_rng(number)
-        return generator.normal(size=(16, 6)), generator.normal(size=(16, 3))
+        return generator.normal(size=(rows, 6)), generator.normal(size=(rows, 3))
 
-    def train(self) -> dict[str, np.ndarray]:
-        found = {f"loss/{i}": np.asarray(self.step(*self.batch(i))) for i in range(3)}
+    def train(self, rows: int = 16) -> dict[str, np.ndarray]:
+        found = {f"loss/{i}": np.asarray(self.step(*self.batch(i, rows))) for i in range(3)}
         found["evaluated"] = np.asarray(self.evaluate(*self.batch(9)))
         return found | {f"weight/{i}": np.asarray(w) for i, w in enumerate(self.weights)}
 

@@ -32,7 +32,7 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
     verb.add_argument("--batch", type=int, metavar="ROWS", help="rows of the global batch")
-    verb.add_argument("--budget", type=float, default=10.0, metavar="S", help="seconds for the search (default 10)")
+    verb.add_argument("--budget", type=float, default=8.0, metavar="S", help="seconds for the search (default 8)")
     verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
     verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")

@@ -11,7 +11,6 @@ from whale.errors import PlanError
 if TYPE_CHECKING:
     from whale.ir.plan import Plan
     from whale.planner.draw_captured import Drawn
-    from whale.planner.planfile import PlanFile
 
 
 def add_to(verbs: Any) -> None:
@@ -45,8 +44,9 @@ def add_to(verbs: Any) -> None:
     verb = verbs.add_parser(
         "check",
         help="check a plan against a cluster",
-        description="Checks layers, rows, devices and memory of a plan, independently of the planner. The exit code is "
-        "1 if something is wrong.",
+        description="Checks layers, rows, devices and memory of a plan, independently of the planner; of a script's "
+        "plan, whose program is captured again, every operation's layout, what ranks send each other, and memory. The "
+        "exit code is 1 if something is wrong.",
     )
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("--cluster", metavar="FILE", help="another cluster file than the plan's own")
@@ -149,12 +149,6 @@ def _bytes(path: str) -> bytes:
         ) from error
 
 
-def _load(path: str) -> PlanFile:
-    from whale.planner import planfile
-
-    return planfile.loads(_bytes(path), path)
-
-
 def _explain(given: argparse.Namespace) -> int:
     from whale.planner import planfile
 
@@ -198,12 +192,21 @@ def _check(given: argparse.Namespace) -> int:
     import msgspec
 
     from cost_model import cluster
+    from whale.planner import planfile
 
-    plan = _load(given.plan)
-    if given.cluster:
-        plan = msgspec.structs.replace(plan, cluster=cluster.read(given.cluster))
-    problems = plan.problems()
-    print("\n".join(problems) or f"good: {plan.spread.summary()}")
+    data = _bytes(given.plan)
+    other = cluster.read(given.cluster) if given.cluster else None
+    if planfile.is_spread(data):
+        plan = planfile.loads(data, given.plan)
+        problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
+        good = plan.spread.summary()
+    else:
+        from whale.runtime import plan_check
+
+        captured = _captured(data, given.plan)
+        problems = plan_check.problems(captured, given.plan, other)
+        good = plan_check.summary(captured)
+    print("\n".join(problems) or f"good: {good}")
     return 1 if problems else 0
 
 

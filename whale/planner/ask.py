@@ -81,7 +81,7 @@ def plan(
     return of_search(found, cluster, software, batch, transformer, table, planner)
 
 
-def limits(fixed: list[str], budget_s: float = 10.0) -> Limits:
+def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
     """What `--set name=value` fixes."""
     names = {f.name for f in fields(Limits)} - {"budget_s", "exact_units"}
     values: dict[str, int | str] = {}

@@ -32,7 +32,7 @@ class Limits:
     zero: int | None = None
     chunks: int | None = None
     offload: Offload | None = None
-    budget_s: float = 10.0
+    budget_s: float = 8.0
     exact_units: int = 8
 
 

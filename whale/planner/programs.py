@@ -42,6 +42,7 @@ class Choice(msgspec.Struct, frozen=True):
         stages: of a pipeline, the ranks of each stage; cuts: number of the first weight of all stages but the first,
             in the order of `whale.planner.pipelines.chain`; micro_batches: of each rank's rows.
         zero: level to which the optimizer's state is divided.
+        recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
         predicted_s: seconds of a step, once predicted.
     """
 
@@ -54,6 +55,7 @@ class Choice(msgspec.Struct, frozen=True):
     cuts: tuple[int, ...] = ()
     micro_batches: int = 0
     zero: int = 0
+    recompute: str = ""
     predicted_s: float = 0.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -50,17 +50,29 @@ from whale.runtime.rates import unequal
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
+RECOMPUTE = "auto"  # which activations, where memory is too small for all (see whale.passes.recompute)
 FEW_PLAYS = 6  # orders of a step that are played for a way's memory
 
 
+Again = Callable[[PlanContext], Program]
+
+
 def spread_program(
-    program: Program, settings: PlanContext, context: Context, number: int, dry: bool = False
+    program: Program,
+    settings: PlanContext,
+    context: Context,
+    number: int,
+    again: Again | None,
+    options: Callable[[float], str],
+    dry: bool = False,
 ) -> tuple[Program, PlanContext]:
     """The program and the settings with which it is to be planned; collective between processes.
 
     Args:
       settings: for all ranks, or for the ranks of a dry run.
       number: of the program in this run.
+      again: normalises the program as it was captured under other settings; None: its gradients are not marked.
+      options: which settings would make the step fit into so many bytes of a rank.
     """
     if settings.size == 1 or has_scopes(program):
         return program, settings
@@ -68,8 +80,11 @@ def spread_program(
     if chosen is None:
         if not trains(program):
             return program, settings
-        chosen = _agreed(program, settings, context, number, dry)
+        chosen = _agreed(program, settings, context, number, again, options, dry)
         context.auto = chosen
+    if chosen.recompute and again is not None and trains(program):
+        settings = replace(settings, recompute=chosen.recompute)
+        program = again(settings)
     return apply(program, settings, chosen)
 
 
@@ -91,15 +106,23 @@ def apply(program: Program, settings: PlanContext, chosen: Choice) -> tuple[Prog
     return program, settings
 
 
-def _agreed(program: Program, settings: PlanContext, context: Context, number: int, dry: bool) -> Choice:
+def _agreed(
+    program: Program,
+    settings: PlanContext,
+    context: Context,
+    number: int,
+    again: Again | None,
+    options: Callable[[float], str],
+    dry: bool,
+) -> Choice:
     """Rank 0's choice on every rank."""
     rates = _measured(context, dry, program)
     if dry or not context.between_processes:
-        return _best(program, settings, context, rates)
+        return _best(program, settings, context, rates, again, options)
     comm, key = context.comms[0], f"whale/auto/{number}"
     if context.rank == 0:
         try:
-            chosen = _best(program, settings, context, rates)
+            chosen = _best(program, settings, context, rates, again, options)
         except Exception as error:
             comm.broadcast_bytes(key, b"E" + str(error).encode())
             raise
@@ -111,36 +134,58 @@ def _agreed(program: Program, settings: PlanContext, context: Context, number: i
     return msgspec.json.decode(data[1:], type=Choice)
 
 
-def _best(program: Program, settings: PlanContext, context: Context, rates: Sequence[Rates]) -> Choice:
-    """The fastest choice by prediction, of those that fit into memory; says on standard error what it found."""
+def _best(
+    program: Program,
+    settings: PlanContext,
+    context: Context,
+    rates: Sequence[Rates],
+    again: Again | None,
+    options: Callable[[float], str],
+) -> Choice:
+    """The fastest choice by prediction, of those that fit into memory; says on standard error what it found.
+
+    What does not fit, and is faster than all that fits, is also looked at with its activations computed again.
+    """
     limit = _memory_bytes(context, settings.size)
     profile = _profile(context)
     end_s = time.monotonic() + BUDGET_S
     found: list[tuple[float, int, Choice]] = []
     lost: list[str] = []
-    for choice in _looked_at(program, settings, rates, context.config["pipeline.num_stages"]):
+
+    def look(program: Program, settings: PlanContext, choice: Choice) -> None:
         if found and time.monotonic() > end_s:
             lost.append(f"{choice.name}: not looked at, the time is over")
-            continue
-        if choice.alone and settings.local:
-            lost.append(f"{choice.name}: every rank is given its own rows only")
-            continue
+            return
         try:
             seconds, size = _predicted(program, settings, choice, profile or rates)
         except WhaleError as error:
             lost.append(f"{choice.name}: cannot run: {error.message}")
-            continue
+            return
         found.append((seconds, size, choice))
+
+    for choice in _looked_at(program, settings, rates, context.config["pipeline.num_stages"]):
+        if choice.alone and settings.local:
+            lost.append(f"{choice.name}: every rank is given its own rows only")
+        else:
+            look(program, settings, choice)
+    least_s = min((one[0] for one in found if one[1] <= limit), default=float("inf"))
+    full = sorted((one for one in found if one[1] > limit and one[0] < least_s), key=lambda e: e[0])
+    if full and again is not None and not settings.recompute:
+        changed = replace(settings, recompute=RECOMPUTE)
+        less = again(changed)
+        for _, _, choice in full:
+            name = f"{choice.name}, activations computed again"
+            look(less, changed, msgspec.structs.replace(choice, name=name, recompute=RECOMPUTE))
     if not found:
         raise PlanError("no way to spread the program was found", reason="; ".join(lost))
     fitting = [one for one in found if one[1] <= limit]
     if not fitting:
-        seconds, size, choice = min(found, key=lambda e: e[1])
+        _, size, choice = min(found, key=lambda e: e[1])
         raise PlanError(
             "the program fits into the ranks' memory in no way",
-            given=f"{size / 1e9:.2f} GB per rank, {choice.name}",
-            expected=f"at most {limit / 1e9:.2f} GB",
-            action="use more ranks, or a smaller batch",
+            given=f"{size / 1e9:.3g} GB per rank, {choice.name}, which takes the least",
+            expected=f"at most {limit / 1e9:.3g} GB, {(size - limit) / 1e9:.3g} GB less",
+            action=options(limit),
         )
     first = fitting[0]
     best = min(fitting, key=lambda e: e[0])

@@ -30,6 +30,7 @@ from whale.runtime.context import Context
 from whale.runtime.memory_plan import limit_bytes, options_text, predicted, refuse_what_does_not_fit
 from whale.runtime.mesh import lower_mesh, plan_program
 from whale.runtime.micro import in_micro_batches
+from whale.runtime.offload import has_compute_device
 from whale.runtime.places import lower_places, plan_places
 from whale.runtime.scopes import one_number
 
@@ -140,10 +141,16 @@ def compile_program(
     as_captured = program
     program = normalise(program, settings)
     lap("normalise")
+
+    def options(limit: float) -> str:
+        return options_text(settings, limit, as_captured, marked, lower_first_ranks, has_compute_device())
+
+    # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
+    again = (lambda changed: normalise(as_captured, changed)) if marked is not None else None
     if context.dry is not None:
         settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
         if context.config["auto_parallel"] or context.auto is not None:
-            dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, dry=True)
+            dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, again, options, dry=True)
         spread = with_memory(dry, _made_plan(dry, context, settings_of_dry), settings_of_dry)
         if context.auto is not None:
             spread = replace(spread, choice=msgspec.json.encode(context.auto).decode())
@@ -155,7 +162,7 @@ def compile_program(
         _compare(program, mark, local, number, context)
     lap("fingerprint")
     if (context.config["auto_parallel"] or context.auto is not None) and context.dry is None:
-        program, settings = spread_program(program, settings, context, number)
+        program, settings = spread_program(program, settings, context, number, again, options)
         lap("choose")
     plan = _agreed_plan(program, number, context, settings)
     lap("plan")
@@ -168,13 +175,9 @@ def compile_program(
         lowered = lower_ranks(program, expanded, plan, settings, context.ranks, context.comm_name, what)
         ranks = tuple(compile_marked(_with_number(r, number)) for r in lowered)
     lap("localise")
-
-    def options() -> str:
-        limit, _ = limit_bytes(context.config, context.local_ranks)
-        return options_text(settings, limit, as_captured, marked, lower_first_ranks)
-
     if context.dry is None:
-        refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, options)
+        limit, _ = limit_bytes(context.config, context.local_ranks)
+        refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit))
     context.predicted[program.name] = cache(lambda: predicted(lowered[0], context.rank, context.size))
     if plan.offloaded:
         there, back = zip(*map(crossing_bytes, lowered))

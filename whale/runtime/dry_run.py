@@ -22,6 +22,7 @@ from whale.ir.program import Program
 from whale.passes.explain import explained
 from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
 from whale.planner.draw_captured import Drawn
+from whale.planner.programs import trains
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
 from whale.runtime.loss_scale import loss_scale_of
@@ -105,7 +106,9 @@ class Prediction:
         totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
-            options = options_text(settings, min(limits), planned.program, None, lower_first_ranks)
+            devices = [e.device for h in read_cluster(self.cluster).hosts for e in h.devices] if self.cluster else []
+            beside_host = bool(devices) and all(device.kind == "gpu" for device in devices)
+            options = options_text(settings, min(limits), planned.program, None, lower_first_ranks, beside_host)
             raise refusal_of_plan(plan.program, plan.memory, limits, options)
 
 
@@ -214,7 +217,8 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
     planned: list[Planned] = []
 
     def stop(plan: Plan, program: Program, settings: PlanContext) -> None:
-        if plan.batch_inputs:
+        # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
+        if plan.batch_inputs or (plan.choice and trains(program)):
             planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
             raise _Planned
 

@@ -210,7 +210,9 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
             fn,
             args,
             kwargs,
-            mark_gradients=bool(context.config["gradient_checkpoint.type"]),
+            mark_gradients=bool(context.config["gradient_checkpoint.type"])
+            or context.config["auto_parallel"]
+            or context.auto is not None,
             loss_scale=loss_scale_of(context),
         )
     captured = _with_scopes(captured)

@@ -150,7 +150,12 @@ class _Option:
 
 
 def options_text(
-    settings: PlanContext, limit: float, program: Program, marked: Callable[[], Program] | None, lower: Lower
+    settings: PlanContext,
+    limit: float,
+    program: Program,
+    marked: Callable[[], Program] | None,
+    lower: Lower,
+    beside_host: bool,
 ) -> str:
     """Which other settings would make a step fit into ``limit`` bytes, by what they are predicted to take.
 
@@ -158,6 +163,7 @@ def options_text(
       settings, program: with which it does not fit; the program is as captured.
       marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
       lower: gives the programs of some ranks.
+      beside_host: the device that computes has a memory of its own, beside its host's.
     """
 
     def size_of(option: _Option) -> int | None:
@@ -171,7 +177,7 @@ def options_text(
     def sizes(options: Sequence[_Option]) -> list[tuple[int, _Option]]:
         return sorted(((n, o) for o in options if (n := size_of(o)) is not None), key=lambda found: found[0])
 
-    found = sizes(_options(settings, marked is not None))
+    found = sizes(_options(settings, marked is not None, beside_host))
     if found and found[0][0] > limit:
         least = found[0][1]
         apart = [o for _, o in found if o.changes.keys().isdisjoint(least.changes)]
@@ -183,7 +189,7 @@ def options_text(
     return f"nothing that was tried makes it fit{best}; use more ranks or a smaller batch"
 
 
-def _options(settings: PlanContext, recomputes: bool) -> list[_Option]:
+def _options(settings: PlanContext, recomputes: bool, beside_host: bool) -> list[_Option]:
     """What may take less than ``settings``."""
     found = []
     if settings.size > 1 and settings.split_variables:
@@ -191,6 +197,9 @@ def _options(settings: PlanContext, recomputes: bool) -> list[_Option]:
         found += [_Option(f"zero.level={level}", {"zero_level": level}) for level in levels]
     if recomputes and settings.recompute != "auto":
         found.append(_Option("gradient_checkpoint.type=auto", {"recompute": "auto"}))
+    if beside_host and settings.split_variables:
+        levels_above = {"": ("optimizer", "v0"), "optimizer": ("v0",)}.get(settings.offload, ())
+        found += [_Option(f"offload.level={level}", {"offload": level}) for level in levels_above]
     count = max(2, 2 * settings.micro_batches)
     while count <= _MOST_MICRO_BATCHES:
         found.append(_Option(f"pipeline.num_micro_batch={count}", {"micro_batches": count}))

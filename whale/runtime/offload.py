@@ -17,8 +17,7 @@ def compute_device(config: Config) -> str:
     Raises:
       ConfigError: there is none: the memory that computes is the host's.
     """
-    processors = tf.config.list_logical_devices("CPU")
-    others = [d for d in tf.config.list_logical_devices() if d.device_type == "GPU"] + processors[1:]
+    others = _beside_host()
     if not others:
         raise ConfigError(
             "nothing can be held in the host's memory instead of the device's: the device is the host",
@@ -27,7 +26,18 @@ def compute_device(config: Config) -> str:
             "(tf.config.set_logical_device_configuration)",
             action='leave it out; zero.level=3, gradient_checkpoint.type="auto" and more micro-batches save memory',
         )
-    return str(others[0].name)
+    return others[0]
+
+
+def has_compute_device() -> bool:
+    """Whether a device computes that has a memory beside the host's."""
+    return bool(_beside_host())
+
+
+def _beside_host() -> list[str]:
+    processors = tf.config.list_logical_devices("CPU")
+    gpus = [d for d in tf.config.list_logical_devices() if d.device_type == "GPU"]
+    return [str(d.name) for d in (*gpus, *processors[1:])]
 
 
 def offloaded_bytes() -> tuple[int, int]:

@@ -1,0 +1,162 @@
+"""`whale check` of a script's saved plan: its program is captured again, and what the ranks would run is looked at.
+
+Nothing of the planner's own reasoning is used: the plan is proved legal for the program (see `whale.passes.check`), the
+programs of all ranks are made, their messages and collectives are matched, and their memory is compared with what the
+devices have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cost_model.captured.graph import COMMUNICATION
+from cost_model.captured.predict import cluster_machine
+from cost_model.cluster import Cluster
+from whale.errors import PlanError, WhaleError
+from whale.ir.plan import Plan
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Node, Program
+from whale.passes.check import check
+from whale.passes.pipeline import expand
+from whale.runtime.dry_run import first_step
+from whale.runtime.memory_plan import predicted
+from whale.runtime.predict import Planned, rank_programs
+
+
+def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
+    """What is wrong with a plan for its script, and for a cluster if one is given; empty: nothing.
+
+    Args:
+      path: of the plan's file.
+
+    Raises:
+      ClusterError: the script does not exist here.
+      PlanError: the plan names no script.
+      ProgramError: the script ends without the plan's step.
+    """
+    if not plan.script:
+        raise PlanError(
+            "the plan names no script that it could be checked against",
+            given=path,
+            expected="a plan that `whale plan -o FILE train.py` wrote",
+            action="make it so",
+        )
+    found = []
+    devices = cluster_machine(cluster).memory_bytes if cluster is not None else ()
+    if cluster is not None and len(devices) < plan.ranks:
+        found.append(f"{plan.ranks} ranks, and {cluster.name} has {len(devices)} devices")
+    found += of_places(plan)
+    if found:
+        return found
+    try:
+        planned = first_step(plan.script[0], plan.script[1:], plan.ranks, os.path.abspath(path))
+        found += of_layouts(planned)
+        programs = rank_programs(planned)
+    except PlanError as error:
+        return [*found, _line(error)]
+    found += of_exchanges(programs)
+    for rank, program in enumerate(programs):
+        needed = sum(predicted(program, rank, len(programs)).values())
+        if cluster is not None and needed > devices[rank]:
+            lacking = human_bytes(round(needed - devices[rank]))
+            found.append(
+                f"rank {rank} needs {human_bytes(needed)}, and its device has {human_bytes(round(devices[rank]))}: "
+                f"{lacking} too much"
+            )
+    return found
+
+
+def summary(plan: Plan) -> str:
+    """One line about a plan in which nothing is wrong."""
+    operations = sum(map(len, plan.strategies.values()))
+    return f"{plan.program} on {plan.ranks} ranks, {operations} operations, {len(plan.reshards)} reshards" + (
+        f", {len(plan.places)} stages' groups with {len(plan.edges)} tensors between them" if plan.places else ""
+    )
+
+
+def _line(error: WhaleError) -> str:
+    return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
+
+
+def of_places(plan: Plan) -> list[str]:
+    """Whether the stages' ranks are those from 0 on, each once, and what travels goes between two of them."""
+    found = []
+    ranks = sorted(rank for place in plan.places for rank in place.ranks)
+    if plan.places and ranks != list(range(len(ranks))):
+        found.append(f"the stages have the ranks {ranks}, not each of {len(ranks)} once")
+    for edge in plan.edges:
+        if not {edge.source, edge.target} <= set(range(len(plan.places))) or edge.source == edge.target:
+            found.append(f"{edge.ref} travels from place {edge.source} to place {edge.target} of {len(plan.places)}")
+    return found
+
+
+def of_layouts(planned: Planned) -> list[str]:
+    """Whether every operation's layout is one that its rule allows, for each number of ranks that the plan speaks of.
+
+    Where a variable lies depends on the stage or axis that holds it, and the rows of a first axis on the second; there
+    what is passed in is taken to lie as the plan says.
+    """
+    plan, found = planned.plan, []
+    expanded = expand(planned.program, plan.expanded, planned.settings)
+    for one in (plan, *plan.others):
+        if plan.places or plan.inner is not None:
+            handles = {v.node for v in planned.program.variables}
+            passed = {n: s.outputs[0] for n, s in one.strategies[""].items() if n in handles}
+            one = replace(one, variables=passed)
+        if plan.inner is not None:
+            rows = (replace(b, placement=one.strategies[""][b.name].outputs[0], local=True) for b in one.batch_inputs)
+            one = replace(one, batch_inputs=tuple(rows))
+        try:
+            check(expanded, one)
+        except PlanError as error:
+            found.append(_line(error))
+    return found
+
+
+def of_exchanges(programs: Sequence[Program]) -> list[str]:
+    """Whether each message that a rank sends is received by its peer, and all ranks of a collective take part alike."""
+    sent: Counter[tuple[str, int, int, str]] = Counter()
+    received: Counter[tuple[str, int, int, str]] = Counter()
+    collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
+    for rank, program in enumerate(programs):
+        for node in program.nodes:
+            if node.op not in COMMUNICATION:
+                continue
+            key, peer = str(node.attrs.get("key", node.name)), int(node.attrs.get("peer", rank))
+            if node.op == "WhaleSend":
+                sent[key, rank, peer, _sizes(program, node)] += 1
+            elif node.op == "WhaleRecv":
+                received[key, peer, rank, _sizes(program, node)] += 1
+            else:
+                members = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(len(programs)))
+                there = collectives.setdefault((key, members), {})
+                there.setdefault(rank, []).append(f"{node.op} of {_types(program, node)}")
+    found = [
+        f"rank {source} sends {key} ({what}) to rank {target}, which does not receive it"
+        for key, source, target, what in (sent - received)
+    ]
+    found += [
+        f"rank {target} waits for {key} ({what}) from rank {source}, which does not send it"
+        for key, source, target, what in (received - sent)
+    ]
+    for (key, members), there in collectives.items():
+        if missing := [rank for rank in members if rank not in there]:
+            found.append(f"{key} waits for ranks {missing} of {list(members)}, which do not take part")
+        elif strangers := [rank for rank in there if rank not in members]:
+            found.append(f"ranks {strangers} take part in {key}, which is of {list(members)}")
+        elif unlike := [rank for rank in members if there[rank] != there[members[0]]]:
+            ours, theirs = there[members[0]], there[unlike[0]]
+            found.append(f"in {key}, rank {members[0]} runs {', '.join(ours)} and rank {unlike[0]} {', '.join(theirs)}")
+    return found
+
+
+def _sizes(program: Program, node: Node) -> str:
+    t = node.outputs[0] if node.op == "WhaleRecv" else program.type_of(node.inputs[1])
+    return str(t)
+
+
+def _types(program: Program, node: Node) -> str:
+    return ", ".join(program.type_of(r).dtype for r in node.inputs[1:])
