@@ -11,22 +11,25 @@ import pytest
 from cost_model.captured.predict import cluster_machine, predict_ranks
 from cost_model.captured.signature import signature
 from cost_model.captured.table import write
+from cost_model.describe import Collective, Parallel, Transformer, layer_backward, layer_forward
 from cost_model.ops import program_work
+from cost_model.stacks import stack
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
+from whale.ir.layout import B
 from whale.ir.program import BACKWARD, RECOMPUTED, Program
 from whale.ir.values import TensorType
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime.described import families as f
 from whale.runtime.described import program_of, read, traced
 from whale.runtime.mesh import plan_program
-from whale.runtime.predict import Planned, predict_plan
+from whale.runtime.predict import Planned, predict_plan, rank_programs
 
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}
 SMALL: list[f.Description] = [
     f.Gpt(**TEXT),
-    f.Bert(**TEXT, dtype="float64", optimizer="sgd"),
+    f.Bert(**TEXT, dtype="float64", optimizer="sgd", tensor_parallel=True),
     f.T5(**TEXT),
     f.Moe(**TEXT, experts=3),
     f.Vit(layers=1, hidden=16, heads=2, image=8, patch=4, classes=5, batch=4),
@@ -77,6 +80,26 @@ def test_selective_recompute_repeats_the_scores_of_attention_and_holds_none_of_t
     assert sum(w.flops for n, w in again if "MatMul" in n.op) == 3 * 2 * scores * (d.hidden // d.heads)
     assert sum(w.flops for n, w in again if n.op in ("Mul", "AddV2")) == 3 * 2 * scores
     assert (d.batch, d.heads, d.sequence, d.sequence) not in {t.shape for t in held_types(program)}
+
+
+def test_ranks_that_divide_tensors_exchange_what_megatron_lm_does() -> None:
+    ranks, sizes = 2, {"layers": 2, "hidden": 1024, "heads": 8, "sequence": 256, "vocabulary": 8192}
+    settings = PlanContext(size=ranks)
+    d = f.Gpt(**sizes, batch=1, tensor_parallel=True, optimizer="sgd")
+    program = normalise(program_of(d), settings)
+    planned = Planned(program, plan_program(program, settings), settings)
+    products = [
+        sum(w.flops for n, w in program_work(p) if "MatMul" in n.op) for p in (program, *rank_programs(planned))
+    ]
+    assert products[1:] == [products[0] / ranks] * ranks
+    # The formulas of the cost model, whose elements have two bytes, and those of embedding and logits' gradient.
+    parallel = Parallel(tensor=ranks)
+    layer = [of(Transformer(**sizes), parallel, stack("megatron-2022")) for of in (layer_forward, layer_backward)]
+    expected = [2 * int(op.tensor_bytes) for ops in layer for op in ops if isinstance(op, Collective)] * d.layers
+    large = [r for r in planned.plan.reshards if r.bytes > 2**16]
+    assert {type(r.source).__name__ for r in large} == {"Partial"} and {r.target for r in large} == {B}
+    moved = 2 * (ranks - 1)  # an all-reduce, of all ranks together
+    assert sorted(r.bytes for r in large) == sorted(moved * b for b in [*expected, expected[0], expected[0]])
 
 
 def held_types(program: Program) -> list[TensorType]:

@@ -170,3 +170,10 @@ def again() -> Iterator[None]:
             mark = {AGAIN: attr_value_pb2.AttrValue(b=True)}
             stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark))
         yield
+
+
+@contextmanager
+def on_path(path: str) -> Iterator[None]:
+    """What is built inside stands in the scope of this path, in the graph at hand; there need be no run."""
+    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTRIBUTE: attr_value_pb2.AttrValue(s=path.encode())}):
+        yield

@@ -27,6 +27,7 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What all families have: rows of the global batch, element type, optimizer."""
 
     recompute: ClassVar[str] = "none"
+    tensor_parallel: ClassVar[bool] = False
     batch: Count
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -59,11 +60,17 @@ class _Text(_Transformer, frozen=True, kw_only=True):
     vocabulary: Count
 
 
-class Gpt(_Text, frozen=True, kw_only=True, tag="gpt"):
+class _Divided(_Text, frozen=True, kw_only=True):
+    """``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``."""
+
+    tensor_parallel: bool = False  # type: ignore[misc]
+
+
+class Gpt(_Divided, frozen=True, kw_only=True, tag="gpt"):
     """Decoder with a causal mask; the logits use the embedding's weights."""
 
 
-class Bert(_Text, frozen=True, kw_only=True, tag="bert"):
+class Bert(_Divided, frozen=True, kw_only=True, tag="bert"):
     """Encoder; a loss over all tokens, as for masked words."""
 
 

@@ -46,8 +46,9 @@ def attention(
     size = width // heads
 
     def parted(t: tf.Tensor, count: int) -> list[tf.Tensor]:
-        split = tf.reshape(t, (rows, t.shape[1], count, heads, size))
-        return [tf.transpose(part, (0, 2, 1, 3)) for part in tf.unstack(split, axis=2)]
+        # Head by head, as Megatron-LM's weights lie: whoever has a run of columns has whole heads.
+        split = tf.reshape(t, (rows, t.shape[1], heads, count, size))
+        return [tf.transpose(part, (0, 2, 1, 3)) for part in tf.unstack(split, axis=3)]
 
     if memory is None:
         query, key, value = parted(dense(weight, f"{name}/qkv", x, 3 * width), 3)

@@ -20,7 +20,7 @@ from whale.runtime.described.layers import (
     feed_forward,
     norm,
 )
-from whale.runtime.scopes import again, held
+from whale.runtime.scopes import again, held, on_path
 
 Batch = Mapping[str, tf.Tensor]
 
@@ -38,6 +38,11 @@ def inputs(d: f.Description) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def loss(d: f.Description, weight: Weight, batch: Batch) -> tf.Tensor:
     """The mean loss of the batch."""
+    with on_path("split_0") if d.tensor_parallel else nullcontext():
+        return _loss(d, weight, batch)
+
+
+def _loss(d: f.Description, weight: Weight, batch: Batch) -> tf.Tensor:
     if isinstance(d, f.Resnet):
         return _mean(_resnet(d, weight, batch["images"]), batch["labels"])
     if isinstance(d, f.Vit):
