@@ -85,6 +85,7 @@ LIBRARIES = (
     Library("Open MPI, no TensorFlow", "mpi"),
     Library("MPICH, no TensorFlow", "mpi", (("BENCH_MPI", "mpich"),)),
     Library(report.LIMIT, "limit"),
+    Library(report.EXCHANGE_LIMIT, "limit-exchange"),
 )
 
 
@@ -93,7 +94,7 @@ def start(stack: contextlib.ExitStack, library: Library, ranks: int, mpich: Path
     worker = [sys.executable, "-m", "benchmarks.comm.worker", library.kind]
     variables = {name: str(value) for name, value in thread_variables(1).items()}
     variables |= {**dict(library.environment), "BENCH_RANKS": str(ranks)}
-    if library.kind == "limit":
+    if library.kind.startswith("limit"):
         return stack.enter_context(Group(library.title, worker, 1, variables | {"BENCH_PROBE": str(probe)}))
     if "BENCH_MPI" in variables:
         assert mpich is not None

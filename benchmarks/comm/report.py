@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = "Memory traffic alone"
+EXCHANGE_LIMIT = "The same through slots of shared memory"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def plot(results: Sequence[Result], sizes: Sequence[str], libraries: Sequence[st
         for index, library in enumerate(libraries):
             found = {r.size: 1e3 * r.median_s for r in results if (r.ranks, r.library) == (ranks, library)}
             places = [place for place, size in enumerate(columns) if size in found]
-            style = {"color": "black", "linestyle": ":"} if library == LIMIT else {"color": f"C{index}"}
+            style = {"color": f"C{index}"}
+            if library in (LIMIT, EXCHANGE_LIMIT):
+                style = {"color": "black" if library == LIMIT else "gray", "linestyle": ":"}
             if library == "Whale":
                 style["linewidth"] = 2.5
             panel.plot(places, [found[columns[place]] for place in places], marker=".", label=library, **style)

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.groups import Answer, serve
 
-KINDS = ("whale", "whale-mpi", "horovod", "tensorflow", "mpi", "limit")
+KINDS = ("whale", "whale-mpi", "horovod", "tensorflow", "mpi", "limit", "limit-exchange")
 Step = Callable[[], None]  # runs to its end
 MakeStep = Callable[[int, int, int], Step]  # elements of a tensor, tensors, all-reduces
 
@@ -98,14 +98,14 @@ def mpi(rank: int) -> tuple[MakeStep, Callable[[], None]]:
     return make, MPI.Finalize
 
 
-def limit(rank: int) -> tuple[MakeStep, Callable[[], None]]:
+def limit(rank: int, name: str) -> tuple[MakeStep, Callable[[], None]]:
     """The memory traffic of an all-reduce and nothing else: see probe.cc."""
-    probe = ctypes.CDLL(os.environ["BENCH_PROBE"])
-    probe.all_reduce_limit.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+    probe = getattr(ctypes.CDLL(os.environ["BENCH_PROBE"]), name)
+    probe.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
     ranks = int(os.environ["BENCH_RANKS"])
 
     def make(elements: int, tensors: int, reductions: int) -> Step:
-        return functools.partial(probe.all_reduce_limit, ranks, elements * tensors, reductions)
+        return functools.partial(probe, ranks, elements * tensors, reductions)
 
     return make, lambda: None
 
@@ -144,7 +144,8 @@ def main() -> None:
             "horovod": horovod,
             "tensorflow": tensorflow_ring,
             "mpi": mpi,
-            "limit": limit,
+            "limit": functools.partial(limit, name="all_reduce_limit"),
+            "limit-exchange": functools.partial(limit, name="exchange_limit"),
         }
         make, end = starters[kind](rank)
         latest: tuple[tuple[int, int, int], Step] | None = None
