@@ -42,7 +42,8 @@ def add_to(verbs: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks",
+        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks; of a script: "
+        "'dense*.split=2', operations that so many ranks divide, compared with the plan that was found",
     )
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
     verb.add_argument(
@@ -73,7 +74,9 @@ def call(given: argparse.Namespace) -> int:
     from whale.runtime.dry_run import Prediction, main
 
     where = Prediction(given.measured, given.cluster)
-    return main(given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain) or 0
+    return main(
+        given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain, given.fixed
+    )
 
 
 def _described(given: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from whale.planner.draw_captured import Drawn
 from whale.planner.programs import trains
 from whale.runtime import context as runtime_context
 from whale.runtime.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
+from whale.runtime.fixed import compared, read_fixed
 from whale.runtime.loss_scale import loss_scale_of
 from whale.runtime.memory_plan import options_text, refusal_of_plan
 from whale.runtime.predict import Planned, machine, predict_plan, report
@@ -120,6 +121,7 @@ def main(
     prediction: Prediction = Prediction(),
     is_model: bool = False,
     explain: str | None = None,
+    fixed: Sequence[str] = (),
 ) -> int:
     """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
 
@@ -129,11 +131,14 @@ def main(
       prediction: on what the time is predicted.
       is_model: ``script`` is a model file (see whale.runtime.described).
       explain: name or pattern of operations of which it is said why they lie as they do.
+      fixed: choices, each of which is tried beside the plan (see whale.runtime.fixed).
 
     Raises:
       ClusterError: the script or a file does not exist.
+      PlanError: a choice cannot be read, or the plan does not fit.
       ProgramError: the script ended without a step that takes a batch.
     """
+    asked = [read_fixed(text) for text in fixed]
     planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
     if out is not None:
         planned.plan.save(out)
@@ -144,6 +149,10 @@ def main(
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
         sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
+    if asked:
+        sys.stdout.write("\n")
+    for one in asked:
+        sys.stdout.write(compared(planned, one, prediction.read() if known else None) + "\n")
     prediction.check_memory(planned)
     return 0
 
