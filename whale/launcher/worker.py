@@ -135,10 +135,10 @@ def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace)
 def thread_variables(threads: int) -> Mapping[str, int]:
     """The environment variables that give a rank ``threads`` threads for computing.
 
-    That many ops run at once too. One more would compute beside them without a core of its own, and after each exchange
-    TensorFlow would wake two threads for one op. Exchanges need no thread: their ops return before they are complete.
+    Inter-op threads are two at least: while a rank waits for others at one place of its graph, it computes at another, and a rank
+    with more to do takes the core of one that waits (docs/decisions.md has figures).
     """
-    return dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), threads)
+    return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
 
 
 def _trace_pipe() -> tuple[int, int]:
