@@ -79,9 +79,9 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(sys.modules, "whale.runtime.dry_run", DryRun)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
-    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None), False, None)
-    main(["plan", "train.py"])
-    assert DryRun.seen == ("train.py", (), 2, None, (None, None), False, None)
+    assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None), False, None, [])
+    main(["plan", "--set", "a.split=2", "train.py"])
+    assert DryRun.seen == ("train.py", (), 2, None, (None, None), False, None, ["a.split=2"])
 
 
 def test_an_error_of_whale_is_explained_without_a_traceback(
