@@ -50,7 +50,6 @@ class Sharing:
         threads: executor threads of a rank.
         slice_s: how long a computing thread keeps its core when others wait.
         wake_s: what an engine waits for a core where all are taken.
-        crowding: how many times as long an exchange's work takes then.
         exchanges_compute: whether engines take the ranks' cores; else exchanges run beside them.
     """
 
@@ -59,7 +58,6 @@ class Sharing:
     threads: int = 2
     slice_s: float = 4e-3
     wake_s: float = 0.0
-    crowding: Callable[[Exchange], float] = lambda what: 1.0
     exchanges_compute: bool = True
 
 
@@ -219,10 +217,9 @@ class _Run:
             come.append((rank, node))
             if len(come) == len(what.ranks):
                 del self.come[key]
-                seconds, crowding = self.exchange_s(what), self.sharing.crowding(what)
+                seconds = self.exchange_s(what)
                 for member, i in come:
-                    longer = crowding if member.host.full else 1.0
-                    self._submit(member, seconds * longer, partial(self._exchanged, member, i))
+                    self._submit(member, seconds, partial(self._exchanged, member, i))
 
         if self.sharing.exchanges_compute:
             self._submit(rank, 0.0, announce)

@@ -218,15 +218,12 @@ def measured_machine(table: Table, ranks: int, program: str = "", counted_from_b
     """So many ranks on the one host that a table describes; ``program`` is the fingerprint of the captured one."""
     known = Measured(table, program, ranks)
 
-    def crowding(what: Exchange) -> float:
-        return known.crowding(what.kind, len(what.ranks), what.is_packed)
-
     def exchange_s(what: Exchange) -> float:
         return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes, what.is_packed)
 
     return Machine(
         operations=[known.operation] * ranks,
-        sharing=Sharing([0] * ranks, [table.cores], 2, table.slice_s, table.wake_s, crowding),
+        sharing=Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s),
         exchange_s=exchange_s,
         memory_bytes=[table.memory_gb * 1e9 / ranks] * ranks,
         call_s=table.call_s,

@@ -44,15 +44,11 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
-
-    `crowding`: how many times as long a large one takes while all cores compute, with which it shares their memory.
-    """
+    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size."""
 
     kind: str
     ranks: Annotated[int, Meta(ge=2)]
     samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
-    crowding: Annotated[float, Meta(ge=1)]
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,10 +208,6 @@ class Measured:
         scale = ((ranks - 1) / ranks) / ((curve.ranks - 1) / curve.ranks)
         more = max(1.0, (ranks - 1) / (curve.ranks - 1)) ** 0.5
         return _interpolated(curve.samples, tensor_bytes * scale) * more
-
-    def crowding(self, kind: str, ranks: int, packed: bool = False) -> float:
-        """How many times as long an exchange takes while all cores compute."""
-        return self._curve(kind, ranks, packed).crowding
 
     def _curve(self, kind: str, ranks: int, packed: bool) -> Curve:
         curves = self._curves.get(kind + PACKED if packed and kind + PACKED in self._curves else kind)

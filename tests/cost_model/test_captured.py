@@ -30,7 +30,7 @@ KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point
 TABLE = Table(
     "lab", 2.0, 16.0, 1e-4, 1e-6, 4e-3, 1e-4,
     [Operation("?", "AddV2", 1e6, 12e6, 1e-3), Operation("??", "MatMul", 1e9, 6e6, 0.02)],
-    [Curve(kind, 2, [(1e3, 2e-5), (1e6, 1e-3)], 1.0) for kind in KIND.split()],
+    [Curve(kind, 2, [(1e3, 2e-5), (1e6, 1e-3)]) for kind in KIND.split()],
 )  # fmt: skip
 LAB = cluster.parse(
     "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\n"
@@ -156,9 +156,6 @@ def test_one_rank_does_not_communicate_and_two_take_turns_on_one_core() -> None:
     two_cores = predict_ranks(both, measured_machine(TABLE, 2))
     crowded = predict_ranks(both, measured_machine(msgspec.structs.replace(TABLE, cores=1.0), 2))
     assert 1.5 * two_cores.step_s < crowded.step_s
-    curves = [msgspec.structs.replace(curve, crowding=5.0) for curve in TABLE.curves]
-    disturbed = predict_ranks(both, measured_machine(msgspec.structs.replace(TABLE, curves=curves), 2))
-    assert two_cores.step_s < disturbed.step_s and two_cores.ranks[0].exchange_s == disturbed.ranks[0].exchange_s
     assert sum(two_cores.logical_bytes) == planned(program, 256, 256).logical_bytes > 0
 
 
@@ -198,7 +195,7 @@ def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -
 
 
 def test_what_has_to_be_packed_is_an_exchange_of_its_own_kind() -> None:
-    packed = msgspec.structs.replace(TABLE, curves=[*TABLE.curves, Curve("all_gather packed", 2, [(1e6, 3e-3)], 1.0)])
+    packed = msgspec.structs.replace(TABLE, curves=[*TABLE.curves, Curve("all_gather packed", 2, [(1e6, 3e-3)])])
     plain, slow = (Exchange("all_gather", "x", (0, 1), 10**6, 0, scratch) for scratch in ((), (10**6,)))
     machine = measured_machine(packed, 2)
     assert machine.exchange_s(plain) == pytest.approx(1e-3) and machine.exchange_s(slow) == pytest.approx(3e-3)

@@ -1,8 +1,7 @@
 """Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure_links FILE``.
 
 Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
-a small one and a large one of each kind once more while other threads compute on all cores. Rank 0 writes the medians
-as JSON.
+small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ MOST_CHAIN = 16
 # Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
 COLD_BYTES = 64 << 20
 ROWS = 8  # of tensors whose parts do not lie in one piece
-LARGE_BYTES = 4 << 20
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
@@ -44,31 +42,24 @@ def main() -> None:
     for kind, call in _exchanges(ops, rank, size).items():
         for size_bytes in SIZES_BYTES:
             found.setdefault(kind, []).append((float(size_bytes), _seconds(comm, kind, call, size_bytes)))
-    loaded_s: dict[str, float] = {}
+    small_bytes, idle_s = found["all_reduce"][0]
     with _computing(max(1, len(os.sched_getaffinity(0)) // size)):
-        kinds = _exchanges(ops, rank, size)
-        small_s = _seconds(comm, "all_reduce", kinds["all_reduce"], SIZES_BYTES[0], "loaded")
-        for kind, call in kinds.items():
-            loaded_s[kind] = _seconds(comm, kind, call, LARGE_BYTES, "loaded")
-    waited_s = max(0.0, small_s - found["all_reduce"][0][1])
-    crowding = {kind: max(1.0, (s - waited_s) / dict(found[kind])[LARGE_BYTES]) for kind, s in loaded_s.items()}
+        loaded_s = _seconds(comm, "all_reduce", _exchanges(ops, rank, size)["all_reduce"], int(small_bytes), "loaded")
+    wake_s = max(0.0, loaded_s - idle_s) / PAUSES
     if rank == 0:
-        measured = {"ranks": size, "curves": found, "wake_s": waited_s / PAUSES, "crowding": crowding}
-        Path(sys.argv[1]).write_text(json.dumps(measured))
+        Path(sys.argv[1]).write_text(json.dumps({"ranks": size, "curves": found, "wake_s": wake_s}))
     comm.leave()
 
 
 @contextlib.contextmanager
 def _computing(threads: int) -> Iterator[None]:
-    """So many threads of this process compute meanwhile as steps do: products, and updates of what no cache holds."""
+    """So many threads of this process compute meanwhile."""
     over = threading.Event()
     x = np.ones((384, 384), np.float32)
 
     def compute() -> None:
-        weights, slopes = np.zeros((2, LARGE_BYTES), np.float32)
         while not over.is_set():
             x @ x
-            weights[:] += slopes
 
     running = [threading.Thread(target=compute) for _ in range(threads)]
     for thread in running:

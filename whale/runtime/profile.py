@@ -100,9 +100,7 @@ def _links(ranks: int) -> tuple[list[Curve], float]:
                 action="see whether `whale doctor` finds why runs fail here",
             )
         found = json.loads(path.read_text())
-    crowding = found["crowding"]
-    curves = [Curve(kind, found["ranks"], samples, crowding[kind]) for kind, samples in found["curves"].items()]
-    return curves, found["wake_s"]
+    return [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()], found["wake_s"]
 
 
 def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:
