@@ -1,4 +1,4 @@
-"""The peak of a step's live bytes, as predicted before it runs and as TensorFlow's allocator counts it.
+"""The peak of a step's live bytes, as predicted before it runs and as asked of TensorFlow's allocator.
 
 python -m tests.memory                                         # every model on one rank, as it is
 python -m tests.memory --set gradient_checkpoint.type=auto     # with other settings
@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale_ops.memory import memory, reset_peak
+from benchmarks.predictions import allocations
 
 MOST_ERROR = 0.10
 
@@ -110,17 +110,14 @@ MODELS: dict[str, type[Model]] = {"mlp": Mlp, "gpt": Gpt, "convnet": ConvNet}
 def measured_and_predicted(model: type[Model], steps: int = 8) -> tuple[list[int], int]:
     """(peaks of some steps, sorted; what was predicted), in bytes, under the run that was started."""
     gc.collect()
-    before = memory().live_bytes
-    made = model()
-    x = made.batch()
-    for _ in range(2):
-        made.step(x)
-    gc.collect()
-    peaks = []
-    for _ in range(steps):
-        reset_peak()
-        made.step(x)
-        peaks.append(memory().peak_bytes - before)
+    with allocations.recorded() as peaks:
+        made = model()
+        x = made.batch()
+        for _ in range(2):
+            made.step(x)
+        gc.collect()
+        for _ in range(steps):
+            allocations.step(lambda: made.step(x))
     report = wh.memory_report()
     (of_step,) = report.predicted.values()
     assert f"predicted for a step of {next(iter(report.predicted))}" in str(report)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import whale as wh
 from whale.errors import PlanError
 from whale.ir.layout import Split
 from whale.runtime import dry_run
@@ -45,6 +48,14 @@ def split_variables(found: Planned) -> set[str]:
     plan = found.plan.inner or found.plan
     names = {v.node: v.name.partition(":")[0] for v in found.program.variables}
     return {names[node] for node, p in plan.variables.items() if isinstance(p, Split)}
+
+
+def test_planning_a_script_leaves_the_process_as_it_was(ranks: Callable[..., None], tmp_path: Path) -> None:
+    before = list(sys.argv), list(sys.path)
+    planned(tmp_path)
+    assert (sys.argv, sys.path) == before
+    ranks(2)
+    assert wh.size() == 2
 
 
 @pytest.mark.parametrize("ways", [2, 4])

@@ -17,7 +17,7 @@ from whale.ir.layout import B, Strategy
 from whale.ir.plan import Place, load_plan
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand
-from whale.runtime import context, dry_run, plan_check
+from whale.runtime import dry_run, plan_check
 
 __all__ = ["double"]
 
@@ -48,13 +48,6 @@ def clusters(folder: Path, name: str, count: int, gb: float) -> str:
     return str(folder / name)
 
 
-@pytest.fixture(autouse=True)
-def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("sys.argv", ["x"])
-    yield
-    context._dry = None
-
-
 def test_a_plan_is_checked_against_script_and_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = made(tmp_path, {"zero.level": 1})
     capsys.readouterr()
@@ -76,7 +69,6 @@ def test_a_plan_is_checked_against_script_and_cluster(tmp_path: Path, capsys: py
 def test_a_plan_that_does_not_fit_an_accelerator_names_the_hosts_memory(tmp_path: Path) -> None:
     plan = load_plan(made(tmp_path, {}))
     needed = max(map(sum, zip(*plan.memory.values())))
-    context._dry = None
     on = dry_run.Prediction(None, clusters(tmp_path, "small.yaml", 2, (needed - 1) / 1e9))
     with pytest.raises(PlanError) as error:
         dry_run.main(str(tmp_path / "s.py"), (), 2, prediction=on)

@@ -33,13 +33,9 @@ __all__ = ["double", "speed"]
 def saved(path: Path, step: Callable[[], None], **config: Any) -> Plan:
     """What a dry run of two ranks plans for a step, written to a file."""
     plans: list[Plan] = []
-    context.dry_run(2, lambda plan, program, settings: plans.append(plan))
-    try:
+    with context.dry_run(2, lambda plan, program, settings: plans.append(plan)):
         wh.init(config)
         step()
-    finally:
-        wh.shutdown()
-        context._dry = None
     plans[0].save(path)
     return plans[0]
 
@@ -111,15 +107,12 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
     saved(path, one_step, **parts)
     write(TABLE, profile)
     meter = analyze._Meter(3)
-    context.measured_run(meter)
-    try:
+    with context.measured_run(meter):
         ranks(2, plan=str(path), **parts)
         deep = fresh()
         with pytest.raises(analyze._Done):
             for number in range(20):
                 deep.step(*deep.batch(number))
-    finally:
-        context._meter = None
     assert len(meter.taken) == 3 and min(meter.taken) > 0 and meter.moving_s > 0
     assert 0 < meter.busy_s <= sum(meter.kernels.values()) * (1 + 1e-6)
     assert meter.seen is not None
@@ -157,19 +150,15 @@ deep.step(*deep.batch(0))
 """
 
 
-def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["x"])
+def test_a_scripts_plan_becomes_a_page(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(SCRIPT)
     write(TABLE, tmp_path / "profile.json")
-    try:
-        dry_run.main(str(tmp_path / "s.py"), (), 2, str(tmp_path / "plan.json"))
-        asked = ["html", str(tmp_path / "plan.json"), "-o", str(tmp_path / "p.html")]
-        assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
-        asked = ["trace", str(tmp_path / "plan.json"), "-o", str(tmp_path / "t.json")]
-        assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
-    finally:
-        context._dry = None
-        events = msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
+    dry_run.main(str(tmp_path / "s.py"), (), 2, str(tmp_path / "plan.json"))
+    asked = ["html", str(tmp_path / "plan.json"), "-o", str(tmp_path / "p.html")]
+    assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
+    asked = ["trace", str(tmp_path / "plan.json"), "-o", str(tmp_path / "t.json")]
+    assert main([*asked, "--measured", str(tmp_path / "profile.json")]) == 0
+    events = msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1}
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page and "/*DATA*/" not in page and "rank 1" in page

@@ -29,6 +29,7 @@ from whale.ir.program import Program
 from whale.passes.pipeline import PlanContext
 from whale.planner.analysis import Measured, Predicted, Prediction
 from whale.runtime import context as runtime_context
+from whale.runtime.dry_run import as_main
 from whale.runtime.predict import Planned, predict_plan
 
 WARM, PROFILED = 5, 3
@@ -163,11 +164,9 @@ def main() -> None:
     """
     folder, steps, profile, script, *args = sys.argv[1:]
     meter = _Meter(int(steps))
-    sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    runtime_context.measured_run(meter)
     try:
-        runpy.run_path(script, run_name="__main__")
+        with as_main(script, args), runtime_context.measured_run(meter):
+            runpy.run_path(script, run_name="__main__")
     except _Done:
         pass
     else:

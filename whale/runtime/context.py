@@ -7,7 +7,8 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -129,16 +130,27 @@ _dry: DryRun | None = None
 _meter: Meter | None = None
 
 
-def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None], saved: str = "") -> None:
-    """The next ``init`` of this process makes a dry run."""
+@contextmanager
+def dry_run(size: int, seen: Callable[[Plan, Program, PlanContext], None], saved: str = "") -> Iterator[None]:
+    """An ``init`` inside makes a dry run, which ends with the scope."""
     global _dry
     _dry = DryRun(size, seen, saved)
+    try:
+        yield
+    finally:
+        _dry = None
+        shutdown()
 
 
-def measured_run(meter: Meter) -> None:
-    """The next ``init`` of this process begins a run whose steps are measured."""
+@contextmanager
+def measured_run(meter: Meter) -> Iterator[None]:
+    """An ``init`` inside begins a run whose steps are measured."""
     global _meter
     _meter = meter
+    try:
+        yield
+    finally:
+        _meter = None
 
 
 def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "") -> None:

@@ -6,7 +6,8 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -231,15 +232,8 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
             planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
             raise _Planned
 
-    sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    runtime_context.dry_run(ranks, stop, saved)
-    try:
+    with as_main(script, args), runtime_context.dry_run(ranks, stop, saved), suppress(_Planned):
         runpy.run_path(script, run_name="__main__")
-    except _Planned:
-        pass
-    finally:
-        runtime_context.shutdown()
     if not planned:
         raise ProgramError(
             "the script ended before it ran a step that takes a batch",
@@ -248,6 +242,17 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
             action="check that the script calls its step when started alone",
         )
     return planned[0]
+
+
+@contextmanager
+def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as ``script`` has them when Python is started with it."""
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
 
 
 class _Planned(BaseException):
