@@ -8,15 +8,18 @@ recomputation in large transformer models", 2022, section 4, plus what each kern
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from whale.errors import PlanError
 
 from .stacks import Stack
 
 Recompute = Literal["none", "selective", "full"]
+Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
+Amount = Annotated[int, Meta(ge=0)]
 
 
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,15 +29,15 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    feed_forward: int = 0  # 0: 4 x hidden
-    experts: int = 0
-    top: int = 1
-    state_bytes: int = 12
+    layers: Count
+    hidden: Count
+    heads: Count
+    sequence: Count
+    vocabulary: Count
+    feed_forward: Amount = 0  # 0: 4 x hidden
+    experts: Amount = 0
+    top: Count = 1
+    state_bytes: Amount = 12
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
@@ -92,17 +95,17 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a transformer is spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    chunks: int = 1
-    micro_batch: int = 1
-    global_batch: int = 1
+    tensor: Count = 1
+    pipeline: Count = 1
+    data: Count = 1
+    chunks: Count = 1
+    micro_batch: Count = 1
+    global_batch: Count = 1
     recompute: Recompute = "none"
     sequence_parallel: bool = False
-    zero: int = 0
+    zero: Annotated[int, Meta(ge=0, le=3)] = 0
     schedule: str = "1f1b"
-    experts: int = 1  # ranks that divide a layer's experts
+    experts: Count = 1  # ranks that divide a layer's experts
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "data", "chunks", "micro_batch", "global_batch", "experts"):

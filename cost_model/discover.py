@@ -75,25 +75,31 @@ def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     logical = len(re.findall(r"^processor\s*:", text, re.MULTILINE)) or 1
     sockets = len(set(re.findall(r"^physical id\s*: (\d+)$", text, re.MULTILINE))) or 1
-    device = _processor(model[1].strip() if model else platform.machine())
     usable = float(min(logical, len(os.sched_getaffinity(0))))
     if cpu_quota is not None:
         usable = min(usable, cpu_quota)
+    device = _processor(model[1].strip() if model else platform.machine(), usable)
     kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
     memory_gb = int(kibibytes[1]) * 1024 / 1e9 / sockets if kibibytes else None
     return DeviceEntry(device.name, sockets, share=usable / logical, memory_gb=memory_gb)
 
 
-def _processor(model: str) -> Device:
-    """The entry whose model number the processor's name contains."""
+def _processor(model: str, usable: float) -> Device:
+    """The entry whose model number the processor's name contains; virtual machines often hide it."""
     entries = {entry.name: entry for entry in catalogue.devices().values() if entry.kind == "cpu"}
     words = set(re.findall(r"\w+", model.lower()))
     for name, entry in entries.items():
         if name.rpartition("-")[2] in words:
             return entry
+    # The newest of its family stands last in the catalogue.
+    nearest = next(
+        (e for n, e in reversed(entries.items()) if n.partition("-")[0] in words), list(entries.values())[-1]
+    )
+    share = min(1.0, round(usable / nearest.units, 3))
     raise ClusterError(
         "the hardware catalogue has no such processor",
         given=model,
         expected="one of " + ", ".join(entries),
-        action="give a cluster file with the entry that is nearest to it",
+        action="give a cluster file with the entry that is nearest to it, as in "
+        f"{{name: local, hosts: [{{name: here, devices: [{{type: {nearest.name}, share: {share:g}}}]}}]}}",
     )

@@ -11,7 +11,7 @@ import yaml
 
 from whale.errors import ClusterError
 
-from .hardware.catalogue import LOADER
+from .hardware.catalogue import LOADER, nearest
 
 T = TypeVar("T")
 
@@ -44,9 +44,11 @@ class File:
             return msgspec.convert(self.data, kind)
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
-            raise self.error(_keys(path.rstrip("`")), message) from None
+            unknown = re.search(r"unknown field `([^`]+)`", message)
+            facts = nearest(unknown[1], _fields(kind)) if unknown else {}
+            raise self.error(_keys(path.rstrip("`")), message, **facts) from None
 
-    def error(self, keys: list[str | int], message: str, **facts: str) -> ClusterError:
+    def error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
         """An error about the value that keys lead to, or the nearest one around it that the file has."""
         node: Any = self.tree
         known: list[str | int] = []
@@ -66,7 +68,15 @@ class File:
         line = node.start_mark.line + 1 if node is not None else 1
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in known).lstrip(".")
         where = f"{self.origin}:{line}" + (f", key {name}" if name else "")
-        return ClusterError(f"the {self.what} is wrong at {where}: {message[:1].lower()}{message[1:]}", **facts)
+        return ClusterError(
+            f"the {self.what} is wrong at {where}: {message[:1].lower()}{message[1:]}", action=action, **facts
+        )
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The names of all fields of a struct and of those in it."""
+    parts = msgspec.json.schema(kind)["$defs"].values()
+    return {name: None for part in parts for name in part.get("properties", ())}
 
 
 def _keys(path: str) -> list[str | int]:

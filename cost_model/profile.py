@@ -65,5 +65,5 @@ def read(path: str | Path) -> Profile:
         try:
             layers.append(msgspec.structs.replace(one, device=catalogue.device(one.device).name))
         except ClusterError as error:
-            raise file.error(["layers", i, "device"], error.message, **error.facts) from None
+            raise file.error(["layers", i, "device"], error.message, action=error.action, **error.facts) from None
     return Profile(layers)

@@ -206,4 +206,4 @@ def nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     if close:
         return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}
-    return {"expected": "one of " + ", ".join(sorted(known)), "action": "choose a name of the catalogue"}
+    return {"expected": "one of " + ", ".join(sorted(known)), "action": "choose one of these names"}

@@ -63,6 +63,11 @@ def test_a_processor_that_the_catalogue_does_not_have(tmp_path: Path) -> None:
         ClusterError, match=r"no such processor\n  given: Intel\(R\) Pentium\(R\) III\n  expected: one of xeon"
     ):
         discover.processors(None, root)
+    (root / "proc" / "cpuinfo").write_text("processor : 0\nmodel name\t: AMD EPYC\n")  # as virtual machines call it
+    with pytest.raises(ClusterError, match=r"nearest to it, as in \{name") as found:
+        discover.processors(1.2, root)
+    (entry,) = cluster.parse(str(found.value.action).partition("as in ")[2]).hosts[0].devices
+    assert entry.device.name == "epyc-9654" and 0 < entry.share < 0.02
 
 
 def test_the_machine_is_a_cluster_of_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

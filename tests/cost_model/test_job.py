@@ -59,10 +59,10 @@ software: composer-bf16
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("hidden:", "hiden:", "job.yaml:1, key model.hiden: object contains unknown field `hiden`"),
+        ("hidden:", "hiden:", "job.yaml:1, key model.hiden: object contains unknown field `hiden`\n  expected: hidden"),
         ("layers: 96", "layers: many", "job.yaml:1, key model.layers: expected `int`, got `str`"),
         ("recompute: full", "recompute: some", "job.yaml:2, key plan.recompute: invalid enum value 'some'"),
-        ("data: 8", "data: -8", "data must be positive"),
+        ("data: 8", "data: -8", "job.yaml:2, key plan.data: expected `int` >= 1"),
         ("data: 8", "data: 7", "the global batch is not a multiple"),
         ("model:", "software: megatron-2020\nmodel:", "there is no such software stack"),
         ("plan:", "plans:", "unknown field `plans`|missing required field `plan`"),
