@@ -7,12 +7,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from cost_model.cluster import Cluster, parse
 from cost_model.stacks import stack
 from whale.planner.estimate import divisors
 from whale.planner.evaluate import evaluate, part_memory
 from whale.planner.pools import Machines
-from whale.planner.spread import Part, Spread, Stage
+from whale.planner.spread import Part, Recompute, Spread, Stage
 from whale.planner.tables import Measured, Table, TableLayer, TableModel
 
 TYPES = (
@@ -41,7 +43,10 @@ class Instance:
 
 
 def instance(seed: int, names: tuple[str, ...] = TYPES) -> Instance:
-    """Up to 8 devices of up to 4 kinds, up to 12 layers of unequal size, memory that often binds."""
+    """Up to 8 devices of up to 4 kinds, up to 12 layers of unequal size, memory that often binds.
+
+    Of every second instance the layers hold more, and are measured with activations computed again as well.
+    """
     r = random.Random(seed)
     kinds = r.randint(1, 4)
     counts = [1] * kinds
@@ -63,6 +68,16 @@ def instance(seed: int, names: tuple[str, ...] = TYPES) -> Instance:
                     measured.append(
                         Measured(layer.name, device, forward, 2 * forward, tensor, rows, 1e-4, 4e7 * rows * size)
                     )
+    if seed % 2:
+        of_again = random.Random(f"recompute {seed}")
+        part, kept, more = of_again.uniform(0.8, 1.0), of_again.uniform(0.05, 0.3), of_again.uniform(1.0, 8.0)
+        measured = [msgspec.structs.replace(m, memory_bytes=more * m.memory_bytes) for m in measured]
+        measured += [
+            msgspec.structs.replace(
+                m, backward_s=m.backward_s + part * m.forward_s, memory_bytes=kept * m.memory_bytes, recompute="full"
+            )
+            for m in measured
+        ]
     hosts = "\n".join(
         f"  - {{name: h{k}, devices: [{{type: {device}, count: {count}, memory_gb: {r.choice([5, 8, 12])}}}],"
         " networks: {fabric: {nics: 1}}}"
@@ -76,10 +91,11 @@ def enumerate_best(one: Instance, zero: int, known_s: float = float("inf")) -> t
     """(seconds, spread, chains simulated) of the fastest spread that fits, among all without interleaving.
 
     Every ordered choice of devices for stages, every tensor degree per kind of device, every cut; of the divisions of a
-    stage's rows the fastest one that fits. Chains grow from the last stage, which says how many micro-batches a stage
-    holds. One is left early only where no completion can be faster than `known_s` or the best so far: a stage's passes
-    follow each other, before its first and after its last come those of the stages before it, and no stage before it is
-    faster than if all devices that are left shared its layers without loss. None: nothing is faster than `known_s`.
+    stage's rows, and of what it may compute again, the fastest that fits. Chains grow from the last stage, which says
+    how many micro-batches a stage holds. One is left early only where no completion can be faster than `known_s` or the
+    best so far: a stage's passes follow each other, before its first and after its last come those of the stages before
+    it, and no stage before it is faster than if all devices that are left shared its layers without loss. None: nothing
+    is faster than `known_s`.
     """
     best: tuple[float, Spread | None] = (known_s, None)
     looked = 0
@@ -108,7 +124,7 @@ class _Chains:
             for high in range(low + 1, model.count + 1)
             for live in range(1, min(most, micro_batches) + 1)
         }
-        self.chain: list[tuple[int, int, tuple[Part, ...]]] = []
+        self.chain: list[tuple[int, int, tuple[Part, ...], Recompute]] = []
 
     def visit(self, high: int, left: tuple[int, ...], total: float, least_s: float) -> None:
         """All choices for the layers before `high`, with the devices that are left.
@@ -119,7 +135,7 @@ class _Chains:
         """
         if high == 0:
             self.looked += 1
-            stages = tuple(Stage(((a, b),), parts) for a, b, parts in reversed(self.chain))
+            stages = tuple(Stage(((a, b),), parts, again) for a, b, parts, again in reversed(self.chain))
             spread = Spread(stages, self.micro_batches, zero=self.zero)
             found = evaluate(self.model, self.model.machines, spread)
             if found.fits and found.step_s < self.best[0] * (1 - 1e-12):
@@ -128,7 +144,7 @@ class _Chains:
         count = self.micro_batches
         live = min(count, len(self.chain) + 1)
         for low in range(high - 1, -1, -1):
-            for own, used, parts in self.table[low, high, live]:
+            for own, used, parts, again in self.table[low, high, live]:
                 rest = tuple(n - u for n, u in zip(left, used))
                 if min(rest) < 0:
                     continue
@@ -141,7 +157,7 @@ class _Chains:
                 ahead = max(least_s + own, count * own)
                 last = max(ahead, total + own) + before
                 if max(last, count * _fair(before, rest, low)) < self.best[0]:
-                    self.chain.append((low, high, parts))
+                    self.chain.append((low, high, parts, again))
                     self.visit(low, rest, total + own, ahead)
                     self.chain.pop()
 
@@ -159,12 +175,15 @@ def _options_for(
     high: int,
     live: int,
     zero: int,
-) -> list[tuple[float, tuple[int, ...], tuple[Part, ...]]]:
-    """(seconds, devices, parts) of a stage of these layers that holds so many micro-batches and fits, fastest first."""
-    found: dict[tuple[object, ...], tuple[float, tuple[int, ...], tuple[Part, ...]]] = {}
+) -> list[tuple[float, tuple[int, ...], tuple[Part, ...], Recompute]]:
+    """(seconds, devices, parts, recompute) of a stage of these layers that holds so many micro-batches and fits.
+
+    The fastest one is first.
+    """
+    found: dict[tuple[object, ...], tuple[float, tuple[int, ...], tuple[Part, ...], Recompute]] = {}
     whole = (low, high) == (0, model.count)
-    for used, parts in choices:
-        costs = [model.layers(p.pool, p.tensor, p.rows, "none", False, 1) for p in parts]
+    for (used, parts), (again, _) in itertools.product(choices, model.recomputes()):
+        costs = [model.layers(p.pool, p.tensor, p.rows, again, False, 1) for p in parts]
         own = max(c.forward(low, high) for c in costs) + max(c.backward(low, high) for c in costs)
         key = (used, tuple(sorted({(p.pool, p.tensor) for p in parts})))
         if key in found and found[key][0] <= own:
@@ -175,7 +194,7 @@ def _options_for(
             <= machines.pools[p.pool].memory_bytes
             for c, p in zip(costs, parts)
         ):
-            found[key] = own, used, parts
+            found[key] = own, used, parts, again
     return sorted(found.values(), key=lambda e: e[0])
 
 

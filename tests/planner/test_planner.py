@@ -11,8 +11,8 @@ from cost_model.describe import Parallel, Transformer
 from cost_model.predict import chunk_layers, predict
 from cost_model.stacks import stack
 from whale.cli import main
-from whale.errors import PlanError
-from whale.planner import ask, planfile
+from whale.errors import ClusterError, PlanError
+from whale.planner import ask, planfile, tables
 from whale.planner.estimate import Limits
 from whale.planner.evaluate import check, evaluate
 from whale.planner.model import TransformerModel
@@ -154,6 +154,44 @@ def test_what_is_fixed_stays_fixed():
     assert len(fixed.spread.stages) == 4 and fixed.spread.recompute == "full"
     with pytest.raises(PlanError, match="cannot be fixed"):
         ask.limits(["colour=4"])
+
+
+def test_only_stages_whose_memory_binds_compute_again():
+    one = instance(25)  # four stages, of which the first holds the most micro-batches
+    plan = ask.plan(one.cluster, one.batch, table=one.table, software="megatron-2021", limits=Limits(zero=0))
+    assert plan.spread.recomputes == ("full", "none", "none", "none") and plan.problems() == []
+    model, machines, found = plan.evaluate()
+    kept = evaluate(model, machines, plan.spread.recomputing(("none",) * 4))
+    assert kept.stages[0].lacking_bytes > 0 and all(other.lacking_bytes <= 0 for other in kept.stages[1:])
+    again = evaluate(model, machines, plan.spread.recomputing(("full",) * 4))
+    assert again.fits and again.step_s > found.step_s
+    # It is kept in the file, shown for each stage, explained, compared and checked.
+    assert planfile.loads(planfile.dumps(plan)) == plan
+    assert "full recompute in stage 0" in plan.spread.summary()
+    rows = [line.split() for line in show(plan, 200).splitlines() if "] " in line]
+    assert ["full" in row for row in rows] == [True, False, False, False], rows
+    assert "none recompute in this stage: infeasible" in explain(plan, 0)
+    other = msgspec.structs.replace(plan, spread=plan.spread.recomputing(("full",) * 4))
+    assert "recompute      full, none -> full" in diff(plan, other)
+    other = msgspec.structs.replace(plan, spread=plan.spread.recomputing(("none",) * 4))
+    assert "stage 0 does not fit" in other.problems()[0]
+    other = msgspec.structs.replace(plan, spread=plan.spread.recomputing(("selective",) * 4))
+    assert "selective recompute; of the model is known: full, none" in other.problems()[0]
+
+
+def test_a_table_that_lacks_a_layer_with_recompute_is_refused(tmp_path):
+    path = tmp_path / "t.yaml"
+    layers = "layers: [{name: a, count: 2}, {name: b}]\nmeasured:\n"
+    row = "  - {layer: %s, device: t4, forward_s: 0.1, backward_s: 0.2, memory_bytes: 5, recompute: %s}\n"
+    path.write_text("batch: 8\n" + layers + "".join(row % one for one in (("a", "none"), ("a", "full"), ("b", "none"))))
+    with pytest.raises(ClusterError, match="not measured alike") as error:
+        tables.read(path)
+    assert error.value.facts["given"] == "no b on t4, tensor 1, micro_batch 1, recompute full"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_is_longer_than_the_terminal(plan, width):
+    assert max(map(len, show(plan, width).splitlines())) <= width
 
 
 def test_shares_as_published():

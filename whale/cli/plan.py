@@ -94,7 +94,7 @@ def _described(given: argparse.Namespace) -> int:
     transformer, table, batch = _model(given)
     limits = ask.limits(given.fixed, given.budget)
     plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
-    print(show.show(plan))
+    print(show.show(plan, show.terminal_width()))
     if given.advise and transformer is not None:
         print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
     if given.out:

@@ -78,10 +78,10 @@ def call(given: argparse.Namespace) -> int:
     if given.analyze:
         return _analyze(given, data)
     if planfile.is_spread(data):
-        from whale.planner.show import layer_table, show
+        from whale.planner.show import layer_table, show, terminal_width
 
         plan = planfile.loads(data, given.plan)
-        print(show(plan))
+        print(show(plan, terminal_width()))
         if given.verbose:
             print("\n".join(["", *layer_table(plan)]))
         return 0

@@ -1,4 +1,7 @@
-"""Cuts a chain of layers into stages on given ranks so that the slowest stage is as fast as possible and all fit."""
+"""Cuts a chain of layers into stages on given ranks so that the slowest stage is as fast as possible and all fit.
+
+Where a stage may compute activations again in several ways, it takes as many layers as the best of them allows.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,35 @@ import msgspec
 from .evaluate import layers_of, offloaded_bytes, part_memory
 from .model import Layers, Model
 from .pools import Machines
-from .spread import Part, Spread, Stage
+from .spread import Part, Recompute, Spread, Stage
 
 
 class Chain:
     """The stages' ranks in order; answers how many layers a stage takes within so many seconds and its memory."""
 
     def __init__(
-        self, model: Model, machines: Machines, kinds: Sequence[tuple[Part, ...]], settings: Spread, ranks: int
+        self,
+        model: Model,
+        machines: Machines,
+        kinds: Sequence[tuple[Part, ...]],
+        settings: Spread,
+        ranks: int,
+        ways: Sequence[Recompute] = (),
     ) -> None:
+        """`ways`: what a stage may compute again; none: as the settings say."""
         self.model, self.machines, self.settings = model, machines, settings
-        self.kinds = kinds
-        of: dict[tuple[Part, ...], list[Layers]] = {}
-        for kind in kinds:
-            if kind not in of:
-                replicas = sum(part.replicas for part in kind)
-                of[kind] = [layers_of(model, settings, part, ranks, replicas) for part in kind]
+        self.kinds, self.ways = kinds, tuple(ways) or (settings.recompute,)
+        of: dict[tuple[tuple[Part, ...], Recompute], list[Layers]] = {}
+        for kind in dict.fromkeys(kinds):
+            replicas = sum(part.replicas for part in kind)
+            for how in self.ways:
+                of[kind, how] = [layers_of(model, settings, part, ranks, replicas, how) for part in kind]
         self.costs = of
         self.stages = len(kinds)
-        self.memory: dict[tuple[tuple[Part, ...], int, int, int, bool, bool], bool] = {}
 
-    def seconds(self, kind: tuple[Part, ...], low: int, high: int) -> float:
+    def seconds(self, kind: tuple[Part, ...], how: Recompute, low: int, high: int) -> float:
         """Of both passes of layers low..high-1, on the slowest part."""
-        costs = self.costs[kind]
+        costs = self.costs[kind, how]
         if len(costs) == 1:
             return costs[0].forward(low, high) + costs[0].backward(low, high)
         return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
@@ -40,11 +49,11 @@ class Chain:
         count = self.settings.micro_batches
         return count if self.settings.schedule == "gpipe" else min(count, self.stages - stage)
 
-    def fits(self, stage: int, low: int, high: int) -> bool:
+    def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
         kind = self.kinds[stage]
         live = self.live(stage)
         replicas = sum(part.replicas for part in kind)
-        for part, one in zip(kind, self.costs[kind]):
+        for part, one in zip(kind, self.costs[kind, how]):
             s, pool, ranges = self.settings, self.machines.pools[part.pool], ((low, high),)
             used = part_memory(one, ranges, part, replicas, live, s.zero, self.stages, s.offload)
             if used.total_bytes > pool.memory_bytes:
@@ -62,7 +71,10 @@ class Chain:
             kind = self.kinds[stage]
 
             def good(high: int, stage: int = stage, low: int = low, kind: tuple[Part, ...] = kind) -> bool:
-                return self.seconds(kind, low, high) <= limit_s and self.fits(stage, low, high)
+                return any(
+                    self.seconds(kind, how, low, high) <= limit_s and self.fits(stage, how, low, high)
+                    for how in self.ways
+                )
 
             high = min(left, low + taken)
             if good(high):
@@ -83,7 +95,7 @@ class Chain:
         if self.stages > self.model.count:
             return None
         if self.stages == 1:
-            return [self.model.count] if self.fits(0, 0, self.model.count) else None
+            return [self.model.count] if any(self.fits(0, how, 0, self.model.count) for how in self.ways) else None
         ends = self.within(float("inf"))
         if ends is None:
             return None
@@ -101,8 +113,13 @@ class Chain:
         return ends
 
     def slowest(self, ends: list[int]) -> float:
-        lows = [0, *ends[:-1]]
-        return max(self.seconds(kind, low, high) for kind, low, high in zip(self.kinds, lows, ends))
+        """Seconds of the slowest of these stages, each computing again as little as its memory lets it."""
+
+        def own(stage: int, low: int, high: int) -> float:
+            kind = self.kinds[stage]
+            return min(self.seconds(kind, how, low, high) for how in self.ways if self.fits(stage, how, low, high))
+
+        return max(own(stage, low, high) for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends)))
 
     def spread(self, ends: list[int]) -> Spread:
         lows = [0, *ends[:-1]]

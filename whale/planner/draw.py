@@ -14,7 +14,7 @@ from . import show
 from .evaluate import Evaluation, played
 from .planfile import PlanFile
 from .pools import Machines
-from .spread import Stage
+from .spread import Spread, Stage
 
 
 def trace(plan: PlanFile) -> str:
@@ -69,7 +69,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         "cards": _cards(plan, found),
         "kinds": ["forward", "backward", "reduce", "update"],
-        "rows": [{"name": f"stage {i}", "where": _where(s, machines)} for i, s in enumerate(spread.stages)],
+        "rows": [{"name": f"stage {i}", "where": _where(s, spread, machines)} for i, s in enumerate(spread.stages)],
         "tracks": tracks,
         "shown_s": shown_s,
         "step_s": found.step_s,
@@ -187,16 +187,23 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
         ("time of a micro-batch", per_layer, "{:.3g} s"),
         ("memory per device", [h / 1e9 for h in held], "{:.2f} GB"),
     )
-    return [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
+    heat = [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
+    again = plan.spread.recomputes
+    if set(again) != {"none"}:
+        level = {"none": 0.0, "selective": 1.0, "full": 2.0}
+        heat.append(("computed again", [level[again[s]] for s in of], [f"{again[s]} recompute" for s in of]))
+    return heat
 
 
-def _where(stage: Stage, machines: Machines) -> str:
-    return ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
+def _where(stage: Stage, spread: Spread, machines: Machines) -> str:
+    how = spread.recompute_of(stage)
+    devices = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
+    return devices + (f"; {how} recompute" if how != "none" else "")
 
 
 def _layers(plan: PlanFile, machines: Machines) -> list[str]:
     stages = plan.spread.stages
-    return [f"stage {s}: {_where(stages[s], machines)}" for s in _of_layer(plan)]
+    return [f"stage {s}: {_where(stages[s], plan.spread, machines)}" for s in _of_layer(plan)]
 
 
 def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> dict[str, Any]:
@@ -224,7 +231,7 @@ def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) ->
     return {
         "name": str(index),
         "layers": ", ".join(f"{low}-{high - 1}" for low, high in stage.layers),
-        "where": _where(stage, machines),
+        "where": _where(stage, plan.spread, machines),
         "parts": parts,
         "forward": sum(cost.forward_s),
         "backward": sum(cost.backward_s),

@@ -11,7 +11,7 @@ from cost_model.memory import BASE_BYTES
 from .evaluate import reduction_s, states
 from .model import Layers, Model
 from .pools import Machines
-from .spread import Offload, Part, Spread
+from .spread import Offload, Part, Recompute, Spread
 
 KEPT = 40  # candidates of a shape
 
@@ -95,10 +95,14 @@ class Estimates:
         known = self.model.row_choices(pool, tensor)
         return known if known is not None else list(range(1, min(self.batch, 128) + 1))
 
-    def recomputes(self) -> list[tuple[str, bool]]:
+    def recomputes(self) -> list[tuple[Recompute, bool]]:
         found = self.model.recomputes()
         wanted = self.limits.recompute
         return [one for one in found if wanted is None or one[0] == wanted]
+
+    def ways(self, sequence_parallel: bool) -> list[Recompute]:
+        """What a stage may compute again; least first."""
+        return [kind for kind, parallel in self.recomputes() if parallel == sequence_parallel]
 
     def tensors(self, pool: int) -> list[int]:
         found = self.model.tensor_degrees(pool)

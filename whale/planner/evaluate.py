@@ -18,7 +18,7 @@ from whale.ir.schedule import Schedule, live_micro_batches, schedule
 
 from .model import Layers, Model
 from .pools import Machines, Pool
-from .spread import Offload, Part, Spread, Stage
+from .spread import Offload, Part, Recompute, Spread, Stage
 
 # Parameters that Adam updates on a host's processors in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5 (10
 # billion in 2.57 s).
@@ -71,9 +71,11 @@ class Evaluation:
         return self.lacking_bytes <= 0
 
 
-def layers_of(model: Model, spread: Spread, part: Part, ranks: int, replicas: int) -> Layers:
-    """The costs of layers on a part's ranks; `replicas` are the stage's."""
-    how = spread.recompute, spread.sequence_parallel, ranks
+def layers_of(
+    model: Model, spread: Spread, part: Part, ranks: int, replicas: int, recompute: Recompute | None = None
+) -> Layers:
+    """The costs of layers on a part's ranks; `replicas` and `recompute` are the stage's (None: as the spread says)."""
+    how = recompute or spread.recompute, spread.sequence_parallel, ranks
     return model.layers(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
 
 
@@ -167,7 +169,7 @@ def _passes_s(
     if one.experts and group is not None:
         exchange_s = 2 * count * all_to_all_s(group, one.routed_bytes)
         forward_s += exchange_s
-        backward_s += exchange_s * (2 if spread.recompute == "full" else 1)
+        backward_s += exchange_s * (2 if spread.recompute_of(stage) == "full" else 1)
     ahead_s = back_s = 0.0
     dense = one.parameters_of(ranges)
     if group is not None and spread.zero >= 2:
@@ -192,7 +194,7 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     stages = spread.stages
     stage = stages[index]
     last = len(stages) * spread.chunks - 1
-    costs = [layers_of(model, spread, part, ranks, stage.replicas) for part in stage.parts]
+    costs = [layers_of(model, spread, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
     plain = spread.zero < 2 and spread.offload == "none" and not model.experts
     group = None
     if stage.replicas > 1 and not plain:
@@ -332,6 +334,12 @@ def _tasks(orders: Schedule, costs: Sequence[StageCost], lives: Sequence[int]) -
 def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:
     """What is wrong with a spread, independently of the search: layers, devices, rows. Empty: nothing."""
     wrong = []
+    known = {kind for kind, _ in model.recomputes()}
+    for index, kind in enumerate(spread.recomputes):
+        if kind not in known:
+            wrong.append(f"stage {index}: {kind} recompute; of the model is known: {', '.join(sorted(known))}")
+    if wrong:
+        return wrong
     ranges = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(spread.stages))]
     if [low for low, _ in ranges] + [model.count] != [0] + [high for _, high in ranges]:
         wrong.append(f"the stages' layers {ranges} do not make up the model's {model.count}")

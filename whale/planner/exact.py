@@ -22,7 +22,7 @@ from .estimate import divisors
 from .evaluate import layers_of, part_memory, reduction_s
 from .model import Layers
 from .shares import shares, variants
-from .spread import Part, Spread, Stage
+from .spread import Part, Recompute, Spread, Stage
 
 if TYPE_CHECKING:
     from .search import Search
@@ -37,6 +37,7 @@ class _Option:
 
     Attributes:
         used: devices of each pool.
+        recompute: what the stage computes again.
         forward_s, seconds: of a micro-batch's forward pass, and of both passes, without sends.
         reduce_s: after the last micro-batch.
         live: most micro-batches that the memory holds; 0: none.
@@ -46,6 +47,7 @@ class _Option:
 
     used: tuple[int, ...]
     parts: tuple[Part, ...]
+    recompute: Recompute
     forward_s: np.ndarray
     seconds: np.ndarray
     reduce_s: np.ndarray
@@ -69,15 +71,14 @@ def exact(search: Search) -> Iterator[Spread]:
     for micro_batches in reversed(divisors(search.batch)):
         if search.limits.micro_batches not in (None, micro_batches):
             continue
-        for how in search.recomputes():
+        for parallel in sorted({parallel for _, parallel in search.recomputes()}):
             if search.late(0.9):
                 break
-            settings = search.settings(micro_batches, how)
-            options = _options(search, states, settings, reductions)
-            key = (micro_batches, *how)
-            search.choices[key] = [(o.used, o.parts) for o in options]
+            ways = [search.settings(micro_batches, (way, parallel)) for way in search.ways(parallel)]
+            options = _undominated_of_each([o for s in ways for o in _options(search, states, s, reductions)])
+            search.choices[micro_batches, parallel] = list(dict.fromkeys((o.used, o.parts) for o in options))
             if options:
-                found += _solve(search, sizes, states, settings, options)
+                found += _solve(search, sizes, states, ways[0], options)
     found.sort(key=lambda e: e[0])
     for seconds, spread in found[:200]:
         if found and seconds > 1.25 * found[0][0]:
@@ -138,6 +139,7 @@ class _Options:
         return _Option(
             used,
             parts,
+            self.settings.recompute,
             ahead,
             ahead + back,
             self._reduction_s(parts, costs),
@@ -212,6 +214,14 @@ def _undominated(options: list[_Option]) -> list[_Option]:
         ):
             kept.append(one)
     return kept
+
+
+def _undominated_of_each(options: list[_Option]) -> list[_Option]:
+    """For each devices the options, of all ways to compute again, that no other is better than."""
+    by_use: dict[tuple[int, ...], list[_Option]] = {}
+    for one in options:
+        by_use.setdefault(one.used, []).append(one)
+    return [one for own in by_use.values() for one in _undominated(own)]
 
 
 @dataclass(slots=True)
@@ -355,6 +365,7 @@ def _chain(
     """The stages from the first on, and the slowest one's seconds of a micro-batch."""
     (used, head), low, slowest = begin, 0, 0.0
     found: list[Stage] = []
+    again: list[Recompute] = []
     before = None
     for left in range(stages, 0, -1):
         place = head, at, left, low
@@ -363,5 +374,6 @@ def _chain(
         used, head, option = log[number]
         slowest = max(slowest, own_s + (float(option.send_s[before, low]) if before is not None else 0.0))
         found.append(Stage(((low, high),), option.parts))
+        again.append(option.recompute)
         low, before = high, option.head
-    return msgspec.structs.replace(settings, stages=tuple(found)), slowest
+    return msgspec.structs.replace(settings, stages=tuple(found)).recomputing(again), slowest

@@ -18,6 +18,7 @@ from cost_model.memory import head_bytes, layer_activation_bytes, working_bytes
 from cost_model.stacks import Stack
 
 from .pools import Machines
+from .spread import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ class Model(Protocol):
         """Sizes of a rank's micro-batch that are known; None: all."""
         ...
 
-    def recomputes(self) -> list[tuple[str, bool]]:
-        """(recompute, sequence parallel) to choose from."""
+    def recomputes(self) -> list[tuple[Recompute, bool]]:
+        """(recompute, sequence parallel) to choose from; what computes least again comes first."""
         ...
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
@@ -172,8 +173,10 @@ class TransformerModel:
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
         return None
 
-    def recomputes(self) -> list[tuple[str, bool]]:
-        kinds = ("none", "full") if self.stack.fused_attention else ("none", "selective", "full")
+    def recomputes(self) -> list[tuple[Recompute, bool]]:
+        kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+        if self.stack.fused_attention:
+            kinds = ("none", "full")
         return [(kind, False) for kind in kinds]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:

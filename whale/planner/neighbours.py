@@ -30,8 +30,8 @@ def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
     middle += move
     if not low < middle < high:
         return None
-    stages[at] = Stage(((low, middle),), stages[at].parts)
-    stages[at + 1] = Stage(((middle, high),), stages[at + 1].parts)
+    stages[at] = msgspec.structs.replace(stages[at], layers=((low, middle),))
+    stages[at + 1] = msgspec.structs.replace(stages[at + 1], layers=((middle, high),))
     return msgspec.structs.replace(spread, stages=tuple(stages))
 
 

@@ -23,7 +23,7 @@ from .search import Found
 from .spread import Spread
 from .tables import Table, TableModel
 
-FORMAT_VERSION = "1.1"
+FORMAT_VERSION = "1.2"
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 KIND = "whale-spread"
 
@@ -138,11 +138,11 @@ def of_search(
     )
 
 
-def _shape(spread: Spread) -> tuple[int, int, int, int, str, int, str]:
+def _shape(spread: Spread) -> tuple[int, int, int, int, tuple[str, ...], int, str]:
     part = spread.stages[0].parts[0]
     return (
-        len(spread.stages), part.tensor, spread.stages[0].replicas, part.rows, spread.recompute, spread.zero,
-        spread.offload,
+        len(spread.stages), part.tensor, spread.stages[0].replicas, part.rows,
+        tuple(sorted(set(spread.recomputes))), spread.zero, spread.offload,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import msgspec
 from cost_model.predict import chunk_layers
 from whale.errors import PlanError
 
+from .again import Again
 from .cut import Chain
 from .estimate import Candidate, Limits
 from .evaluate import Evaluation, evaluate, stage_cost
@@ -70,17 +71,27 @@ class Search(Families):
         self.kept = _Best()
         self.fastest: tuple[Spread, Evaluation] | None = None
         self.misfits: list[tuple[Spread, Evaluation]] = []
-        # With few devices, what a stage may lie on, by micro-batches and recompute.
-        self.choices: dict[tuple[int, str, bool], list[Ranks]] = {}
+        self.again = Again(model, machines, self.ranks)
+        # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
+        self.choices: dict[tuple[int, bool], list[Ranks]] = {}
 
     def build(self, one: Candidate) -> Spread | None:
-        """The candidate's layers cut; None where it does not fit into memory."""
+        """The candidate's layers cut; None where it does not fit into memory.
+
+        A stage computes again what the candidate does, or less.
+        """
         kinds = [parts for parts, count in one.kinds for _ in range(count)]
         if one.chunks > 1:
-            return self.interleaved(kinds, one)
-        chain = Chain(self.model, self.machines, kinds, one.settings, self.ranks)
+            return self.fitted(self.interleaved(kinds, one))
+        ways = self.ways(one.settings.sequence_parallel)
+        ways = ways[: ways.index(one.settings.recompute) + 1]
+        chain = Chain(self.model, self.machines, kinds, one.settings, self.ranks, ways)
         ends = chain.best()
-        return None if ends is None else chain.spread(ends)
+        return None if ends is None else self.fitted(chain.spread(ends))
+
+    def fitted(self, spread: Spread) -> Spread:
+        """The spread, every stage of which computes again as little as its memory lets it."""
+        return self.again.fitted(spread, self.ways(spread.sequence_parallel), lambda index: self._live(spread, index))
 
     def interleaved(self, kinds: list[tuple[Part, ...]], one: Candidate) -> Spread:
         lengths = chunk_layers(self.model.count, len(kinds), one.chunks)
@@ -102,6 +113,7 @@ class Search(Families):
         """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
         if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
             spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
+        spread = self.fitted(spread)
         if spread in self.kept.seen:
             return float("inf")
         self.kept.seen.add(spread)
@@ -125,7 +137,7 @@ class Search(Families):
             best = spread, seconds
             others = neighbours(spread, few)
             if wide:
-                choices = self.choices.get((spread.micro_batches, spread.recompute, spread.sequence_parallel), [])
+                choices = self.choices.get((spread.micro_batches, spread.sequence_parallel), [])
                 more = self.limits.stages is None
                 others = itertools.chain(others, other_ranks(spread, self.machines, choices, more))
             for other in others:
@@ -225,11 +237,11 @@ class Search(Families):
         """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
         count, stages = spread.micro_batches, len(spread.stages)
         slowest = total = after = 0.0
-        known: dict[tuple[int, int, tuple[Part, ...], int], float] = {}
+        known: dict[tuple[int, int, tuple[Part, ...], str | None, int], float] = {}
         for index, stage in enumerate(spread.stages):
-            live = min(count, stages - index) if spread.chunks == 1 else self._live(spread, index)
+            live = self._live(spread, index)
             edge = min(index, 1) + 2 * (index == stages - 1)
-            key = (stage.count, edge, stage.parts, live)
+            key = (stage.count, edge, stage.parts, stage.recompute, live)
             if key not in known:
                 cost = stage_cost(self.model, self.machines, spread, index, live, spread.ranks)
                 if cost.lacking_bytes > 0:
@@ -241,7 +253,9 @@ class Search(Families):
         return count * slowest + (total - slowest) / spread.chunks + after
 
     def _live(self, spread: Spread, index: int) -> int:
-        """Chunks of micro-batches that a stage holds at the peak of the interleaved schedule (Narayanan et al.)."""
+        """Chunks of micro-batches that a stage holds at its peak; interleaved: of the schedule of Narayanan et al."""
+        if spread.chunks == 1:
+            return min(spread.micro_batches, len(spread.stages) - index)
         stages, whole = len(spread.stages), spread.micro_batches * spread.chunks
         if spread.micro_batches == stages:
             return whole
@@ -317,7 +331,9 @@ def _modes(machines: Machines, limits: Limits, found: Found | None) -> list[tupl
     """What else is worth a search, of what the user leaves free."""
     if found is not None:
         s = found.spread
-        bound = s.recompute != "none" or len(s.stages) > 1 or any(p.tensor > 1 for t in s.stages for p in t.parts)
+        bound = (
+            set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(p.tensor > 1 for t in s.stages for p in t.parts)
+        )
         return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
     hosts = all(pool.host_bytes for pool in machines.pools)
     return [

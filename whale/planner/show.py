@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Iterator, Set
+from textwrap import wrap
 
 from cost_model.memory import Footprint
 
-from .evaluate import Evaluation, layers_of, offloaded_bytes
+from .evaluate import Evaluation, evaluate, layers_of, offloaded_bytes
 from .model import Model
 from .planfile import PlanFile
 from .pools import Machines
-from .spread import Stage
+from .spread import Spread, Stage, counted
 
 BAR = 10
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
+WIDTH = 120  # characters of a line, where no terminal says how many it has
 
 
 def seconds(value: float) -> str:
@@ -26,7 +30,12 @@ def size(value: float) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
 
 
-def show(plan: PlanFile) -> str:
+def terminal_width() -> int:
+    """Characters of a line of the terminal, or of COLUMNS."""
+    return max(60, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def show(plan: PlanFile, width: int = WIDTH) -> str:
     """One screen: model, cluster, step time by parts, a row per stage, the schedule, alternatives, one line to end."""
     model, machines, found = plan.evaluate()
     spread = plan.spread
@@ -39,7 +48,7 @@ def show(plan: PlanFile) -> str:
         f"bound by   {bound_by(found)}",
         f"optimum    not below {seconds(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
         "",
-        *stage_table(plan, machines, found),
+        *stage_table(plan, machines, found, width),
         "",
         *schedule_lines(plan),
     ]
@@ -50,8 +59,11 @@ def show(plan: PlanFile) -> str:
         lines += ["", *host_lines(plan, model, machines)]
     if plan.alternatives:
         lines += ["", "alternatives that lost"]
-        lines += [f"  {one.reason:28} {one.spread.summary()}" for one in plan.alternatives]
-    return "\n".join([*lines, "", last_line(plan, machines, found)])
+        most = max(len(one.reason) for one in plan.alternatives)
+        for one in plan.alternatives:
+            lines += wrap(f"  {one.reason:{most}}  {one.spread.summary()}", width, subsequent_indent=" " * (most + 4))
+    lines = [line for text in lines for line in (wrap(text, width, subsequent_indent=" " * 11) if text else [""])]
+    return "\n".join([*lines, "", *wrap(last_line(plan, machines, found), width)])
 
 
 def _speed(plan: PlanFile, found: Evaluation) -> float:
@@ -74,49 +86,72 @@ def bound_by(found: Evaluation) -> str:
     return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
 
 
-def stage_table(plan: PlanFile, machines: Machines, found: Evaluation) -> list[str]:
-    """A row for every part of every stage; runs of equal stages are one row."""
-    head = (
-        f"{'stage':>7} {'layers':>9}  {'devices':34} {'DPxTP':>9} {'rows':>5} {'params':>9}  "
-        f"{'memory':29} {'forward':>9} {'backward':>9} {'send':>9} {'reduce':>9}"
-    )
-    lines = [head]
+def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: int = WIDTH) -> list[str]:
+    """A row for every part of every stage; runs of equal stages are one row. Of at most so many characters a line."""
+    head = ["stage", "layers", "devices", "DPxTP", "rows", "params", "recompute", "memory"]
+    head += ["forward", "backward", "send", "reduce"]
+    rows: list[list[str]] = []
     stages, first = plan.spread.stages, 0
     hidden = 0
     for at in range(1, len(stages) + 1):
-        if at < len(stages) and _alike(stages[at], stages[first], found, at, first):
+        if at < len(stages) and _alike(plan.spread, found, at, first):
             continue
         name = str(first) if at == first + 1 else f"{first}-{at - 1}"
-        if len(lines) > ROWS:
+        if len(rows) >= ROWS:
             hidden += at - first
         else:
-            lines += _rows(name, plan, machines, found, first, at)
+            rows += _rows(name, plan, machines, found, first, at)
         first = at
+    if set(plan.spread.recomputes) == {"none"}:
+        head, *rows = [[*row[:6], *row[7:]] for row in (head, *rows)]
+    lines = columns(head, rows, {"devices", "memory"}, width, head.index("forward"))
     return [*lines, f"  ... and {hidden} more stages"] if hidden else lines
 
 
-def _alike(one: Stage, other: Stage, found: Evaluation, a: int, b: int) -> bool:
-    same = one.parts == other.parts and one.count == other.count
-    return same and found.stages[a].forward_s == found.stages[b].forward_s
+def _alike(spread: Spread, found: Evaluation, a: int, b: int) -> bool:
+    one, other = spread.stages[a], spread.stages[b]
+    if one.parts != other.parts or one.count != other.count or spread.recomputes[a] != spread.recomputes[b]:
+        return False
+    return found.stages[a].forward_s == found.stages[b].forward_s
 
 
-def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[str]:
+def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[list[str]]:
+    """The cells of a run of equal stages: a row for each part; what is of the stage stands in the first one."""
     stage, cost, count = plan.spread.stages[first], found.stages[first], end - first
-    layers = str(stage.count) if count == 1 else f"{count} x {stage.count}"
+    lead = [name, str(stage.count) if count == 1 else f"{count} x {stage.count}"]
+    times = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
     rows = []
-    for at, (part, used) in enumerate(zip(stage.parts, cost.memory)):
+    for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
-        lead = (
-            f"{name:>7} {layers:>9}" if at == 0 else " " * 17,
-            f"  {part.ranks * count:>5} {pool.name[:28]:28} {f'{part.replicas}x{part.tensor}':>9} {part.rows:>5}",
-            f" {used.parameters_bytes / 2e9:>7.2f} G  {memory_bar(used, pool.memory_bytes):29}",
-        )
-        tail = ""
-        if at == 0:
-            times = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
-            tail = "".join(f" {1e3 * t:>6.1f} ms" for t in times)
-        rows.append("".join(lead) + tail)
-    return rows
+        cells = [f"{part.ranks * count} {pool.name[:28]}", f"{part.replicas}x{part.tensor}", str(part.rows)]
+        cells += [f"{used.parameters_bytes / 2e9:.2f} G", plan.spread.recompute_of(stage)]
+        rows.append([*lead, *cells, memory_bar(used, pool.memory_bytes), *(f"{1e3 * t:.1f} ms" for t in times)])
+    return [rows[0]] + [["", "", *row[2:8], "", "", "", ""] for row in rows[1:]]
+
+
+def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, apart: int) -> list[str]:
+    """A table; where its lines would be longer than `width`, several, each with the first column.
+
+    Args:
+        left: names of the columns that are aligned on the left.
+        apart: number of the column that a second table begins with, if there is one.
+    """
+    sizes = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    groups, used = [[0]], sizes[0]
+    whole = sum(sizes) + 2 * len(sizes) - 2 <= width
+    for i in range(1, len(head)):
+        if used + 2 + sizes[i] > width or (i == apart and not whole):
+            groups.append([0])
+            used = sizes[0]
+        groups[-1].append(i)
+        used += 2 + sizes[i]
+    lines = []
+    for group in groups:
+        for row in (head, *rows):
+            cells = (row[i].ljust(sizes[i]) if head[i] in left else row[i].rjust(sizes[i]) for i in group)
+            lines.append("  ".join(cells).rstrip())
+        lines.append("")
+    return lines[:-1]
 
 
 def memory_bar(used: Footprint, limit_bytes: float) -> str:
@@ -130,7 +165,7 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
     spread, most = plan.spread, dict[int, float]()
     for stage in spread.stages:
         for part in stage.parts:
-            one = layers_of(model, spread, part, spread.ranks, stage.replicas)
+            one = layers_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
             used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
             most[part.pool] = max(most.get(part.pool, 0.0), used)
     return [
@@ -146,6 +181,8 @@ def schedule_lines(plan: PlanFile) -> list[str]:
 
     spread = plan.spread
     if len(spread.stages) == 1:
+        if spread.micro_batches == 1:
+            return ["schedule   the whole batch at once, gradients summed at the end"]
         return [f"schedule   {spread.micro_batches} micro-batches one after the other, gradients summed at the end"]
     orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
     lines = [f"schedule   {spread.schedule}" + (f", {spread.chunks} chunks per stage" if spread.chunks > 1 else "")]
@@ -169,8 +206,9 @@ def layer_table(plan: PlanFile) -> list[str]:
     }
     for layer in range(model.count):
         index = of[layer]
-        part = plan.spread.stages[index].parts[found.stages[index].limiting]
-        costs = layers_of(model, plan.spread, part, plan.spread.ranks, plan.spread.stages[index].replicas)
+        stage = plan.spread.stages[index]
+        part = stage.parts[found.stages[index].limiting]
+        costs = layers_of(model, plan.spread, part, plan.spread.ranks, stage.replicas, stage.recompute)
         one = slice(layer, layer + 2)
         forward, backward, held, own = (
             values[1] - values[0]
@@ -184,14 +222,15 @@ def layer_table(plan: PlanFile) -> list[str]:
 
 def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
     """What will happen, in one line."""
-    whole = parts_of(found)
-    share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in whole.items() if value > 0)
+    parts = parts_of(found)
+    share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in parts.items() if value > 0)
     spread = plan.spread
     tensor = max(p.tensor for s in spread.stages for p in s.parts)
     data = max(s.replicas for s in spread.stages)
+    whole_or = ["whole" if n == 1 else f"split {n} ways" for n in (tensor, data)]
     return (
-        f"Plan: {len(spread.stages)} stages, layers split {tensor} ways, rows {data} ways, {spread.ranks} of "
-        f"{machines.devices} devices. Predicted {seconds(found.step_s)}: {share}."
+        f"Plan: {counted(len(spread.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, {spread.ranks} of "
+        f"{counted(machines.devices, 'device')}. Predicted {seconds(found.step_s)}: {share}."
     )
 
 
@@ -199,7 +238,6 @@ def explain(plan: PlanFile, layer: int) -> str:
     """One layer: where it lies, why there, and what its neighbours would cost."""
     from whale.errors import PlanError
 
-    from .evaluate import evaluate
     from .neighbours import move_cut
 
     model, machines, found = plan.evaluate()
@@ -213,13 +251,14 @@ def explain(plan: PlanFile, layer: int) -> str:
     for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
         lines.append(
-            f"  on {part.replicas} x {part.tensor} {pool.name}, {part.rows} rows of each micro-batch, "
+            f"  on {part.replicas} x {part.tensor} {pool.name}, {counted(part.rows, 'row')} of each micro-batch, "
             f"{used.total_bytes / 1e9:.1f} of {pool.memory_bytes / 1e9:.1f} GB"
         )
     lines.append(
         f"  a micro-batch: forward {seconds(sum(cost.forward_s))}, backward {seconds(sum(cost.backward_s))}, "
         f"send {seconds(cost.send_s)}; after the last: reduce {seconds(cost.reduce_s)}"
     )
+    lines += _other_recompute(plan, model, machines, found, index)
     low, high = stage.layers[0]
     for at, move, words in ((index - 1, layer - low + 1, "the stage before"), (index, layer - high, "the next stage")):
         other = (
@@ -231,6 +270,17 @@ def explain(plan: PlanFile, layer: int) -> str:
             lines.append(f"  in {words}: {_against(found, evaluate(model, machines, other))}")
     lines += [f"  {one.spread.summary()}: {one.reason}" for one in plan.alternatives[:5]]
     return "\n".join(lines)
+
+
+def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Evaluation, index: int) -> Iterator[str]:
+    """What the stage computes again, and what it would cost to compute more or less."""
+    spread = plan.spread
+    own = spread.recompute_of(spread.stages[index])
+    yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
+    for how in (kind for kind, parallel in model.recomputes() if parallel == spread.sequence_parallel and kind != own):
+        each = [how if i == index else kind for i, kind in enumerate(spread.recomputes)]
+        other = evaluate(model, machines, spread.recomputing(each))
+        yield f"    {how} recompute in this stage: {_against(found, other)}"
 
 
 def _against(found: Evaluation, other: Evaluation) -> str:
@@ -250,14 +300,17 @@ def diff(one: PlanFile, other: PlanFile) -> str:
         ("devices", one.spread.ranks, other.spread.ranks),
         ("micro-batches", one.spread.micro_batches, other.spread.micro_batches),
         ("chunks", one.spread.chunks, other.spread.chunks),
-        ("recompute", one.spread.recompute, other.spread.recompute),
+        ("recompute", *(", ".join(dict.fromkeys(p.spread.recomputes)) for p in (one, other))),
         ("ZeRO", one.spread.zero, other.spread.zero),
         ("offload", one.spread.offload, other.spread.offload),
     ]
     lines += [f"  {name:14} {x} -> {y}" for name, x, y in facts if x != y]
-    changed = [(i, x, y) for i, (x, y) in enumerate(zip(one.spread.stages, other.spread.stages)) if x != y]
+    pairs = enumerate(zip(one.spread.stages, other.spread.stages))
+    changed = [
+        (i, x, y) for i, (x, y) in pairs if _stage(one.spread, x, machines) != _stage(other.spread, y, other_machines)
+    ]
     for i, x, y in changed[:16]:
-        lines.append(f"  stage {i:<8} {_stage(x, machines)} -> {_stage(y, other_machines)}")
+        lines.append(f"  stage {i:<8} {_stage(one.spread, x, machines)} -> {_stage(other.spread, y, other_machines)}")
     if len(changed) > 16:
         lines.append(f"  ... and {len(changed) - 16} more stages")
     for name, value in parts_of(a).items():
@@ -270,6 +323,9 @@ def diff(one: PlanFile, other: PlanFile) -> str:
     return "\n".join([*lines, f"Step: {seconds(a.step_s)} -> {seconds(b.step_s)} ({change:+.1%})."])
 
 
-def _stage(stage: Stage, machines: Machines) -> str:
-    parts = " + ".join(f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({p.rows} rows)" for p in stage.parts)
-    return f"{stage.count} layers on {parts}"
+def _stage(spread: Spread, stage: Stage, machines: Machines) -> str:
+    parts = " + ".join(
+        f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({counted(p.rows, 'row')})" for p in stage.parts
+    )
+    how = spread.recompute_of(stage)
+    return f"{stage.count} layers on {parts}" + (f", {how} recompute" if how != "none" else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -25,10 +26,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Consecutive layers (several ranges when the schedule interleaves chunks) on some ranks."""
+    """Consecutive layers (several ranges when the schedule interleaves chunks) on some ranks.
+
+    `recompute`: what this stage computes again for its backward passes; None: as the spread says.
+    """
 
     layers: tuple[tuple[int, int], ...]
     parts: tuple[Part, ...]
+    recompute: Recompute | None = None
 
     @property
     def count(self) -> int:
@@ -61,6 +66,23 @@ class Spread(msgspec.Struct, frozen=True):
     schedule: str = "1f1b"
     offload: Offload = "none"
 
+    def recompute_of(self, stage: Stage) -> Recompute:
+        """What a stage computes again."""
+        return stage.recompute or self.recompute
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """What each stage computes again."""
+        return tuple(self.recompute_of(stage) for stage in self.stages)
+
+    def recomputing(self, each: Sequence[Recompute]) -> Spread:
+        """This spread with what each stage computes again; stages like the first one say nothing of their own."""
+        stages = tuple(
+            msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
+            for stage, how in zip(self.stages, each)
+        )
+        return msgspec.structs.replace(self, stages=stages, recompute=each[0])
+
     @property
     def chunks(self) -> int:
         return len(self.stages[0].layers)
@@ -79,16 +101,37 @@ class Spread(msgspec.Struct, frozen=True):
         tensors = sorted({part.tensor for stage in stages for part in stage.parts})
         datas = sorted({stage.replicas for stage in stages})
         rows = sorted({part.rows for stage in stages for part in stage.parts})
-        text = f"{len(stages)} pipeline x {_span(datas)} data x {_span(tensors)} tensor on {self.ranks} devices"
-        text += f", {self.micro_batches} micro-batches of {_span(rows)} rows"
+        text = (
+            f"{len(stages)} pipeline x {_span(datas)} data x {_span(tensors)} tensor on {counted(self.ranks, 'device')}"
+        )
+        text += f", {counted(self.micro_batches, 'micro-batch', 'es')} of {_span(rows)} row{'s' * (rows != [1])}"
         if self.chunks > 1:
             text += f", {self.chunks} chunks"
-        if self.recompute != "none":
-            text += f", {self.recompute} recompute"
+        text += "".join(f", {one} recompute{where}" for one, where in self._recompute_where())
         if self.sequence_parallel:
             text += ", sequence parallel"
         text += f", ZeRO {self.zero}" if self.zero else ""
         return text + {"none": "", "state": ", state offloaded", "all": ", weights and state offloaded"}[self.offload]
+
+    def _recompute_where(self) -> list[tuple[str, str]]:
+        """What is computed again, and in which stages, if not in all."""
+        each = self.recomputes
+        if len(set(each)) == 1:
+            return [(each[0], "")] if each[0] != "none" else []
+        found = []
+        for kind in ("selective", "full"):
+            own = [s for s, one in enumerate(each) if one == kind]
+            runs = [s for s in own if s - 1 not in own]  # where stages of that kind begin
+            ends = [s for s in own if s + 1 not in own]
+            if own:
+                text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(runs, ends))
+                found.append((kind, f" in stage{'s' * (len(own) > 1)} {text}"))
+        return found
+
+
+def counted(count: int, name: str, plural: str = "s") -> str:
+    """1 stage, 2 stages."""
+    return f"{count} {name}{plural if count != 1 else ''}"
 
 
 def _span(values: list[int]) -> str:

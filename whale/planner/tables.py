@@ -12,6 +12,10 @@ JSON or YAML:
       - {layer: block, device: v100, tensor: 1, micro_batch: 4, forward_s: 0.0041, backward_s: 0.0083,
          update_s: 0.0002, memory_bytes: 1.2e+8}
 
+A layer may be measured with activations computed again as well (`recompute: full` or `selective`, `none` unless told);
+then on all devices, degrees and sizes on which it is measured without, and so are all other layers. The planner chooses
+for each stage.
+
 The measurements may also lie in a CSV file of the same name beside it, with the columns of `measured`.
 
 `parameters` are those of the whole layer; `output_bytes` what one row sends to the next layer. `forward_s` and
@@ -39,6 +43,7 @@ from whale.errors import ClusterError, PlanError
 
 from .model import Layers, sums
 from .pools import Machines
+from .spread import Recompute
 
 Count = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -64,6 +69,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batch: Count = 1
     update_s: NotNegative | None = None
     memory_bytes: NotNegative = 0.0
+    recompute: Recompute = "none"
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +114,26 @@ def read(path: str | Path) -> Table:
         raise file.error(
             ["layers"], "a profile without measurements", expected=f"`measured`, or {beside.name} beside it"
         )
+    if missing := _unlike(checked):
+        raise file.error(
+            ["measured"],
+            "layers are not measured alike with recompute",
+            given=missing,
+            expected="every layer, device, tensor-parallel degree and size that is measured without",
+        )
     return msgspec.structs.replace(found, measured=checked)
+
+
+def _unlike(measured: list[Measured]) -> str:
+    """What is measured with one kind of recompute and not with another; empty: nothing."""
+    of: dict[str, set[tuple[str, str, int, int]]] = {"none": set()}
+    for one in measured:
+        of.setdefault(one.recompute, set()).add((one.layer, one.device, one.tensor, one.micro_batch))
+    for kind, known in of.items():
+        for layer, device, tensor, rows in sorted(known ^ of["none"]):
+            lacks = "none" if (layer, device, tensor, rows) in known else kind
+            return f"no {layer} on {device}, tensor {tensor}, micro_batch {rows}, recompute {lacks}"
+    return ""
 
 
 class TableModel:
@@ -119,19 +144,20 @@ class TableModel:
         self.kinds = [layer for layer in table.layers for _ in range(layer.count)]
         self.count = len(self.kinds)
         self.experts, self.tied_parameters = 0, 0.0
-        self.of: dict[tuple[str, int], dict[str, dict[int, Measured]]] = {}
+        self.of: dict[tuple[str, int, str], dict[str, dict[int, Measured]]] = {}
         for one in table.measured:
-            self.of.setdefault((one.device, one.tensor), {}).setdefault(one.layer, {})[one.micro_batch] = one
+            key = one.device, one.tensor, one.recompute
+            self.of.setdefault(key, {}).setdefault(one.layer, {})[one.micro_batch] = one
         self.layers = lru_cache(maxsize=None)(self._layers)
 
-    def _measured(self, pool: int, tensor: int) -> dict[str, dict[int, Measured]]:
-        return self.of.get((self.machines.pools[pool].device.name, tensor), {})
+    def _measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
+        return self.of.get((self.machines.pools[pool].device.name, tensor, recompute), {})
 
     def _layers(
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
     ) -> Layers:
         share = self.machines.pools[pool].entry.share
-        known = self._measured(pool, tensor)
+        known = self._measured(pool, tensor, recompute)
         if any(layer.name not in known for layer in self.table.layers):
             raise PlanError(
                 "the profile has no measurement that the plan needs",
@@ -164,8 +190,8 @@ class TableModel:
         wanted = {layer.name for layer in self.table.layers}
         return sorted(
             tensor
-            for (device, tensor), known in self.of.items()
-            if device == own.device.name and tensor <= own.per_host and wanted <= known.keys()
+            for (device, tensor, recompute), known in self.of.items()
+            if device == own.device.name and tensor <= own.per_host and recompute == "none" and wanted <= known.keys()
         )
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
@@ -173,8 +199,10 @@ class TableModel:
         low, high = max(min(sizes) for sizes in known), min(max(sizes) for sizes in known)
         return list(range(low, high + 1))
 
-    def recomputes(self) -> list[tuple[str, bool]]:
-        return [("none", False)]
+    def recomputes(self) -> list[tuple[Recompute, bool]]:
+        kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+        measured = {recompute for _, _, recompute in self.of}
+        return [(kind, False) for kind in kinds if kind in measured]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
         return point_to_point_s(self.kinds[cut - 1].output_bytes * rows, *path)
