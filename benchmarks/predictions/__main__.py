@@ -1,4 +1,4 @@
-"""Predicted against measured step time and memory of this machine's own runs: six programs under every plan.
+"""Predicted against measured step time and memory of this machine's own runs: seven programs under every plan.
 
     python -m benchmarks.predictions --profile PROFILE [--programs mlp,gpt] [--rows FILE] [--out docs]
     python -m benchmarks.predictions --rows FILE --out docs        reports rows that were measured before
@@ -33,7 +33,7 @@ from benchmarks.predictions import page
 from benchmarks.predictions.plans import KINDS
 from whale.launcher.worker import thread_variables
 
-PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "classifier")
+PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "classifier", "lstm")
 STEP_TIMEOUT_S = 60.0
 TRIES, OTHERS = 5, 0.15  # a round is repeated if others took more than this part of a core
 CLOSE = 0.02  # plans whose measured times differ by less have no order

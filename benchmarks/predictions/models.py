@@ -1,4 +1,4 @@
-"""Six training programs whose predicted step time and memory are compared with what they take."""
+"""Seven training programs whose predicted step time and memory are compared with what they take."""
 
 from __future__ import annotations
 
@@ -86,6 +86,14 @@ def dlrm() -> Any:
     return tf.keras.Model([dense, ids], layers.Dense(2)(hidden))
 
 
+TURNS, FREQUENCIES = 16, 64
+
+
+def lstm() -> Any:
+    """Its step has a loop forward, and another one for the gradients."""
+    return tf.keras.Sequential([layers.Input((TURNS, FREQUENCIES)), layers.LSTM(128), layers.Dense(100)])
+
+
 CLASSES = 20_000
 
 
@@ -109,6 +117,10 @@ def _features(width: int, classes: int) -> Callable[[np.random.Generator, int], 
     return inputs
 
 
+def _sounds(generator: np.random.Generator, rows: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    return (generator.normal(size=(rows, TURNS, FREQUENCIES)).astype(np.float32),), _labels(generator, rows, 100)
+
+
 def _words(generator: np.random.Generator, rows: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     text = generator.integers(WORDS, size=(rows, LENGTH + 1)).astype(np.int32)
     return (text[:, :-1].copy(),), text[:, 1:].copy()
@@ -127,6 +139,7 @@ WORKLOADS = {
     "vit": Workload(16, vit, _images, "Adam"),
     "dlrm": Workload(512, dlrm, _clicks, "SGD"),
     "classifier": Workload(64, classifier, _features(512, CLASSES), "SGD"),
+    "lstm": Workload(1024, lstm, _sounds, "SGD"),
 }
 
 

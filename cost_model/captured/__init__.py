@@ -1,5 +1,6 @@
 """Captured programs: what the ranks' own programs of a plan take, in seconds and in bytes.
 
+Program     unroll     with its loops written out
 Graph       graph      a rank's program as numbers: who waits for whom, which results share memory
 Exchange    traffic    what a communication op moves and holds
 Table       table      what `whale profile` measured on a machine; a JSON file

@@ -12,7 +12,7 @@ from whale.ir.program import Node, Program, Ref
 # Results that share their operand's buffer: operand -> result, one by one.
 VIEWS = frozenset(
     "Identity IdentityN Reshape ExpandDims Squeeze StopGradient Snapshot PreventGradient ReadVariableOp WhaleHold "
-    "CheckNumerics".split()
+    "CheckNumerics TensorListGetItem TensorListPopBack TensorListSetItem TensorListPushBack".split()
 )
 # Rows are cut from dimension 0 without a copy.
 ROW_VIEWS = frozenset("Slice StridedSlice Split SplitV Unpack".split())

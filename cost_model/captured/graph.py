@@ -6,18 +6,17 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whale.errors import PlanError
 from whale.ir.program import ON_HOST, Node, Program, Ref
 
 from ..ops.work import Work, work
 from . import buffers
 from .traffic import Exchange, exchange
+from .unroll import unrolled
 
 COMMUNICATION = frozenset(
     """WhaleAllReduce WhaleAllGather WhaleReduceScatter WhaleAllToAll WhaleBroadcast WhaleSend WhaleRecv
     HorovodGroupedAllreduce""".split()
 )
-LOOPS = frozenset("While StatelessWhile If StatelessIf Case".split())
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
 
 
@@ -66,28 +65,22 @@ class Graph:
 
 
 def graph_of(
-    program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, with_loops: bool = False
+    program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, strict: bool = True
 ) -> Graph:
-    """The graph of what ``rank`` of ``size`` runs.
+    """The graph of what ``rank`` of ``size`` runs; loops are written out.
 
     Args:
         allocated: bytes that the device's allocator takes for a tensor of so many bytes.
-        with_loops: loops and branches are nodes like others.
+        strict: else branches, and loops whose turns are not known, are nodes like others.
 
     Raises:
-        PlanError: the program has loops or branches: how often they run is not known before they do.
+        PlanError: how often a loop or branch runs is not known before it does.
     """
+    program = unrolled(program, strict)
     place = {node.name: i for i, node in enumerate(program.nodes)}
     first: list[int] = []
     sizes: list[int] = []
     for node in program.nodes:
-        if node.op in LOOPS and not with_loops:
-            raise PlanError(
-                "a program with loops or branches has no predicted time and memory",
-                op=node.name,
-                given=node.op,
-                expected="a program without them",
-            )
         first.append(len(sizes))
         elsewhere = node.attrs.get(ON_HOST) and not _leaves_host(node)
         sizes += [0 if elsewhere else allocated(t.bytes) for t in node.outputs]

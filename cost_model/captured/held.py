@@ -2,13 +2,14 @@
 
 The play is that of `execute`, with seconds that are only good enough for an order: exchanges are nodes like
 others, as long as their bytes. What a call of a function holds inside is found once for each function, and is scratch
-memory of its calls; so 64 micro-batches take no longer than two. A loop's body counts as one turn of it.
+memory of its calls; so 64 micro-batches take no longer than two. Loops are written out; the body of one whose turns
+are not known counts as one turn of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.ir.program import Node, Program, Ref, function_refs
 
@@ -100,7 +101,8 @@ class _Holder:
         return Held(tuple(most), resident)
 
     def _graph(self, program: Program) -> tuple[Graph, list[float], list[int], set[int]]:
-        graph = graph_of(program, self.rank, self.size, self.allocated, with_loops=True)
+        whole = replace(program, functions=self.functions)
+        graph = graph_of(whole, self.rank, self.size, self.allocated, strict=False)
         seconds, scratch, calls = list[float](), list[int](), set[int]()
         for i, (node, does) in enumerate(zip(graph.nodes, graph.work)):
             called = [self._inside(f.name) for _, f in function_refs(node) if f.name in self.functions]

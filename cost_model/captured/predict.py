@@ -135,7 +135,7 @@ def predict_ranks(
         plays: how many more orders of a step are played for its memory; its time is that of the first.
 
     Raises:
-        PlanError: a program has loops or branches, or the ranks wait for each other.
+        PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
         ClusterError: the machine has fewer ranks, or its profile lacks what a program runs.
     """
     if len(programs) > len(machine.sharing.hosts):

@@ -6,11 +6,12 @@ What a condition depends on is computed turn by turn, on its own: integers and t
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import Func
 
 LOOPS = ("While", "StatelessWhile")
@@ -54,9 +55,9 @@ def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[i
     found: dict[str, Turns] = {}
     for node in graph.nodes:
         if node.op not in LOOPS:
-            _step(node, known)
+            evaluate(node, known)
             continue
-        bodies = [_function(node, key, functions) for key in ("cond", "body")]
+        bodies = [function_of(node, key, functions) for key in ("cond", "body")]
         start = {i: known[ref] for i, ref in enumerate(node.inputs) if ref in known}
         condition, body = bodies
         if condition is None or body is None:
@@ -71,7 +72,27 @@ def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[i
     return found
 
 
-def _function(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
+def executions(program: Program) -> Counter[str]:
+    """How often a step runs each function of a program; a loop whose turns are not known counts as one turn."""
+    found: Counter[str] = Counter()
+
+    def visit(graph: Program, times: int, arguments: Mapping[int, int]) -> None:
+        counted = turns(graph, program.functions, arguments)
+        for node in graph.nodes:
+            loop = counted.get(node.name, Turns(1, {}))
+            for key, function in function_refs(node):
+                if function.name in program.functions:
+                    # A loop asks once more than it goes on.
+                    often = times * (loop.count + (node.op in LOOPS and key == "cond"))
+                    found[function.name] += often
+                    visit(program.functions[function.name], often, loop.arguments)
+
+    visit(program, 1, {})
+    return found
+
+
+def function_of(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
+    """The function that an attribute of a node names, if the program has it."""
     value = node.attrs.get(key)
     return functions.get(value.name) if isinstance(value, Func) else None
 
@@ -83,8 +104,8 @@ def _counts(node: Node) -> bool:
     return node.op == "Const" or node.op in _OPS
 
 
-def _step(node: Node, known: Values) -> bool:
-    """Computes a node whose operands are known; whether it could."""
+def evaluate(node: Node, known: Values) -> bool:
+    """Computes a node whose operands are known, if it is one that counts; whether it could."""
     if not _counts(node) or any(ref not in known for ref in node.inputs):
         return False
     if node.op == "Const":
@@ -156,6 +177,6 @@ def _computed(
 ) -> list[int] | None:
     known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}
     for node in nodes:
-        if not _step(node, known):
+        if not evaluate(node, known):
             return None
     return [known[ref] for ref in refs]

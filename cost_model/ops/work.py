@@ -78,11 +78,13 @@ ConcatV2 Pack Unpack Split SplitV Transpose Pad PadV2 ReverseV2 ReverseSequence 
 TensorListFromTensor TensorArrayGatherV3 TensorArrayScatterV3
 """
 # Only what is taken is read: as many bytes as the results have.
-_PARTS = "Slice StridedSlice GatherV2 GatherNd ResourceGather TensorListGetItem TensorListPopBack TensorArrayReadV3"
+_PARTS = "Slice StridedSlice GatherV2 GatherNd ResourceGather TensorArrayReadV3"
 # Results are filled from next to nothing.
 _FILLS = "Fill Range OneHot Tile BroadcastTo"
 # The last operand is written into a list.
-_PUSHES = "TensorListPushBack TensorListSetItem TensorArrayWriteV3"
+_PUSHES = "TensorArrayWriteV3"
+# A reference to an item comes into a list or out of it.
+_HANDED_ON = "TensorListPushBack TensorListSetItem TensorListGetItem TensorListPopBack"
 
 # Dense updates of a variable: FLOPs per element, states read and written besides the variable, gradients read.
 _UPDATES: Mapping[str, tuple[float, int]] = {
@@ -249,6 +251,7 @@ _TABLE: dict[str, Formula] = {
     **dict.fromkeys(_PARTS.split(), _part),
     **dict.fromkeys(_FILLS.split(), _fill),
     **dict.fromkeys(_PUSHES.split(), _push),
+    **dict.fromkeys(_HANDED_ON.split(), lambda node, inputs: Work(kernels=1)),
     **dict.fromkeys(_UPDATES, _update),
     **dict.fromkeys(
         """MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D

@@ -8,12 +8,18 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 
+from cost_model.captured.predict import Ran, measured_machine, predict_ranks
+from cost_model.captured.unroll import unrolled
 from cost_model.ops import program_work
+from tests.cost_model.test_captured import TABLE
 from whale.capture.function import capture_function
+from whale.errors import PlanError
 from whale.ir.program import Program
-from whale.passes.pipeline import PlanContext, normalise
+from whale.lowering.local import localise
+from whale.passes.pipeline import PlanContext, make_plan, normalise
 
 TURNS, ROWS, WIDTH = 7, 3, 5
+MACHINE = measured_machine(TABLE, 1)
 
 
 def captured(step: Callable[..., tf.Tensor], *shape: int) -> Program:
@@ -98,3 +104,78 @@ def test_a_loop_inside_a_loop() -> None:
         return tf.while_loop(lambda i, n, x: i < 2, lambda i, n, x: (i + 1, n, inner(x, n)), (0, n, x))[2]
 
     assert products(captured(step, 4, 4))[0] == 6
+
+
+def trained(layers: Callable[[tf.Tensor], tf.Tensor], variables: list[tf.Variable], *shape: int) -> Program:
+    """A step of gradient descent on the sum of squares."""
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(layers(x)))
+        for variable, slope in zip(variables, tape.gradient(loss, variables)):
+            variable.assign_sub(slope)
+        return loss
+
+    return captured(step, *shape)
+
+
+def recurrent(turns: int, rows: int, unroll: bool = False) -> Program:
+    layer = tf.keras.layers.LSTM(64, unroll=unroll)
+    layer.build((rows, turns, 64))
+    return trained(layer, [getattr(v, "value", v) for v in layer.trainable_weights], rows, turns, 64)
+
+
+def predicted(program: Program) -> Ran:
+    return predict_ranks(
+        [localise(program, make_plan(program, PlanContext(size=1)), 0, "", None)], MACHINE, plays=2
+    ).ranks[0]
+
+
+def test_a_loops_time_and_memory_are_those_of_its_unrolled_twin() -> None:
+    loop, chain = (predicted(recurrent(12, 256, unroll)) for unroll in (False, True))
+    assert loop.compute_s == pytest.approx(chain.compute_s, rel=0.1)
+    assert loop.end_s == pytest.approx(chain.end_s, rel=0.1)
+    assert loop.asked_bytes == pytest.approx(chain.asked_bytes, rel=0.1)
+
+
+def test_what_a_loop_stacks_up_for_its_gradient_is_held() -> None:
+    short, long = (predicted(recurrent(turns, 256)) for turns in (12, 24))
+    # Of each turn: four gates, the state's tanh, cell and output; the gates' sums are a buffer of their own until they
+    # are used. Inputs (64 wide as well) lie in one transposed tensor; they come as an argument besides.
+    item = 256 * 64 * 4
+    assert 12 * 8 * item <= long.asked_bytes - short.asked_bytes <= 12 * 13 * item
+    assert long.compute_s == pytest.approx(2 * short.compute_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda w, x: tf.scan(lambda h, one: tf.tanh(one @ w + h), x, tf.zeros((ROWS, WIDTH))),
+        lambda w, x: tf.map_fn(lambda one: one @ w, x),
+        lambda w, x: tf.foldl(lambda h, one: h @ w + one, x),
+    ],
+    ids=["scan", "map", "fold"],
+)
+def test_other_loops_over_the_parts_of_a_tensor(layers: Callable[..., tf.Tensor]) -> None:
+    w = tf.Variable(tf.ones((WIDTH, WIDTH)))
+    program = trained(lambda x: layers(w, x), [w], TURNS, ROWS, WIDTH)
+    played = unrolled(program)
+    assert not any(n.op in ("While", "StatelessWhile") or "Reserve" in n.op for n in played.nodes)
+    assert sum(n.op == "MatMul" for n in played.nodes) == products(program)[0] >= 2 * (TURNS - 1)
+    assert predicted(program).end_s > 0
+
+
+def test_a_loop_or_branch_that_data_decide_is_refused_and_says_what_to_do() -> None:
+    by_data = captured(lambda x: tf.while_loop(lambda x: tf.norm(x) < 9.0, lambda x: (x @ x,), (x,))[0], 4, 4)
+    with pytest.raises(
+        PlanError, match=r"no predicted time(.|\n)*data decide how often(.|\n)*next: give sequences a fixed"
+    ):
+        predicted(by_data)
+    branch = captured(lambda x: tf.cond(tf.norm(x) > 1.0, lambda: x @ x, lambda: x), 4, 4)
+    with pytest.raises(PlanError, match=r"branch has no predicted time(.|\n)*tf.where"):
+        predicted(branch)
+
+
+def test_a_plan_counts_what_loops_do_as_often_as_they_do_it() -> None:
+    program = recurrent(TURNS, 8)
+    assert make_plan(program, PlanContext(size=2)).total_flops == products(program)[1]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cost_model.ops import executions
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
@@ -388,12 +389,13 @@ def _exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
 
 
 def _flops(program: Program, layouts: dict[str, GraphLayout]) -> tuple[int, int]:
-    """(divided, all) FLOPs of matrix products and convolutions; a loop's body counts once."""
+    """(divided, all) FLOPs of matrix products and convolutions; a loop whose turns are not known counts as one turn."""
     divided = total = 0
+    often = executions(program)
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
         for node in body.nodes:
-            flops = matmul_flops(node, [body.type_of(r) for r in node.inputs])
+            flops = matmul_flops(node, [body.type_of(r) for r in node.inputs]) * (often[graph] if graph else 1)
             strategy = layout.strategies[node.name]
             total += flops
             if any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):

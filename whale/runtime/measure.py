@@ -21,6 +21,7 @@ from cost_model.captured.buffers import copied_reads
 from cost_model.captured.graph import copying
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation
+from cost_model.captured.unroll import unrolled
 from cost_model.ops import work
 from cost_model.ops.work import Work
 from whale.errors import ProgramError
@@ -47,12 +48,12 @@ _HANDS_ON = frozenset(
 def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
     """The operations of programs that take time, one of each signature."""
     found: dict[str, tuple[Program, Node]] = {}
-    for program in programs:
+    for program in map(unrolled, programs):
         copied = copied_reads(program)
         for node in program.nodes:
             if node.op == "ReadVariableOp" and node.name not in copied:
                 continue
-            if node.op.startswith(("Whale", "Horovod")) or not _work(program, node).kernels:
+            if node.op.startswith(("Whale", "Horovod", "TensorList")) or not _work(program, node).kernels:
                 continue
             found.setdefault(signature(program, node), (program, node))
     return found

@@ -15,11 +15,12 @@ import msgspec
 
 from cost_model.captured.held import held
 from cost_model.discover import host_resources
+from cost_model.ops import executions
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
-from whale.ir.program import Program, Ref, function_refs
+from whale.ir.program import Program, Ref
 from whale.passes.footprint import CATEGORIES, tensor_kinds, variable_kinds
 from whale.passes.pipeline import PlanContext
 from whale.runtime.context import Context
@@ -50,8 +51,7 @@ def predicted(program: Program, rank: int, size: int, counted_from_bytes: int = 
 
 def at_most_bytes(program: Program) -> int:
     """More than a rank can take: all tensors of a step at once, in pieces twice as large. Found without a play."""
-    inside = {name: _all_bytes(body) for name, body in program.functions.items()}
-    called = (inside.get(f.name, 0) for node in program.nodes for _, f in function_refs(node))
+    called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
     return 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
 
 

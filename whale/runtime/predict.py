@@ -49,7 +49,7 @@ def predict_plan(
       with_timelines: also when each rank does what, and what it holds then.
 
     Raises:
-      PlanError: the program has loops or branches.
+      PlanError: data decide how often a loop or branch of the program runs.
       ClusterError: too few devices, or the profile lacks what the program runs.
     """
     programs = rank_programs(planned)
