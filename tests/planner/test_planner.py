@@ -18,7 +18,7 @@ from whale.planner.evaluate import check, evaluate
 from whale.planner.model import TransformerModel
 from whale.planner.pools import Machines
 from whale.planner.search import search
-from whale.planner.show import diff, explain, show
+from whale.planner.show import against, diff, explain, show
 from whale.planner.spread import Part, Spread, Stage
 from whale.planner.whale22 import algorithm_1, formula_1
 
@@ -148,12 +148,40 @@ def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
     assert "binds" in error.value.facts and "layers instead of 96" in str(error.value)
 
 
-def test_what_is_fixed_stays_fixed():
+def test_what_is_fixed_stays_fixed(plan):
     model, batch = ask.describe(SMALL)
     fixed = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))
     assert len(fixed.spread.stages) == 4 and fixed.spread.recompute == "full"
     with pytest.raises(PlanError, match="cannot be fixed"):
         ask.limits(["colour=4"])
+    change = 1e3 * (fixed.predicted.step_s - plan.predicted.step_s)
+    assert against(fixed, plan).startswith(f"{change:+.1f} ms (") and "compute" in against(fixed, plan)
+    assert "stays as it is" in against(plan, plan)
+
+
+@pytest.mark.parametrize(
+    "fixed, reason",
+    [
+        ("attention/*.split=5", "16 heads are not divisible by 5"),
+        ("*.split=16", "16 ranks divide tensors, and a host has at most 8 devices of a kind"),
+        ("stages=25", "24 layers are not enough for 25 stages"),
+        ("micro_batch=3", "a batch of 256 is not divisible by 3 rows of a micro-batch"),
+        ("data=17", "17 devices are needed, and unequal has 16"),
+    ],
+)
+def test_what_cannot_be_fixed_says_why(fixed, reason):
+    model, batch = ask.describe(SMALL)
+    with pytest.raises(PlanError) as error:
+        ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits([fixed]))
+    assert error.value.facts["reason"] == f"infeasible: {reason}"
+
+
+def test_operations_of_a_described_model_are_divided_alike():
+    assert ask.limits(["attention/*.split=8"]).tensor == ask.limits(["qkv.split=8"]).tensor == 8
+    with pytest.raises(PlanError, match="no operation has that name"):
+        ask.limits(["convolution.split=8"])
+    with pytest.raises(PlanError, match="the search needs time"):
+        ask.limits([], 0.0)
 
 
 def test_only_stages_whose_memory_binds_compute_again():

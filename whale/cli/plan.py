@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from whale.errors import PlanError
@@ -20,15 +21,13 @@ def add_to(verbs: Any) -> None:
         description="Captures a script's program and shows the plan for N ranks, without starting them; or plans a "
         "model by its description, or by measured tables, for a cluster.",
     )
-    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
-    verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
+    _add_of_scripts(verb)
     verb.add_argument(
         "--describe",
         metavar="MODEL",
         help="gpt:layers=96,hidden=12288,heads=96,batch=1536, or moe:...,experts=64",
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
-    verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
     verb.add_argument("--batch", type=int, metavar="ROWS", help="rows of the global batch")
@@ -37,26 +36,52 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
     verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")
     verb.add_argument(
+        "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
+    )
+    verb.add_argument("script", nargs="?", help="the script to plan")
+    verb.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="arguments of the script; right behind the script -np, -o, --cluster, --set, --measured and --explain may "
+        "stand as well (`--` ends them)",
+    )
+    verb.set_defaults(call=call, wrong=verb.error)
+
+
+def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
+    """Adds what a script's plan takes, before the script or right behind it."""
+    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
+    verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
+    verb.add_argument(
         "--set",
         dest="fixed",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks; of a script: "
-        "'dense*.split=2', operations that so many ranks divide, compared with the plan that was found",
+        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks, or "
+        "'attention/*.split=2', operations that so many ranks divide; compared with the plan that was found",
     )
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
-    verb.add_argument(
-        "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
-    )
     verb.add_argument(
         "--explain",
         metavar="OP",
         help="say how an operation of the script lies (a name or a pattern), and what else would cost",
     )
-    verb.add_argument("script", nargs="?", help="the script to plan")
-    verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    verb.set_defaults(call=call, wrong=verb.error)
+
+
+def _own_behind_script(given: argparse.Namespace) -> argparse.Namespace:
+    """Takes the plan's own options from the beginning of the script's arguments, up to the first other one or `--`."""
+    own = argparse.ArgumentParser(prog="whale plan", add_help=False, allow_abbrev=False)
+    _add_of_scripts(own)
+    named = {name for action in own._actions for name in action.option_strings}
+    count, arguments = 0, given.arguments
+    while count < len(arguments) and arguments[count].partition("=")[0] in named:
+        count += 1 if "=" in arguments[count] else 2
+    found = own.parse_args(arguments[:count], argparse.Namespace(**{**vars(given), "fixed": list(given.fixed)}))
+    rest = arguments[count:]
+    found.arguments = rest[1:] if rest[:1] == ["--"] else rest
+    return found
 
 
 def call(given: argparse.Namespace) -> int:
@@ -69,6 +94,7 @@ def call(given: argparse.Namespace) -> int:
         given.wrong("offers are for a described or measured model: add --describe or --profile")
     if given.script is None:
         given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
+    given = _own_behind_script(given)
     if given.model and given.arguments:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
     from whale.runtime.dry_run import Prediction, main
@@ -88,6 +114,10 @@ def _described(given: argparse.Namespace) -> int:
         raise PlanError("a model is either described or measured", given="--describe and --profile")
     if given.offers:
         return _offers(given)
+    if given.fixed and given.planner != "whale":
+        raise PlanError(
+            "the published planner decides everything itself", given=f"--set with --planner {given.planner}"
+        )
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
     machines = discover.local(cpu_quota()) if given.cluster == "local" else cluster.read(given.cluster)
@@ -95,6 +125,10 @@ def _described(given: argparse.Namespace) -> int:
     limits = ask.limits(given.fixed, given.budget)
     plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
     print(show.show(plan, show.terminal_width()))
+    if given.fixed:
+        free = ask.plan(machines, batch, transformer, table, given.software, ask.limits([], given.budget))
+        line = f"{', '.join(given.fixed)}: {show.against(plan, free)}"
+        print("\n" + "\n".join(wrap(line, show.terminal_width())))
     if given.advise and transformer is not None:
         print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
     if given.out:
@@ -108,7 +142,8 @@ def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None,
 
     transformer, batch = ask.describe(given.describe) if given.describe else (None, None)
     table = tables.read(given.profile) if given.profile else None
-    batch = given.batch or batch or (table.batch if table else None)
+    known = [rows for rows in (given.batch, batch, table.batch if table else None) if rows is not None]
+    batch = known[0] if known else None
     if batch is None:
         raise PlanError("the global batch is not known", action="add --batch ROWS")
     return transformer, table, batch

@@ -16,11 +16,14 @@ MOST_OPS = 5  # explained at a time
 def find_ops(plan: Plan, pattern: str) -> list[str]:
     """Names of the plan's nodes that match a pattern (`*` and `?` as in file names), or else contain it.
 
+    A pattern is of the whole name, or of what follows a scope's name: `dense*MatMul` is `model/dense_1/MatMul` as well.
+
     Raises:
         PlanError: none does.
     """
     names = list(plan.strategies.get("", {}))
-    found = [n for n in names if fnmatch.fnmatchcase(n, pattern)] or [n for n in names if pattern in n]
+    matching = [n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*/{pattern}")]
+    found = matching or [n for n in names if pattern in n]
     if not found:
         raise PlanError(
             "the plan has no such operation",

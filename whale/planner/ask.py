@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -19,6 +20,8 @@ from .search import search
 from .tables import Table, TableModel
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
+# What a described layer consists of; its operations are divided alike, and so are all layers.
+OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
@@ -70,6 +73,10 @@ def plan(
         model = TableModel(table, stack(software), machines)
     else:
         raise PlanError("there is nothing to plan", expected="a description or a profile")
+    if limits is not None and (reason := _infeasible(model, machines, batch, limits)):
+        raise PlanError(
+            "what was fixed cannot be", reason=f"infeasible: {reason}", action="fix something else, or less"
+        )
     if planner == "whale22":
         from .whale22 import plan22
 
@@ -82,16 +89,50 @@ def plan(
 
 
 def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
-    """What `--set name=value` fixes."""
+    """What `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
+    if budget_s <= 0:
+        raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
     names = {f.name for f in fields(Limits)} - {"budget_s", "exact_units"}
     values: dict[str, int | str] = {}
     for one in fixed:
         name, _, value = one.partition("=")
+        if name.endswith(".split"):
+            pattern, name = name.removesuffix(".split"), "tensor"
+            if not any(fnmatchcase(op, pattern) or fnmatchcase(op, f"*/{pattern}") for op in OPERATIONS):
+                raise PlanError("no operation has that name", given=one, expected=", ".join(OPERATIONS))
         wrong = name not in names or (name not in WORDS and not value.isdigit())
         if wrong or (name in WORDS and value not in WORDS[name]):
-            raise PlanError("this cannot be fixed", given=one, expected=", ".join(f"{n}=..." for n in sorted(names)))
+            raise PlanError(
+                "this cannot be fixed",
+                given=one,
+                expected=", ".join([*(f"{n}=..." for n in sorted(names)), "OPERATION.split=..."]),
+            )
         values[name] = value if name in WORDS else int(value)
     return Limits(**values, budget_s=budget_s)  # type: ignore[arg-type]
+
+
+def _infeasible(model: Model, machines: Machines, batch: int, limits: Limits) -> str:
+    """Why what was fixed cannot be, whatever else is chosen; empty: it may be."""
+    tensor = limits.tensor or 1
+    t = model.transformer if isinstance(model, TransformerModel) else None
+    for name, count in (("heads", t.heads), ("columns of a layer's output", t.hidden)) if t is not None else ():
+        if count % tensor:
+            return f"{count} {name} are not divisible by {tensor}"
+    most = max(pool.per_host for pool in machines.pools)
+    if tensor > most:
+        return f"{tensor} ranks divide tensors, and a host has at most {most} devices of a kind"
+    degrees = sorted({d for pool in machines.pools for d in model.tensor_degrees(pool.number)})
+    if limits.tensor is not None and tensor not in degrees:
+        return f"{tensor} ranks divide tensors; known are {', '.join(map(str, degrees))}"
+    stages = limits.stages or 1
+    if stages > model.count:
+        return f"{model.count} layers are not enough for {stages} stages"
+    if (needed := stages * tensor * (limits.data or 1)) > machines.devices:
+        return f"{needed} devices are needed, and {machines.cluster.name} has {machines.devices}"
+    for name, parts in (("micro-batches", limits.micro_batches), ("rows of a micro-batch", limits.micro_batch)):
+        if parts is not None and (parts < 1 or batch % parts):
+            return f"a batch of {batch} is not divisible by {parts} {name}"
+    return ""
 
 
 def advise(

@@ -323,6 +323,19 @@ def diff(one: PlanFile, other: PlanFile) -> str:
     return "\n".join([*lines, f"Step: {seconds(a.step_s)} -> {seconds(b.step_s)} ({change:+.1%})."])
 
 
+def against(fixed: PlanFile, free: PlanFile) -> str:
+    """What a plan with something fixed costs beside the one that was found without, by the step's parts."""
+    (_, _, mine), (_, _, other) = fixed.evaluate(), free.evaluate()
+    change_s = mine.step_s - other.step_s
+    if abs(change_s) < 1e-6 * other.step_s:
+        return "costs nothing, the step stays as it is"
+    before, after = parts_of(other), parts_of(mine)
+    parts = [f"{name} {1e3 * (after[name] - before[name]):+.1f} ms" for name in before]
+    parts = [text for text in parts if not text.endswith(("+0.0 ms", "-0.0 ms"))]
+    total = f"{1e3 * change_s:+.1f} ms ({seconds(other.step_s)} -> {seconds(mine.step_s)})"
+    return f"{total}: {', '.join(parts)}; without: {free.spread.summary()}"
+
+
 def _stage(spread: Spread, stage: Stage, machines: Machines) -> str:
     parts = " + ".join(
         f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({counted(p.rows, 'row')})" for p in stage.parts

@@ -65,7 +65,11 @@ def plan22(model: Model, machines: Machines, batch: int) -> Found:
         found = evaluate(model, machines, spread)
         if found.fits:
             return Found(spread, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True)
-    raise PlanError("nothing fits, as the published planner counts", given=model.name, action="use planner=whale")
+    raise PlanError(
+        "nothing fits, as the published planner counts",
+        given=model.name,
+        action="take Whale's own planner, which cuts the batch, computes again and divides tensors",
+    )
 
 
 def flops_of(model: Model, machines: Machines) -> list[float]:
