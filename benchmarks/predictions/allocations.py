@@ -18,6 +18,7 @@ from whale_ops.memory import GRAIN_BYTES
 
 _ALLOCATORS = "mklcpu"
 _STEP = "measured_step"
+_TAKEN, _GIVEN_BACK = "MemoryAllocation", "MemoryDeallocation"
 _EVENTS_LEVEL = 2  # of the profiler: what allocators do
 
 
@@ -50,34 +51,45 @@ def _peaks(data: bytes) -> list[int]:
 
     space = XSpace()
     space.ParseFromString(data)
-    events: list[tuple[float, int, int, int]] = []  # when, what (see below), address, bytes
+    events: list[tuple[int, str, dict[str, Any]]] = []  # when in ps, name, facts
     for plane in space.planes:
         stats = {number: one.name for number, one in plane.stat_metadata.items()}
         for line in plane.lines:
             for event in line.events:
-                name, at = plane.event_metadata[event.metadata_id].name, 1e3 * line.timestamp_ns + event.offset_ps
+                name, at = plane.event_metadata[event.metadata_id].name, 1000 * line.timestamp_ns + event.offset_ps
                 if name == _STEP:
-                    events += [(at, 0, 0, 0), (at + event.duration_ps, 1, 0, 0)]
-                elif name in ("MemoryAllocation", "MemoryDeallocation"):
+                    events += [(at, _STEP, {}), (at + event.duration_ps, "", {})]
+                elif name in (_TAKEN, _GIVEN_BACK):
                     facts = {stats[s.metadata_id]: _value(s, stats) for s in event.stats}
                     if facts.get("allocator_name") == _ALLOCATORS:
-                        asked = -(-int(facts["requested_bytes"]) // GRAIN_BYTES) * GRAIN_BYTES
-                        events.append((at, 2 if name == "MemoryAllocation" else 3, int(facts["addr"]), asked))
-    held: dict[int, int] = {}
-    live, inside = 0, False
+                        events.append((at, name, facts))
+    # Each event has the allocator's count of pieces; what pieces have beyond what was asked for is taken from it. An
+    # event that is missing, or on the wrong side of another thread's, then costs its surplus, not all of its bytes.
+    surplus: dict[int, int] = {}
+    surplus_bytes = before_bytes = live_bytes = 0
+    inside = first = False
     peaks: list[int] = []
-    for _, what, address, asked in sorted(events, key=lambda e: e[0]):
-        if what < 2:
-            inside = what == 0
+    for _, name, facts in sorted(events, key=lambda e: e[0]):
+        if not facts:
+            inside = name == _STEP
             if inside:
-                peaks.append(live)
+                peaks.append(live_bytes)
             continue
-        live -= held.pop(address, 0)  # events of two threads may come in the wrong order
-        if what == 2:
-            held[address] = asked
-            live += asked
+        piece_bytes, address = int(facts["allocation_bytes"]), int(facts["addr"])
+        if not first:
+            first = True
+            before_bytes = int(facts["bytes_allocated"]) + (piece_bytes if name == _GIVEN_BACK else -piece_bytes)
+        if name == _TAKEN:
+            surplus_bytes -= surplus.pop(address, 0)
+            surplus[address] = piece_bytes - -(-int(facts["requested_bytes"]) // GRAIN_BYTES) * GRAIN_BYTES
+            surplus_bytes += surplus[address]
+        elif address in surplus:
+            surplus_bytes -= surplus.pop(address)
+        else:
+            before_bytes -= piece_bytes
+        live_bytes = int(facts["bytes_allocated"]) - before_bytes - surplus_bytes
         if inside:
-            peaks[-1] = max(peaks[-1], live)
+            peaks[-1] = max(peaks[-1], live_bytes)
     return peaks
 
 
