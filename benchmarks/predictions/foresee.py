@@ -45,16 +45,13 @@ def main() -> None:
 def plan(name: str, kind_name: str) -> Planned:
     """The workload under one plan."""
     workload, kind = WORKLOADS[name], KINDS[kind_name]
-    dry_run(kind.ranks, lambda *_: None)
-    wh.init(kind.configuration(workload.batch))
-    try:
+    with dry_run(kind.ranks, lambda *_: None):
+        wh.init(kind.configuration(workload.batch))
         step, batch = make_step(workload, lambda fn: fn, kind.scope())
         captured = capture_function(step, batch, {})
         settings = replace(plan_context(current()), size=kind.ranks)
         program = normalise(captured.program, settings)
         return Planned(program, plan_program(program, settings), settings)
-    finally:
-        wh.shutdown()
 
 
 if __name__ == "__main__":
