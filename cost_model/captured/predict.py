@@ -22,7 +22,7 @@ from .traffic import Exchange
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256
 SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
-PLAYS, VARIES = 20, 0.5  # further plays of a step, and how much kernels' times differ between them (of their logarithm)
+PLAYS, VARIES = 40, 0.65  # further plays of a step, and how much the logarithm of kernels' times differs
 
 
 @dataclass(frozen=True, slots=True)
