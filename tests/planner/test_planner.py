@@ -148,6 +148,11 @@ def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
     assert "binds" in error.value.facts and "layers instead of 96" in str(error.value)
 
 
+def test_a_description_does_not_say_how_the_model_is_spread():
+    with pytest.raises(PlanError, match="whale simulate"):
+        ask.describe("gpt:layers=2,hidden=64,heads=4,sequence_parallel=true")
+
+
 def test_what_is_fixed_stays_fixed(plan):
     model, batch = ask.describe(SMALL)
     fixed = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))

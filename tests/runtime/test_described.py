@@ -145,6 +145,9 @@ def test_model_files(tmp_path: Path) -> None:
     path.write_text("family: gpt\nlayers: 0\n")
     with pytest.raises(ClusterError, match=r"model.yaml:2(.|\n)*"):
         read(path)
+    path.write_text("family: gpt\nsequence_parallel: true\n")
+    with pytest.raises(ClusterError, match=r"model.yaml:2, key sequence_parallel(.|\n)*whale simulate"):
+        read(path)
     path.write_text("family: vgg\n")
     with pytest.raises(ClusterError):
         read(path)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from cost_model.cluster import Cluster
-from cost_model.describe import Transformer
+from cost_model.describe import Parallel, Transformer
 from cost_model.stacks import stack
 from whale.errors import PlanError
 
@@ -23,6 +23,7 @@ SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch
 # What a described layer consists of; its operations are divided alike, and so are all layers.
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
+_SPREAD = frozenset(f.name for f in msgspec.structs.fields(Parallel)) - {"experts"}
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
 
@@ -41,6 +42,13 @@ def describe(text: str) -> tuple[Transformer, int | None]:
     for part in filter(None, rest.split(",")):
         name, _, number = part.partition("=")
         name = SHORT.get(name.strip(), name.strip())
+        if name in _SPREAD:
+            raise PlanError(
+                "how a model is spread is no part of its description",
+                given=part,
+                action="leave it out; the search chooses, except sequence_parallel, which only `whale simulate` "
+                "predicts, in the plan of a job file",
+            )
         if name not in (*names, "batch") or not number.strip().isdigit():
             raise PlanError("a description cannot be read", given=part, expected=example)
         values[name] = int(number)

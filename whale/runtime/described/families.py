@@ -121,4 +121,11 @@ Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm
 
 def read(path: str | Path) -> Description:
     """Reads a model file; a mistake is an error with line and key."""
-    return files.File(files.text(path, "model file"), str(path), "model file").decode(Description)  # type: ignore[arg-type]
+    file = files.File(files.text(path, "model file"), str(path), "model file")
+    if isinstance(file.data, dict) and "sequence_parallel" in file.data:
+        raise file.error(
+            ["sequence_parallel"],
+            "the program of a model file is not divided along the sequence",
+            action="leave it out, or let `whale simulate` predict it by formulas, in the plan of a job file",
+        )
+    return file.decode(Description)  # type: ignore[arg-type]
