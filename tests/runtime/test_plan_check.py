@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.programs import mlp, planned
@@ -15,9 +16,11 @@ from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
 from whale.ir.plan import Place, load_plan
+from whale.ir.program import Node, Program, topological
 from whale.lowering.local import localise
 from whale.passes.pipeline import PlanContext, expand
 from whale.runtime import dry_run, plan_check
+from whale.runtime.predict import rank_programs
 
 __all__ = ["double"]
 
@@ -86,6 +89,51 @@ def test_exchanges_that_nobody_answers_are_found() -> None:
     assert "do not take part" in plan_check.of_exchanges([first, without])[0]
     other = tuple(replace(n, op="WhaleAllGather") if n is sums[0] else n for n in second.nodes)
     assert "rank 1 WhaleAllGather" in plan_check.of_exchanges([first, second.with_nodes(other)])[0]
+
+
+def pipeline(tmp_path: Path) -> list[Program]:
+    """What two ranks run of a pipeline of two stages."""
+    path = made(tmp_path, {"auto_parallel": True, "pipeline.num_stages": 2})
+    plan = load_plan(path)
+    assert len(plan.places) == 2
+    found = rank_programs(dry_run.first_step(plan.script[0], plan.script[1:], 2, str(path)))
+    assert plan_check.of_exchanges(found) == plan_check.of_waits(found) == []
+    return found
+
+
+def exchanges(program: Program, op: str) -> list[Node]:
+    return [n for n in program.nodes if n.op == op]
+
+
+def after(program: Program, late: str, early: str) -> Program:
+    """The program with an exchange that waits for another one."""
+    nodes = {n.name: replace(n, controls=(*n.controls, early)) if n.name == late else n for n in program.nodes}
+    return program.with_nodes(topological(nodes))
+
+
+def test_sends_without_receives_and_ranks_that_wait_for_each_other_are_found(tmp_path: Path) -> None:
+    first, second = pipeline(tmp_path)
+    sent = exchanges(first, "WhaleSend")[0]
+    lost = next(n for n in exchanges(second, "WhaleRecv") if n.attrs["key"] == sent.attrs["key"])
+    deaf = replace(lost, op="Const", inputs=(), attrs={"value": np.zeros(lost.outputs[0].shape or (), np.float32)})
+    found = plan_check.of_exchanges([first, second.with_nodes(tuple(deaf if n is lost else n for n in second.nodes))])
+    assert len(found) == 1 and found[0].startswith(f"rank 0 sends {sent.attrs['key']} (")
+    assert found[0].endswith("to rank 1, which does not receive it")
+    mute = first.with_nodes(tuple(n for n in first.nodes if n is not sent))
+    assert "which does not send it" in plan_check.of_exchanges([mute, second])[0]
+    send, receive = exchanges(first, "WhaleSend")[0].name, exchanges(first, "WhaleRecv")[0].name
+    found = plan_check.of_waits([after(first, send, receive), second])  # its gradient comes of what it is to send
+    assert len(found) == 1 and f"rank 0 begins {send} only after {receive}" in found[0] and "rank 1 begins" in found[0]
+
+
+def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
+    program = mlp(8, 4, 4, 2)
+    plan = planned(program, 4, 4, group_bytes=0)
+    expanded = expand(program, plan.expanded, PlanContext(size=2))
+    ranks = [localise(expanded, plan, rank, "c", None) for rank in range(2)]
+    one, other = (n.name for n in exchanges(ranks[0], "WhaleAllReduce")[:2])
+    assert plan_check.of_waits([after(ranks[0], one, other), ranks[1]]) == []
+    assert "rank 1 begins" in plan_check.of_waits([after(ranks[0], one, other), after(ranks[1], other, one)])[0]
 
 
 def test_stages_have_each_rank_once() -> None:

@@ -1,8 +1,8 @@
 """`whale check` of a script's saved plan: its program is captured again, and what the ranks would run is looked at.
 
 Nothing of the planner's own reasoning is used: the plan is proved legal for the program (see `whale.passes.check`), the
-programs of all ranks are made, their messages and collectives are matched, and their memory is compared with what the
-devices have.
+programs of all ranks are made, their messages and collectives are matched, no ranks wait for each other, and their
+memory is compared with what the devices have.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 
 from cost_model.captured.graph import COMMUNICATION
 from cost_model.captured.predict import cluster_machine
@@ -24,6 +25,9 @@ from whale.passes.pipeline import expand
 from whale.runtime.dry_run import first_step
 from whale.runtime.memory_plan import predicted
 from whale.runtime.predict import Planned, rank_programs
+
+_Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends
+_BEGINS, _ENDS = "begins", "ends"
 
 
 def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
@@ -57,7 +61,7 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
         programs = rank_programs(planned)
     except PlanError as error:
         return [*found, _line(error)]
-    found += of_exchanges(programs)
+    found += of_exchanges(programs) or of_waits(programs)
     for rank, program in enumerate(programs):
         needed = sum(predicted(program, rank, len(programs)).values())
         if cluster is not None and needed > devices[rank]:
@@ -151,6 +155,53 @@ def of_exchanges(programs: Sequence[Program]) -> list[str]:
             ours, theirs = there[members[0]], there[unlike[0]]
             found.append(f"in {key}, rank {members[0]} runs {', '.join(ours)} and rank {unlike[0]} {', '.join(theirs)}")
     return found
+
+
+def of_waits(programs: Sequence[Program]) -> list[str]:
+    """Whether ranks wait for each other in a circle, each for an exchange that another begins only after its own.
+
+    No exchange ends before all that take part have begun it, a send neither: what is large is read out of the sender's
+    memory. A rank begins one when what it reads, and what it is to wait for, is there.
+    """
+    meetings: dict[tuple[object, ...], list[_Moment]] = {}
+    met: dict[_Moment, tuple[object, ...]] = {}
+    for rank, program in enumerate(programs):
+        times: Counter[tuple[object, ...]] = Counter()
+        for node in program.nodes:
+            if node.op in COMMUNICATION:
+                key = _meeting(node, rank)
+                meetings.setdefault((*key, times[key]), []).append((rank, node.name, _BEGINS))
+                met[rank, node.name, _ENDS] = (*key, times[key])
+                times[key] += 1
+    order: TopologicalSorter[_Moment] = TopologicalSorter()
+    for rank, program in enumerate(programs):
+        for node in program.nodes:
+            before = [(rank, name, _ENDS) for name in (*(r.node for r in node.inputs), *node.controls)]
+            if (end := (rank, node.name, _ENDS)) in met:
+                order.add((rank, node.name, _BEGINS), *before)
+                order.add(end, *meetings[met[end]])
+            else:
+                order.add(end, *before)
+    try:
+        order.prepare()
+    except CycleError as error:
+        circle: list[_Moment] = error.args[1]  # each before the next one, the last one is the first
+        steps = [one for one in circle[:-1] if one[2] == _BEGINS or one in met]
+        while steps[0] not in met:
+            steps.append(steps.pop(0))
+        pairs = zip(steps[::2], steps[1::2])
+        waits = [f"rank {rank} begins {next_} only after {name}" for (rank, name, _), (_, next_, _) in pairs]
+        return [f"ranks wait for each other: {'; '.join(waits)}"]
+    return []
+
+
+def _meeting(node: Node, rank: int) -> tuple[object, ...]:
+    """What is equal on all ranks that take part in an exchange, and nowhere else."""
+    key = str(node.attrs.get("key", node.name))
+    if node.op in ("WhaleSend", "WhaleRecv"):
+        peer = int(node.attrs["peer"])
+        return (key, rank, peer) if node.op == "WhaleSend" else (key, peer, rank)
+    return (key, tuple(int(r) for r in node.attrs.get("ranks", ())))
 
 
 def _sizes(program: Program, node: Node) -> str:
