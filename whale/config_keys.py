@@ -41,8 +41,8 @@ KEYS: tuple[Key, ...] = (
         "communication.backend",
         "str",
         "whale",
-        "who sums gradients, losses and metrics over the ranks; all other communication is Whale's own",
-        choices=("whale", "horovod"),
+        "who sums gradients, losses and metrics over the ranks, nccl and cuda-ipc on GPUs; all else is Whale's own",
+        choices=("whale", "horovod", "nccl", "cuda-ipc"),
     ),
     Key(
         "communication.group_bytes",

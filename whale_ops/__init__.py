@@ -30,6 +30,7 @@ __all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops"]
 DEFAULT_TIMEOUT_S = 300.0
 COMMUNICATING_OPS = (
     "WhaleAllReduce",
+    "WhaleDeviceAllReduce",
     "WhaleAllGather",
     "WhaleReduceScatter",
     "WhaleAllToAll",
@@ -211,6 +212,26 @@ class Communicator:
         """Ends the trace; when this returns the descriptor is no longer used."""
         self._core.whale_trace_stop(self._handle)
 
+    def open_device(self, library: str | os.PathLike[str], transport: str, ordinal: int, buffer_bytes: int) -> None:
+        """Opens a device for this rank, on which WhaleDeviceAllReduce then adds up what lies in its memory; collective.
+
+        Args:
+            library: that of the device: libwhale_cuda.so, from ``python -m whale_ops.build_cuda``.
+            transport: "nccl" or "cuda-ipc".
+            ordinal: number of the device among those that this process sees.
+            buffer_bytes: of the device's memory, for tensors that travel together.
+
+        Raises:
+            CommError: the library does not load or was built from other sources, or the device cannot be opened; the
+                communicator is aborted then, since the other ranks may have opened theirs.
+        """
+        place = str(library).encode(), self._native.build.core_digest().encode()
+        self._check(self._core.whale_device_open(self._handle, *place, transport.encode(), ordinal, buffer_bytes))
+
+    def close_device(self) -> None:
+        """Waits for what is under way on the device and gives it back; before `leave`. Nothing where none is open."""
+        self._core.whale_device_close(self._handle)
+
     def set_algorithm(self, name: str) -> None:
         """How all-reduces from now on are carried out; equal on all ranks, or they are refused as different.
 
@@ -280,6 +301,20 @@ def in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Commu
     handles = (ctypes.c_void_p * size)()
     _native.check(_native.core().whale_in_process_create(name.encode(), size, _hosts(hosts)[0], handles))
     return [Communicator(name, handle or 0) for handle in handles]
+
+
+def count_devices(library: str | os.PathLike[str]) -> int:
+    """How many devices a device's library finds.
+
+    Raises:
+        CommError: the library does not load, was built from other sources, or its driver has an error.
+    """
+    from whale_ops import _native
+
+    found = ctypes.c_int()
+    place = str(library).encode(), _native.build.core_digest().encode()
+    _native.check(_native.core().whale_device_count(*place, ctypes.byref(found)))
+    return found.value
 
 
 def _hosts(ranks: Sequence[int]) -> tuple[Any, int]:

@@ -1,8 +1,9 @@
 """Compiles the CUDA library: ``python -m whale_ops.build_cuda``, or ``build(folder)``.
 
 libwhale_cuda.so has kernels that pack, scale, cast and add, and all-reduces of device memory through NCCL or CUDA IPC
-(whale_ops/cuda). TensorFlow's ops do not use it: see docs/gpu.md. The compiler is $NVCC or nvcc on PATH; NCCL is the
-package ``nvidia-nccl-cu12`` (or -cu13) of this environment, and without it the library has CUDA IPC only.
+(whale_ops/cuda). The core loads it when communication.backend asks for it: see docs/gpu.md. The compiler is $NVCC or
+nvcc on PATH; NCCL is the package ``nvidia-nccl-cu12`` (or -cu13) of this environment, and without it the library has
+CUDA IPC only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 from whale.errors import CommError
-from whale_ops.build import IN_PLACE, PACKAGE
+from whale_ops.build import IN_PLACE, PACKAGE, core_digest
 
 NAME = "libwhale_cuda.so"
 # Machine code for the A100, and what the driver makes machine code of for every later GPU.
@@ -51,7 +52,8 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
     output = Path(output_dir) / NAME
     output.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(path for path in (PACKAGE / "cuda").iterdir() if path.suffix in (".cu", ".cc"))
-    command = [nvcc, *_FLAGS, "-Xcompiler", _HOST_FLAGS, "--threads", "2", "-o", str(output), *map(str, sources)]
+    command = [nvcc, *_FLAGS, "-Xcompiler", _HOST_FLAGS, f'-DWHALE_CORE_DIGEST="{core_digest()}"', "--threads", "2"]
+    command += ["-o", str(output), *map(str, sources)]
     if nccl is None:
         print("whale_ops: no NCCL found (the package nvidia-nccl-cu12): built with CUDA IPC only", file=sys.stderr)
     else:

@@ -1,6 +1,6 @@
 """The core under the thread and the address sanitizer: ``python -m tests.whale_ops.sanitize [thread] [address]``.
 
-Compiles the core and tests/whale_ops/core_test.cc with the sanitizer, and runs it: ranks
+Compiles the core and tests/whale_ops/core_test.cc, with its device, with the sanitizer, and runs it: ranks
 as threads over the in-process transport and over shared memory. A sanitizer that finds anything ends it with an error.
 """
 
@@ -23,7 +23,7 @@ def run(sanitizer: str) -> None:
     """Raises subprocess.CalledProcessError when it does not compile, or something was found."""
     root = PACKAGE.parent
     sources = [path for path in sorted((PACKAGE / "core").glob("*.cc")) if path.name != "mpi_transport.cc"]
-    sources.append(root / "tests" / "whale_ops" / "core_test.cc")
+    sources += [root / "tests" / "whale_ops" / name for name in ("core_test.cc", "host_device.cc")]
     with tempfile.TemporaryDirectory(prefix="whale-sanitize-") as folder:
         program = str(Path(folder) / "core_test")
         flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-I{root}", *_FLAGS[sanitizer]]

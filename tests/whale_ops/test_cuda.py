@@ -79,7 +79,7 @@ def test_ranks_that_share_a_gpu_add_through_its_memory(library: Path, ranks: int
     gpus = devices(library)
     if gpus == 0:
         pytest.skip("no GPU here: the kernels and the CUDA IPC transport were compiled and not run")
-    run(library, "ipc", ranks, 1)
+    run(library, "cuda-ipc", ranks, 1)
 
 
 def test_ranks_with_a_gpu_each_add_through_nccl(library: Path) -> None:

@@ -24,7 +24,8 @@ class Reshard:
 
     ``key`` is equal on all ranks and unique in the plan; ``bytes`` are the logical bytes moved in total; ``group`` is
     the number of the fused collective it belongs to, -1 when it travels alone; ``backend`` is who carries it out:
-    ``"whale"``, or ``"horovod"``. ``wire_dtype`` is what elements are rounded to before they are sent; "" is their own.
+    ``"whale"``, ``"horovod"``, or ``"device"`` (the accelerators themselves). ``wire_dtype`` is what elements are
+    rounded to before they are sent; "" is their own.
     """
 
     graph: str

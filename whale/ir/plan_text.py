@@ -8,6 +8,9 @@ from whale.ir.layout import Partial, Split
 from whale.ir.plan import Plan, Reshard
 from whale.ir.schedule import format_schedule, schedule
 
+# Who carries out a reduction instead of Whale's own exchange, in words.
+_THROUGH = {"horovod": "through Horovod", "device": "from GPU to GPU"}
+
 
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
@@ -71,11 +74,11 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out.append(f"In the host's memory  {len(plan.offloaded)} variables")
     moving = [r for r in plan.reshards if r.bytes]
     between = f" (with that inside the {plan.size} groups)" if plan.inner is not None else ""
-    horovod = sum(r.backend == "horovod" for r in moving)
+    backends = Counter(r.backend for r in moving)
     out.append(
         f"Communication per step: {human_bytes(plan.logical_bytes)} logical{between}, {len(moving)} tensors in "
         f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
-        + (f"; {horovod} of the tensors through Horovod" if horovod else "")
+        + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
     out += _traffic(plan, moving, rows)
     out += _memory(plan)
@@ -145,8 +148,9 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
 
 
 def _change(r: Reshard) -> str:
-    through = " through Horovod" if r.backend == "horovod" else f" as {r.wire_dtype}" if r.wire_dtype else ""
-    return f"{_verb(r)} {r.source} -> {r.target}{through}"
+    through = f" {_THROUGH[r.backend]}" if r.backend in _THROUGH else ""
+    wire = f" as {r.wire_dtype}" if r.wire_dtype else ""
+    return f"{_verb(r)} {r.source} -> {r.target}{through}{wire}"
 
 
 def _shortened(name: str, limit: int = 44) -> str:

@@ -26,6 +26,7 @@ from whale.ir.layout import (
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref, const_node
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.passes.device_sums import DEVICE
 
 COMMUNICATOR = "whale/communicator"
 HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
@@ -34,6 +35,7 @@ COMMUNICATION = frozenset(
     {
         HOROVOD_ALL_REDUCE,
         "WhaleAllReduce",
+        "WhaleDeviceAllReduce",
         "WhaleAllGather",
         "WhaleReduceScatter",
         "WhaleAllToAll",
@@ -158,6 +160,10 @@ class Emitter:
         attrs: dict[str, Any] = {"key": key, "reduction": op, "N": len(sources)}
         if r.wire_dtype:
             attrs["wire_dtype"] = r.wire_dtype
+        if r.backend == DEVICE:
+            self.communicates = True
+            attrs |= {"T": DType(types[0].dtype), "communicator": self.comm, "rank": self.rank}
+            return self.add(name, "WhaleDeviceAllReduce", sources, attrs, types, stateful=True)
         return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
 
     def _horovod_all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType]) -> Ref:

@@ -88,7 +88,7 @@ class _Roller:
             elif known is not None and node.op != "Const":
                 kind.region[node.name] = "outer"
             elif node.op.startswith("Whale") and node.op != "WhaleCommunicator":
-                if node.op not in ("WhaleAllReduce", "WhaleAllGather"):
+                if node.op not in ("WhaleAllReduce", "WhaleDeviceAllReduce", "WhaleAllGather"):
                     raise PlanError(
                         "micro-batches cannot exchange rows",
                         op=node.name,
@@ -97,7 +97,7 @@ class _Roller:
                         action="report the program; `WHALE_DUMP=dir` writes it",
                     )
                 kind.region[node.name] = "join"
-                kind.joins[node.name] = node.inputs[1]
+                kind.joins[node.name] = node.inputs[0 if node.op == "WhaleDeviceAllReduce" else 1]
             elif known is not None or not node.inputs:
                 kind.region[node.name] = "free"
             elif any(r.node in behind for r in node.inputs):

@@ -18,6 +18,7 @@ from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placeme
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
+from whale.passes.device_sums import DEVICE, device_can
 from whale.passes.horovod import horovod_can
 from whale.passes.wire import bytes_on_wire, can_narrow
 from whale.rules import rule_of
@@ -174,7 +175,8 @@ def _check_reshards(program: Program, plan: Plan) -> None:
         direct = type(r.source) in (Broadcast, Owner) or not isinstance(r.target, Owner)
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
-        if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
+        able = {"horovod": horovod_can, DEVICE: device_can}.get(r.backend)
+        if r.backend != "whale" and (able is None or not able(program, r)):
             raise _fail(node, f"{r.ref} from {r.source} to {r.target} through {r.backend}", "a sum of the step itself")
         if r.wire_dtype and not can_narrow(program, r):
             raise _fail(

@@ -12,7 +12,7 @@ from whale.passes.cost import is_shared
 from whale.passes.zero import is_model, is_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
-_REDUCTIONS = frozenset({"WhaleAllReduce", "WhaleReduceScatter", "HorovodGroupedAllreduce"})
+_REDUCTIONS = frozenset({"WhaleAllReduce", "WhaleDeviceAllReduce", "WhaleReduceScatter", "HorovodGroupedAllreduce"})
 # What makes a gradient of activations; what it reads is none.
 _MADE_BY = frozenset(
     "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2DBackpropFilter Conv3DBackpropFilterV2 BiasAddGrad Sum "

@@ -18,6 +18,7 @@ from whale.passes.batch import batch_inputs
 from whale.passes.check import check
 from whale.passes.cost import matmul_flops
 from whale.passes.decompose import decompose, has_split_form, is_composite
+from whale.passes.device_sums import DEVICE_BACKENDS, give_to_device
 from whale.passes.fold import fold
 from whale.passes.group import group
 from whale.passes.hidden import refuse_hidden_updates
@@ -193,6 +194,8 @@ def _finished(
     reshards = explicit_reshards(expanded, layouts, context.size)
     if context.backend == "horovod":
         reshards = give_to_horovod(expanded, layouts[""], reshards)
+    elif context.backend in DEVICE_BACKENDS:
+        reshards = give_to_device(expanded, reshards)
     if context.wire_dtype:
         reshards = narrow(expanded, layouts[""], reshards, context.wire_dtype, context.size)
     if together is None:

@@ -13,6 +13,7 @@ from whale.ir.layout import P_SUM, Broadcast, moved_bytes
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType, numpy_dtype
+from whale.passes.device_sums import DEVICE
 from whale.passes.horovod import waited_for
 from whale.passes.propagate import GraphLayout
 
@@ -21,10 +22,10 @@ _UPDATES = ("Assign", "Apply", "ResourceApply", "ResourceScatter", "Scatter", "R
 
 
 def can_narrow(program: Program, r: Reshard) -> bool:
-    """Whether Whale can send this sum with fewer bits."""
+    """Whether Whale, or an accelerator, can send this sum with fewer bits."""
     return (
         r.graph == ""
-        and r.backend == "whale"
+        and r.backend in ("whale", DEVICE)
         and r.source == P_SUM
         and isinstance(r.target, Broadcast)
         and program.type_of(r.ref).dtype == "float32"

@@ -26,7 +26,14 @@ SCOPE = "auto_parallel/split_0"
 MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
 EXCHANGES = frozenset(
-    {"WhaleAllReduce", "WhaleReduceScatter", "WhaleAllGather", "WhaleAllToAll", "WhaleBroadcast"}
+    {
+        "WhaleAllReduce",
+        "WhaleDeviceAllReduce",
+        "WhaleReduceScatter",
+        "WhaleAllGather",
+        "WhaleAllToAll",
+        "WhaleBroadcast",
+    }
     | {"WhaleSend", "WhaleRecv"}
 )
 
@@ -233,10 +240,12 @@ def node_seconds(graph: Program, node: Node, rates: Rates, ranks: int) -> float:
 def exchange_seconds(node: Node, types: Sequence[TensorType], rates: Rates, ranks: int) -> float:
     """Ring formulas (see cost_model.collectives); a rank's own part of the bytes is not sent."""
     ranks = len(node.attrs.get("ranks", ())) or ranks
-    part, own = (ranks - 1) / ranks, float(sum(t.bytes for t in types[1:] if t.is_static))
+    tensors = [t for t in types if t.dtype != "resource"]
+    part, own = (ranks - 1) / ranks, float(sum(t.bytes for t in tensors if t.is_static))
     result = float(sum(t.bytes for t in node.outputs if t.is_static))
     sent = {
         "WhaleAllReduce": 2 * part * own,
+        "WhaleDeviceAllReduce": 2 * part * own,
         "WhaleReduceScatter": part * own,
         "WhaleAllGather": part * result,
         "WhaleAllToAll": part * own,

@@ -21,7 +21,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.pipeline import PlanContext
 from whale.planner.programs import Choice
-from whale.runtime import deferred, horovod
+from whale.runtime import deferred, device_exchange, horovod
 from whale.runtime.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
@@ -252,6 +252,8 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         size, ranks, comms = 1, (0,), ()
     if config["communication.backend"] == "horovod" and _dry is None:
         horovod.start(config, size, ranks)
+    if _dry is None:
+        device_exchange.start(config, place, size, comms)
     for comm in comms:
         comm.set_algorithm(config["communication.algorithm"])
         if config.link is not None:
@@ -337,6 +339,7 @@ def _end() -> None:
         context.watch.tell_counters(context.comms[0])
     with span(context.trace, "wh.shutdown", "end"):
         for comm in context.comms:
+            comm.close_device()
             comm.leave()
     if context.watch is not None:
         context.watch.stop()

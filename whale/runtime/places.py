@@ -142,7 +142,7 @@ def _refuse(context: PlanContext, places: Sequence[Place]) -> None:
         )
     groups = f"split.ranks={context.split_ranks}"
     unable = {
-        'communication.backend="horovod"': (
+        f'communication.backend="{context.backend}"': (
             context.backend != "whale",
             "sums over the ranks of a stage, which are not all ranks",
             'set communication.backend="whale"',

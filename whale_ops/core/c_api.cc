@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "c_api.h"
+#include "device_rank.h"
 #include "engine.h"
 #include "exchange.h"
 #include "in_process.h"
@@ -106,6 +107,20 @@ Status load_mpi(const char* path, const whale::MpiPlugin** plugin) {
   }
   *plugin = loaded;
   return Status::Ok();
+}
+
+// Libraries stay loaded. `core`: digest of the headers that this core was built from.
+Status load_device_library(const char* path, const char* core, const whale::DevicePlugin** plugin) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_device_plugin");
+  if (symbol == nullptr) {
+    const char* error = dlerror();
+    return Status::Error(Code::kUnavailable, std::string("the device's library could not be loaded: ") +
+                                                 (error == nullptr ? "unknown reason" : error) + "; run python -m whale_ops.build_cuda");
+  }
+  *plugin = static_cast<const whale::DevicePlugin*>(symbol);
+  if (std::strcmp((*plugin)->core, core) == 0) return Status::Ok();
+  return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build_cuda");
 }
 
 }  // namespace
@@ -246,6 +261,25 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   if (*all_left) status = communicator->mpi->finalize_if_last();
   return report(status);
 }
+
+WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* devices) {
+  const whale::DevicePlugin* plugin = nullptr;
+  Status status = load_device_library(library, core, &plugin);
+  if (status.ok()) status = plugin->count(devices);
+  return report(status);
+}
+
+// Collective. `ordinal`, `buffer_bytes`: as in whale::DevicePlugin.
+WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core, const char* transport, int ordinal, int64_t buffer_bytes) {
+  const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
+  const whale::DevicePlugin* plugin = nullptr;
+  Status status = load_device_library(library, core, &plugin);
+  if (status.ok()) status = whale::DeviceRank::open(endpoint, *plugin, transport, ordinal, static_cast<size_t>(buffer_bytes));
+  if (!status.ok()) endpoint->abort(status);  // the others may wait for this rank
+  return report(status);
+}
+
+WHALE_EXPORT void whale_device_close(void* handle) { whale::DeviceRank::close(*static_cast<Communicator*>(handle)->endpoint); }
 
 WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s) {
   static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});

@@ -39,6 +39,9 @@ WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, voi
 WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s);
 WHALE_EXPORT int whale_abort(void* handle, const char* message);
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left);
+WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* devices);
+WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core, const char* transport, int ordinal, int64_t buffer_bytes);
+WHALE_EXPORT void whale_device_close(void* handle);
 WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s);
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name);
 WHALE_EXPORT void* whale_waits(void* handle);

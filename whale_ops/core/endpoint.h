@@ -59,6 +59,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // each naming itself. Nothing when the peer has said good-bye. `what` ends a sentence that begins with "rank 1".
   void lose(int peer, const std::string& what);
   bool lost() const { return lost_.load(); }
+  // The error with which all operations fail from now on, if any.
+  Status failure() const;
   // The operations that have waited for some time, as of the last look at them: those that move tensors first, oldest first.
   std::vector<Wait> waits() const;
   // Says good-bye to the other ranks; operations of this rank fail from now on.
@@ -151,6 +153,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   LinkModel link_;
   Algorithm algorithm_ = Algorithm::kAuto;
   std::vector<Wait> waits_;  // as of the last check_waits
+  Status failure_;           // aborted_, for other threads
   std::atomic<bool> closed_{false};
   std::atomic<bool> lost_{false};
 

@@ -15,6 +15,10 @@ constexpr int64_t kSendGraceNs = 500'000'000;        // a departed rank's last r
 void Endpoint::fail_everything(const Status& status, bool tell_others) {
   if (!aborted_.ok()) return;
   aborted_ = status;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = status;
+  }
   // Data that waits for the emulated link belongs to operations that fail now; a good-bye must still go out.
   delayed_.erase(std::remove_if(delayed_.begin(), delayed_.end(),
                                 [](const Delayed& d) { return d.header.kind == MessageKind::kData; }),
@@ -157,6 +161,11 @@ std::vector<int> Endpoint::awaited_ranks(const std::string& title) const {
     if (wait.title.find(title) != std::string::npos) ranks.insert(wait.missing.begin(), wait.missing.end());
   }
   return {ranks.begin(), ranks.end()};
+}
+
+Status Endpoint::failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
 }
 
 std::vector<Wait> Endpoint::waits() const {

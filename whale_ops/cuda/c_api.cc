@@ -1,8 +1,10 @@
-// A C ABI for tests/whale_ops/cuda_rank.py: one rank with one GPU, its own computation's stream, and host exchanges by callback.
-// Functions return a status code (core/types.h); whale_cuda_last_error() is the message.
+// What this library offers to the core, and a C ABI for tests/whale_ops/cuda_rank.py: one rank with one GPU, its own computation's stream,
+// and host exchanges by callback. Functions of the latter return a status code (core/types.h); whale_cuda_last_error() is the message.
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "reducer.h"
 
@@ -20,36 +22,49 @@ int report(const Status& status) {
 }
 
 struct Rank {
-  std::unique_ptr<whale::cuda::Reducer> reducer;
+  std::unique_ptr<whale::Device> reducer;
   cudaStream_t computation = nullptr;
 };
+
+Status count(int* devices) { return whale::cuda::check(cudaGetDeviceCount(devices), "cudaGetDeviceCount"); }
+
+Status open(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes, whale::DeviceGather gather,
+            std::unique_ptr<whale::Device>* device) {
+  std::unique_ptr<whale::cuda::DeviceTransport> opened;
+  std::unique_ptr<whale::cuda::Reducer> reducer;
+  Status status = whale::cuda::check(cudaSetDevice(ordinal), "cudaSetDevice");
+  if (!status.ok()) return status;
+  if (std::strcmp(transport, "cuda-ipc") == 0) {
+    status = whale::cuda::open_ipc(rank, size, buffer_bytes, std::move(gather), &opened);
+  } else {
+    status = whale::cuda::open_nccl(rank, size, gather, &opened);
+  }
+  if (status.ok()) status = whale::cuda::Reducer::open(std::move(opened), ordinal, buffer_bytes, &reducer);
+  if (status.ok()) *device = std::move(reducer);
+  return status;
+}
 
 }  // namespace
 
 extern "C" {
 
+WHALE_EXPORT extern const whale::DevicePlugin whale_device_plugin;
+const whale::DevicePlugin whale_device_plugin = {WHALE_CORE_DIGEST, count, open};
+
 using WhaleCudaGather = int (*)(const void* mine, size_t bytes, void* all);
 
 WHALE_EXPORT const char* whale_cuda_last_error() { return last_error.c_str(); }
 
-WHALE_EXPORT int whale_cuda_devices(int* count) { return report(whale::cuda::check(cudaGetDeviceCount(count), "cudaGetDeviceCount")); }
+WHALE_EXPORT int whale_cuda_devices(int* count) { return report(::count(count)); }
 
-// `transport`: "nccl" or "ipc".
-WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int device, size_t max_bytes, WhaleCudaGather gather, void** handle) {
-  const whale::cuda::HostGather exchange = [gather](const void* mine, size_t bytes, void* all) {
+// `transport`: "nccl" or "cuda-ipc".
+WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int device, size_t buffer_bytes, WhaleCudaGather gather, void** handle) {
+  const whale::DeviceGather exchange = [gather](const void* mine, size_t bytes, void* all) {
     return gather(mine, bytes, all) == 0 ? Status::Ok() : Status::Error(Code::kUnavailable, "the ranks could not meet on the host");
   };
   auto made = std::make_unique<Rank>();
-  std::unique_ptr<whale::cuda::DeviceTransport> opened;
-  Status status = whale::cuda::check(cudaSetDevice(device), "cudaSetDevice");
+  Status status = open(transport, rank, size, device, buffer_bytes, exchange, &made->reducer);
   if (status.ok()) status = whale::cuda::check(cudaStreamCreate(&made->computation), "cudaStreamCreate");
-  if (!status.ok()) return report(status);
-  if (std::strcmp(transport, "ipc") == 0) {
-    status = whale::cuda::open_ipc(rank, size, max_bytes, exchange, &opened);
-  } else {
-    status = whale::cuda::open_nccl(rank, size, exchange, &opened);
-  }
-  if (status.ok()) status = whale::cuda::Reducer::open(std::move(opened), max_bytes, &made->reducer);
   if (status.ok()) *handle = made.release();
   return report(status);
 }
@@ -58,31 +73,32 @@ WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int 
 WHALE_EXPORT int whale_cuda_all_reduce(void* handle, void** tensors, const int64_t* counts, int size, int dtype, int element_bytes, int wire,
                                        int reduction, float scale) {
   auto* rank = static_cast<Rank*>(handle);
-  std::vector<whale::cuda::Span> spans(static_cast<size_t>(size));
+  whale::DeviceReduction what{std::vector<whale::DeviceTensor>(static_cast<size_t>(size)), static_cast<DType>(dtype), static_cast<DType>(wire),
+                              static_cast<whale::Reduction>(reduction), scale};
   Status status;
   for (int i = 0; i < size && status.ok(); ++i) {
+    whale::DeviceTensor& tensor = what.tensors[static_cast<size_t>(i)];
     const size_t bytes = static_cast<size_t>(counts[i] * element_bytes);
-    spans[i].count = counts[i];
-    status = whale::cuda::check(cudaMallocAsync(&spans[i].data, bytes + 1, rank->computation), "cudaMallocAsync");
+    tensor.count = counts[i];
+    status = whale::cuda::check(cudaMallocAsync(&tensor.output, bytes + 1, rank->computation), "cudaMallocAsync");
+    tensor.input = tensor.output;
     if (!status.ok()) break;
-    status = whale::cuda::check(cudaMemcpyAsync(spans[i].data, tensors[i], bytes, cudaMemcpyHostToDevice, rank->computation), "cudaMemcpyAsync");
+    status = whale::cuda::check(cudaMemcpyAsync(tensor.output, tensors[i], bytes, cudaMemcpyHostToDevice, rank->computation), "cudaMemcpyAsync");
   }
-  if (status.ok()) {
-    status = rank->reducer->start(spans, static_cast<DType>(dtype), static_cast<DType>(wire), static_cast<whale::Reduction>(reduction), scale,
-                                  rank->computation);
-  }
-  if (status.ok()) status = rank->reducer->wait(rank->computation);
+  void* mark = nullptr;
+  if (status.ok()) status = rank->reducer->mark(rank->computation, &mark);
+  if (status.ok()) status = rank->reducer->launch(what, mark);
+  for (bool finished = false; status.ok() && !finished;) status = rank->reducer->finished(mark, &finished);
+  rank->reducer->release(mark);
   for (int i = 0; i < size; ++i) {
+    void* data = what.tensors[static_cast<size_t>(i)].output;
     const size_t bytes = static_cast<size_t>(counts[i] * element_bytes);
     if (status.ok()) {
-      status = whale::cuda::check(cudaMemcpyAsync(tensors[i], spans[i].data, bytes, cudaMemcpyDeviceToHost, rank->computation), "cudaMemcpyAsync");
+      status = whale::cuda::check(cudaMemcpyAsync(tensors[i], data, bytes, cudaMemcpyDeviceToHost, rank->computation), "cudaMemcpyAsync");
     }
-    if (spans[i].data != nullptr) cudaFreeAsync(spans[i].data, rank->computation);
+    if (data != nullptr) cudaFreeAsync(data, rank->computation);
   }
   if (status.ok()) status = whale::cuda::check(cudaStreamSynchronize(rank->computation), "cudaStreamSynchronize");
-  bool finished = false;
-  if (status.ok()) status = rank->reducer->finished(&finished);
-  if (status.ok() && !finished) status = Status::Error(Code::kInternal, "the computation went on before the reduction was done");
   return report(status);
 }
 

@@ -1,5 +1,6 @@
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "transport.h"
@@ -28,7 +29,7 @@ struct Card {
 // after recording. To wait inside a kernel instead would be a deadlock on a GPU that runs one rank's kernels at a time.
 class IpcTransport final : public DeviceTransport {
  public:
-  IpcTransport(int rank, int size, size_t max_bytes, HostGather gather)
+  IpcTransport(int rank, int size, size_t max_bytes, DeviceGather gather)
       : rank_(rank), max_bytes_(max_bytes), gather_(std::move(gather)), peers_(static_cast<size_t>(size)) {}
 
   ~IpcTransport() override {
@@ -89,6 +90,8 @@ class IpcTransport final : public DeviceTransport {
     return agree(status);
   }
 
+  void abandon() override {}  // streams wait only for what was recorded before, and a lost rank's events come when its process ends
+
  private:
   struct Peer {
     void* memory = nullptr;
@@ -111,7 +114,7 @@ class IpcTransport final : public DeviceTransport {
 
   const int rank_;
   const size_t max_bytes_;
-  const HostGather gather_;
+  const DeviceGather gather_;
   std::vector<Peer> peers_;  // by rank, this one too
   bool used_ = false;
 };
@@ -123,7 +126,7 @@ Status check(cudaError_t error, const char* call) {
   return Status::Error(Code::kUnavailable, std::string(call) + " failed: " + cudaGetErrorString(error));
 }
 
-Status open_ipc(int rank, int size, size_t max_bytes, HostGather gather, std::unique_ptr<DeviceTransport>* transport) {
+Status open_ipc(int rank, int size, size_t max_bytes, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
   auto made = std::make_unique<IpcTransport>(rank, size, max_bytes, std::move(gather));
   const Status status = made->open();
   if (status.ok()) *transport = std::move(made);

@@ -1,4 +1,6 @@
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "transport.h"
 
@@ -37,7 +39,9 @@ ncclRedOp_t operation_of(Reduction reduction) {
 class NcclTransport final : public DeviceTransport {
  public:
   explicit NcclTransport(ncclComm_t communicator) : communicator_(communicator) {}
-  ~NcclTransport() override { ncclCommDestroy(communicator_); }
+  ~NcclTransport() override {
+    if (communicator_ != nullptr) ncclCommDestroy(communicator_);
+  }
 
   const char* name() const override { return "nccl"; }
 
@@ -49,13 +53,18 @@ class NcclTransport final : public DeviceTransport {
     return check_nccl(result, "ncclAllReduce", communicator_);
   }
 
+  // Its kernels wait for other ranks' as long as nobody tells them to end.
+  void abandon() override {
+    if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
+  }
+
  private:
   ncclComm_t communicator_;
 };
 
 }  // namespace
 
-Status open_nccl(int rank, int size, const HostGather& gather, std::unique_ptr<DeviceTransport>* transport) {
+Status open_nccl(int rank, int size, const DeviceGather& gather, std::unique_ptr<DeviceTransport>* transport) {
   ncclUniqueId mine = {};
   ncclResult_t made = rank == 0 ? ncclGetUniqueId(&mine) : ncclSuccess;
   std::vector<ncclUniqueId> all(static_cast<size_t>(size));
@@ -74,7 +83,7 @@ Status open_nccl(int rank, int size, const HostGather& gather, std::unique_ptr<D
 
 namespace whale::cuda {
 
-Status open_nccl(int, int, const HostGather&, std::unique_ptr<DeviceTransport>*) {
+Status open_nccl(int, int, const DeviceGather&, std::unique_ptr<DeviceTransport>*) {
   return Status::Error(Code::kUnavailable, "this library was built without NCCL; pip install nvidia-nccl-cu12, then python -m whale_ops.build_cuda");
 }
 

@@ -4,18 +4,22 @@
 #include <utility>
 
 namespace whale::cuda {
+namespace {
 
-Status Reducer::open(std::unique_ptr<DeviceTransport> transport, size_t max_bytes, std::unique_ptr<Reducer>* reducer) {
+size_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+}  // namespace
+
+Status Reducer::open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Reducer>* reducer) {
   std::unique_ptr<Reducer> made(new Reducer());
   made->transport_ = std::move(transport);
-  made->max_bytes_ = max_bytes;
+  made->ordinal_ = ordinal;
+  made->buffer_bytes_ = buffer_bytes;
   int lowest = 0, highest = 0;
   Status status = check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   // First in line: other ranks wait for its small kernels, and only this GPU for those of the computation.
   if (status.ok()) status = check(cudaStreamCreateWithPriority(&made->stream_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
-  if (status.ok()) status = check(cudaEventCreateWithFlags(&made->ready_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  if (status.ok()) status = check(cudaEventCreateWithFlags(&made->done_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  if (status.ok()) status = check(cudaMalloc(&made->buffer_, max_bytes), "cudaMalloc");
+  if (status.ok()) status = check(cudaMalloc(&made->buffer_, buffer_bytes), "cudaMalloc");
   if (status.ok()) *reducer = std::move(made);
   return status;
 }
@@ -23,35 +27,71 @@ Status Reducer::open(std::unique_ptr<DeviceTransport> transport, size_t max_byte
 Reducer::~Reducer() {
   if (stream_ != nullptr) cudaStreamSynchronize(stream_);
   if (buffer_ != nullptr) cudaFree(buffer_);
-  if (done_ != nullptr) cudaEventDestroy(done_);
-  if (ready_ != nullptr) cudaEventDestroy(ready_);
+  for (cudaEvent_t event : free_) cudaEventDestroy(event);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
 }
 
-Status Reducer::start(const std::vector<Span>& tensors, DType dtype, DType wire, Reduction reduction, float scale,
-                      cudaStream_t computation) {
-  int64_t count = 0;
-  for (const Span& tensor : tensors) count += tensor.count;
-  const size_t element_bytes = wire == DType::kFloat64 ? 8 : wire == DType::kFloat32 ? 4 : 2;
-  if (!is_supported(dtype, wire) || static_cast<size_t>(count) * element_bytes > max_bytes_) {
-    return Status::Error(Code::kInvalidArgument, std::to_string(count) + " elements do not fit the buffer of " + std::to_string(max_bytes_) +
-                                                     " bytes, or cannot travel in that dtype; divide them or give another dtype");
+Status Reducer::mark(void* stream, void** mark) {
+  cudaEvent_t event = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!free_.empty()) {
+      event = free_.back();
+      free_.pop_back();
+    }
   }
-  Status status = check(cudaEventRecord(ready_, computation), "cudaEventRecord");
-  if (status.ok()) status = check(cudaStreamWaitEvent(stream_, ready_, 0), "cudaStreamWaitEvent");
-  if (status.ok()) status = check(pack(tensors, dtype, buffer_, wire, 1.0f, stream_), "the kernel that packs");
-  if (status.ok()) status = transport_->all_reduce(buffer_, count, wire, reduction, stream_);
-  if (status.ok()) status = check(unpack(buffer_, wire, tensors, dtype, scale, stream_), "the kernel that unpacks");
-  if (status.ok()) status = check(cudaEventRecord(done_, stream_), "cudaEventRecord");
+  Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");  // of a thread of TensorFlow's, whose only GPU it is
+  if (status.ok() && event == nullptr) status = check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  if (status.ok()) status = check(cudaEventRecord(event, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+  *mark = event;
+  if (!status.ok()) release(std::exchange(*mark, nullptr));
   return status;
 }
 
-Status Reducer::wait(cudaStream_t computation) { return check(cudaStreamWaitEvent(computation, done_, 0), "cudaStreamWaitEvent"); }
+void Reducer::release(void* mark) {
+  if (mark == nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  free_.push_back(static_cast<cudaEvent_t>(mark));
+}
 
-Status Reducer::finished(bool* yes) const {
-  const cudaError_t state = cudaEventQuery(done_);
+Status Reducer::launch(const DeviceReduction& what, void* mark) {
+  if (!is_supported(what.dtype, what.wire)) {
+    return Status::Error(Code::kInvalidArgument, "tensors cannot travel between GPUs in that dtype; give another dtype");
+  }
+  const auto event = static_cast<cudaEvent_t>(mark);
+  Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");
+  if (status.ok()) status = check(cudaStreamWaitEvent(stream_, event, 0), "cudaStreamWaitEvent");
+  for (const DeviceReduction& chunk : in_chunks(what, bytes_of(what.dtype), static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
+    if (status.ok()) status = reduce(chunk);
+  }
+  const Status recorded = check(cudaEventRecord(event, stream_), "cudaEventRecord");
+  return status.ok() ? recorded : status;
+}
+
+// What follows on the stream uses the buffer when this has been unpacked.
+Status Reducer::reduce(const DeviceReduction& chunk) {
+  std::vector<Span> inputs, outputs;
+  int64_t count = 0;
+  for (const DeviceTensor& tensor : chunk.tensors) {
+    inputs.push_back({const_cast<void*>(tensor.input), tensor.count});
+    outputs.push_back({tensor.output, tensor.count});
+    count += tensor.count;
+  }
+  Status status = check(pack(inputs, chunk.dtype, buffer_, chunk.wire, 1.0f, stream_), "the kernel that packs");
+  if (status.ok()) status = transport_->all_reduce(buffer_, count, chunk.wire, chunk.reduction, stream_);
+  if (status.ok()) status = check(unpack(buffer_, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_), "the kernel that unpacks");
+  return status;
+}
+
+Status Reducer::finished(void* mark, bool* yes) {
+  const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(mark));
   *yes = state == cudaSuccess;
   return state == cudaErrorNotReady ? Status::Ok() : check(state, "cudaEventQuery");
+}
+
+void Reducer::abandon() {
+  transport_->abandon();
+  cudaStreamSynchronize(stream_);
 }
 
 }  // namespace whale::cuda

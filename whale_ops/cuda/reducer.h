@@ -1,38 +1,42 @@
-// Adds tensors in device memory up over the ranks, beside the computation.
+// A GPU as whale::Device: adds tensors in its memory up over the ranks, beside the computation.
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
+#include "../core/device.h"
 #include "kernels.h"
 #include "transport.h"
 
 namespace whale::cuda {
 
-// Packs, sends and unpacks on a stream of its own. The computation's stream is only asked for events: start() takes what
-// was queued there before, wait() holds up what is queued there after.
-class Reducer {
+// Packs, sends and unpacks on a stream of its own, which the computation's stream is never made to wait for: an operation is told to be
+// done when its event has come. A mark is an event, of the computation first and of this stream when its operation is queued.
+class Reducer final : public Device {
  public:
-  // `max_bytes`: of the packed tensors.
-  static Status open(std::unique_ptr<DeviceTransport> transport, size_t max_bytes, std::unique_ptr<Reducer>* reducer);
-  ~Reducer();
+  // `buffer_bytes`: of the packed tensors; longer ones are reduced in parts.
+  static Status open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Reducer>* reducer);
+  ~Reducer() override;
 
-  // Every tensor becomes `scale` times its sum (or other reduction) over the ranks; on the wire it has dtype `wire`.
-  // Collective: same order, sizes and dtypes on all ranks.
-  Status start(const std::vector<Span>& tensors, DType dtype, DType wire, Reduction reduction, float scale, cudaStream_t computation);
-  Status wait(cudaStream_t computation);
-  // Whether the device has finished what was started last; asks, and does not block.
-  Status finished(bool* yes) const;
+  const char* kind() const override { return "GPU"; }
+  Status mark(void* stream, void** mark) override;
+  void release(void* mark) override;
+  Status launch(const DeviceReduction& what, void* mark) override;
+  Status finished(void* mark, bool* yes) override;
+  void abandon() override;
 
  private:
   Reducer() = default;
+  Status reduce(const DeviceReduction& chunk);
 
   std::unique_ptr<DeviceTransport> transport_;
-  size_t max_bytes_ = 0;
+  int ordinal_ = 0;
+  size_t buffer_bytes_ = 0;
   void* buffer_ = nullptr;
   cudaStream_t stream_ = nullptr;
-  cudaEvent_t ready_ = nullptr;  // of the computation
-  cudaEvent_t done_ = nullptr;   // of this stream
+  std::mutex mutex_;  // guards what follows
+  std::vector<cudaEvent_t> free_;
 };
 
 }  // namespace whale::cuda

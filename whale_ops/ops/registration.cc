@@ -201,6 +201,25 @@ REGISTER_OP("WhaleAllReduce")
     .Doc("Element-wise reduction over the ranks; several inputs travel as one message, in order. wire_dtype: float32 inputs are "
          "rounded to it before they are sent, added in float32, and the result is rounded to it once more.");
 
+REGISTER_OP("WhaleDeviceAllReduce")
+    .Input("inputs: N * T")
+    .Output("outputs: N * T")
+    .Attr("communicator: string")
+    .Attr("rank: int")
+    .Attr("key: string")
+    .Attr(kReduction)
+    .Attr("N: int >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("wire_dtype: {'', 'float16', 'bfloat16'} = ''")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->input(i));
+      return absl::OkStatus();
+    })
+    .Doc("Element-wise reduction over all ranks by the device in whose memory the tensors lie, which the rank has opened. It names the "
+         "communicator and takes no handle: TensorFlow would place the handle, and all ops that take it, on that device. wire_dtype: "
+         "float32 inputs are rounded to it before they are sent.");
+
 REGISTER_OP("WhaleAllGather")
     .Input("comm: resource")
     .Input("input: T")
