@@ -297,7 +297,7 @@ void devices_reduce(int size) {
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([rank, size, &endpoints] {
       require(whale::DeviceRank::open(endpoints[rank], whale_device_plugin, "", 0, 64).ok(), "a device opens");
-      Status status;
+      whale::Status status;
       const auto device = whale::DeviceRank::find("devices", rank, &status);
       std::mutex mutex;
       std::condition_variable changed;
@@ -311,8 +311,9 @@ void devices_reduce(int size) {
         std::shuffle(order.begin(), order.end(), draw);
         for (const int index : order) {
           std::vector<double>& tensor = tensors[round * kOperations + index];
-          whale::DeviceReduction what{{{tensor.data(), tensor.data(), static_cast<int64_t>(tensor.size())}}, DType::kFloat64, DType::kFloat64};
-          device->all_reduce("operation " + std::to_string(index), "float64", what, nullptr, [&](const Status& outcome) {
+          whale::DeviceReduction what{{{tensor.data(), tensor.data(), static_cast<int64_t>(tensor.size())}}, whale::DType::kFloat64,
+                                      whale::DType::kFloat64};
+          device->all_reduce("operation " + std::to_string(index), "float64", what, nullptr, [&](const whale::Status& outcome) {
             require(outcome.ok(), outcome.message.c_str());
             const std::lock_guard<std::mutex> lock(mutex);
             ++done;

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from whale_ops import build_cuda
+import whale_ops
+from whale.errors import CommError
+from whale_ops import build, build_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +74,17 @@ def run(library: Path, transport: str, ranks: int, gpus: int) -> None:
 
 def test_it_compiles_and_loads(library: Path) -> None:
     assert ctypes.CDLL(str(library)).whale_cuda_all_reduce
+
+
+def test_the_core_loads_it(library: Path) -> None:
+    if not (build.IN_PLACE / build.CORE_NAME).exists():
+        pytest.skip("the core is not built: python -m whale_ops.build")
+    found = devices(library)
+    if found > 0:
+        assert whale_ops.count_devices(library) == found
+    else:
+        with pytest.raises(CommError, match="cudaGetDeviceCount failed"):  # it has been loaded, and finds no driver
+            whale_ops.count_devices(library)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
