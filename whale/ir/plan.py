@@ -16,6 +16,8 @@ FORMAT_VERSION = 1  # a new major number is refused; unknown fields of the same 
 
 # Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
 STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
+# Who carries out a reshard (`Reshard.backend`), where the accelerators do it themselves.
+DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from whale.ir.layout import Partial, Split
-from whale.ir.plan import Plan, Reshard
+from whale.ir.plan import DEVICE, Plan, Reshard
 from whale.ir.schedule import format_schedule, schedule
 
 # Who carries out a reduction instead of Whale's own exchange, in words.
-_THROUGH = {"horovod": "through Horovod", "device": "from GPU to GPU"}
+_THROUGH = {"horovod": "through Horovod", DEVICE: "from GPU to GPU"}
 
 
 def human_bytes(count: float) -> str:

@@ -23,10 +23,9 @@ from whale.ir.layout import (
     local_shape,
     split,
 )
-from whale.ir.plan import Reshard
+from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Node, Ref, const_node
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.passes.device_sums import DEVICE
 
 COMMUNICATOR = "whale/communicator"
 HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"

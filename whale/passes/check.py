@@ -15,10 +15,10 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Broadcast, O, Own, Owner, Partial, Placement, Split, Strategy
-from whale.ir.plan import Plan
+from whale.ir.plan import DEVICE, Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.device_sums import DEVICE, device_can
+from whale.passes.device_sums import device_can
 from whale.passes.horovod import horovod_can
 from whale.passes.wire import bytes_on_wire, can_narrow
 from whale.rules import rule_of

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.layout import Broadcast, Partial
-from whale.ir.plan import Reshard
+from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Program
 
-# Values of `communication.backend` that mean accelerators, and what the plan says of their reductions.
+# Values of `communication.backend` that mean accelerators.
 DEVICE_BACKENDS = ("nccl", "cuda-ipc")
-DEVICE = "device"
 # Element types of WhaleDeviceAllReduce.
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.layout import P_SUM, Broadcast, moved_bytes
-from whale.ir.plan import Reshard
+from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType, numpy_dtype
-from whale.passes.device_sums import DEVICE
 from whale.passes.horovod import waited_for
 from whale.passes.propagate import GraphLayout
 
