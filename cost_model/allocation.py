@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Mapping
 
@@ -14,10 +15,26 @@ import msgspec
 
 from whale.errors import ClusterError
 
-from .cluster import Attachment, Cluster, NetworkEntry
+from . import discover
+from .cluster import Attachment, Cluster, NetworkEntry, read
 from .hardware import catalogue
 
 _PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
+
+
+def machines(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
+    """What a command's ``--cluster`` says: a cluster file, or ``local``, this machine and those of the same job.
+
+    Args:
+        network: what is between them, where there are several.
+        cpu_quota: CPUs' worth of time that control groups grant, None without a quota.
+
+    Raises:
+        ClusterError: the file cannot be read or is wrong, or the machine is not known.
+    """
+    if name != "local":
+        return read(name)
+    return spread(discover.local(cpu_quota), hosts(os.environ), network)
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cost_model import allocation, cluster
 from cost_model.cluster import Cluster, DeviceEntry, HostEntry
+from whale.cli import main
 from whale.errors import ClusterError
+from whale.planner import planfile
 
 LOCAL = Cluster("local", [HostEntry("here", [DeviceEntry("a100", 4)])])
 
@@ -47,3 +51,18 @@ def test_all_hosts_are_like_the_one_at_hand() -> None:
         allocation.spread(LOCAL, ("n1", "n2"), None)
     with pytest.raises(ClusterError, match="no such network"):
         allocation.spread(LOCAL, ("n1", "n2"), "token-ring")
+
+
+def test_a_command_that_is_told_local_takes_the_hosts_of_its_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(allocation.discover, "local", lambda quota: LOCAL)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+    assert allocation.machines("local", "infiniband-hdr-200").device_count == 3 * LOCAL.device_count
+    out = str(tmp_path / "plan.json")
+    model = "gpt:layers=3,hidden=64,heads=2,sequence=64,vocabulary=512,batch=12"
+    given = ["plan", "--describe", model, "--cluster", "local", "--budget", "0.2", "-o", out]
+    assert main([*given, "--network", "infiniband-hdr-200"]) == 0
+    assert planfile.load(out).cluster.device_count == 3 * LOCAL.device_count
+    assert main(given) == 2

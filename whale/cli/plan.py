@@ -28,6 +28,7 @@ def add_to(verbs: Any) -> None:
         help="gpt:layers=96,hidden=12288,heads=96,batch=1536, or moe:...,experts=64",
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
+    verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
     verb.add_argument("--batch", type=int, metavar="ROWS", help="rows of the global batch")
@@ -99,14 +100,14 @@ def call(given: argparse.Namespace) -> int:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
     from whale.runtime.dry_run import Prediction, main
 
-    where = Prediction(given.measured, given.cluster)
+    where = Prediction(given.measured, given.cluster, given.network)
     return main(
         given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain, given.fixed
     )
 
 
 def _described(given: argparse.Namespace) -> int:
-    from cost_model import cluster, discover
+    from cost_model.allocation import machines as named
     from whale.cgroup import cpu_quota
     from whale.planner import ask, planfile, show
 
@@ -120,7 +121,7 @@ def _described(given: argparse.Namespace) -> int:
         )
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
-    machines = discover.local(cpu_quota()) if given.cluster == "local" else cluster.read(given.cluster)
+    machines = named(given.cluster, given.network, cpu_quota())
     transformer, table, batch = _model(given)
     limits = ask.limits(given.fixed, given.budget)
     plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
@@ -165,12 +166,13 @@ def _offers(given: argparse.Namespace) -> int:
 
 
 def _jobs(given: argparse.Namespace) -> int:
-    from cost_model import cluster
+    from cost_model.allocation import machines as named
+    from whale.cgroup import cpu_quota
     from whale.planner import offers
 
     if given.cluster is None or given.describe or given.profile or given.offers:
         raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
-    machines = cluster.read(given.cluster)
+    machines = named(given.cluster, given.network, cpu_quota())
     packed = offers.pack(offers.read_jobs(given.jobs), machines, given.software)
     print("\n".join(offers.packing(packed, machines)))
     return 0

@@ -6,7 +6,6 @@ On a cluster it needs no TensorFlow and no devices.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,10 @@ def call(given: argparse.Namespace) -> int:
         text, fits = simulated(given.job, given.ranks, given.measured)
         print(text, end="")
         return int(not fits)
-    from cost_model import allocation, cluster, discover, job, profile
+    from cost_model import allocation, job, profile
     from whale.cgroup import cpu_quota
 
-    if given.cluster == "local":
-        machines = allocation.spread(discover.local(cpu_quota()), allocation.hosts(os.environ), given.network)
-    else:
-        machines = cluster.read(given.cluster)
+    machines = allocation.machines(given.cluster, given.network, cpu_quota())
     task = job.read(given.job)
     found = task.predict(machines, profile.read(given.profile) if given.profile else None)
     print(job.report(task, machines, found))

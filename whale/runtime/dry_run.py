@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cost_model.allocation import machines
 from cost_model.captured.table import Table, default_path, read
 from cost_model.cluster import Cluster
-from cost_model.cluster import read as read_cluster
 from whale.capture.function import capture_function
+from whale.cgroup import cpu_quota
 from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
@@ -61,7 +62,8 @@ class Prediction:
     """
 
     profile: str | None = None
-    cluster: str | None = None
+    cluster: str | None = None  # or local, this machine
+    network: str | None = None  # between the hosts of this job, where the cluster is local
 
     def read(self) -> Table | Cluster:
         """The file's figures.
@@ -69,7 +71,10 @@ class Prediction:
         Raises:
           ClusterError: it cannot be read, or none was named and this machine has not been measured.
         """
-        return read_cluster(self.cluster) if self.cluster is not None else read(self.profile or default_path())
+        return self._machines() if self.cluster is not None else read(self.profile or default_path())
+
+    def _machines(self) -> Cluster:
+        return machines(self.cluster or "local", self.network, cpu_quota())
 
     def text(self, planned: Planned) -> tuple[bool, str]:
         """(whether it is known, what the plan is predicted to take or why that is not known).
@@ -79,7 +84,7 @@ class Prediction:
           PlanError: a file was named, and the program has no predicted time.
         """
         if self.cluster is not None:
-            on = read_cluster(self.cluster)
+            on = self._machines()
             return True, report(predict_plan(planned, on), f"{on.name}, by the catalogue's figures")
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
@@ -104,11 +109,11 @@ class Prediction:
         ranks = len(next(iter(plan.memory.values())))
         limits: Sequence[float] = [settings.limit_bytes or math.inf] * ranks
         if self.cluster is not None and not settings.limit_bytes:
-            limits = machine(read_cluster(self.cluster), settings.size, planned.program).memory_bytes
+            limits = machine(self._machines(), settings.size, planned.program).memory_bytes
         totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
-            devices = [e.device for h in read_cluster(self.cluster).hosts for e in h.devices] if self.cluster else []
+            devices = [e.device for h in self._machines().hosts for e in h.devices] if self.cluster else []
             beside_host = bool(devices) and all(device.kind == "gpu" for device in devices)
             options = options_text(settings, min(limits), planned.program, None, lower_first_ranks, beside_host)
             raise refusal_of_plan(plan.program, plan.memory, limits, options)
