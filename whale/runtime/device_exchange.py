@@ -53,9 +53,9 @@ def open_device(config: Config, comm: whale_ops.Communicator, ordinal: int, lack
     said = comm.allgather_bytes("whale/device", lacks.encode(), purpose="the exchange of what ranks know of their GPUs")
     if any(said):
         raise ClusterError(
-            f'communication.backend "{backend}" is for ranks with a GPU each',
+            "GPUs are to add up what lies in their memory, and a rank has none that it can use",
             **{f"rank {rank}": text.decode() for rank, text in enumerate(said) if text},
-            given=config.origin("communication.backend"),
+            given=f'communication.backend "{backend}" ({config.origin("communication.backend")})',
             expected="a GPU that TensorFlow sees, and the library of `python -m whale_ops.build_cuda`, on every rank",
             action='see docs/gpu.md, or set communication.backend to "whale"',
         )
