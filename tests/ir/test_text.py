@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.ir.strategies import nodes, programs
 from tests.programs import body, mlp
 from whale.ir.layout import B, Strategy, split
-from whale.ir.plan import Plan
+from whale.ir.plan import BatchInput, Plan, Predicted, PredictedRank
 from whale.ir.plan_text import format_plan, human_bytes, human_flops
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.text import (
@@ -134,6 +136,17 @@ def test_flops_for_people(count: float, text: str) -> None:
 def test_what_runs_once_is_counted_as_that() -> None:
     plan = Plan("p", "f", 2, strategies={"": {"print": Strategy((B,), (), "", once=True), "x": Strategy((), (B,), "")}})
     assert "1 first rank only, 1 on every rank" in format_plan(plan)
+
+
+def test_a_predicted_plan_says_what_a_step_takes_and_what_bounds_it() -> None:
+    rows = split(0, (6, 2))
+    ranks = (PredictedRank(0.3, 0.1, 0.05, 2_000_000, 1_000_000), PredictedRank(0.4, 0.3, 0.05, 2_000_000, 1_000_000))
+    inputs, layouts = (BatchInput("x", rows, ""),), {"": {"x": Strategy((), (rows,), "")}}
+    plan = Plan("p", "f", 2, batch_inputs=inputs, strategies=layouts, predicted=Predicted("some", 0.4, ranks))
+    lines = format_plan(plan).splitlines()
+    assert "Predicted on some: 400.0 ms a step, 20 rows/s" in lines and lines[-2] == "Bound by kernels of rank 1"
+    assert lines[-1].startswith("Plan: 1 tensor split, 0 reshards (0 B a step). Predicted 400.0 ms: compute 75%, ")
+    assert "Predicted" not in format_plan(replace(plan, predicted=None))
 
 
 def test_a_plan_of_one_rank_says_that_nothing_is_divided() -> None:

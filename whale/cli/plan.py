@@ -28,7 +28,6 @@ def add_to(verbs: Any) -> None:
         help="gpt:layers=96,hidden=12288,heads=96,batch=1536, or moe:...,experts=64",
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
-    verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
     verb.add_argument("--batch", type=int, metavar="ROWS", help="rows of the global batch")
@@ -43,7 +42,7 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
-        help="arguments of the script; right behind the script -np, -o, --cluster, --set, --measured and --explain may "
+        help="arguments of the script; right behind the script -np, -o, --cluster, --network, --set, --measured and --explain may "
         "stand as well (`--` ends them)",
     )
     verb.set_defaults(call=call, wrong=verb.error)
@@ -54,6 +53,7 @@ def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
     verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
     verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
+    verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument(
         "--set",
         dest="fixed",

@@ -88,7 +88,7 @@ def call(given: argparse.Namespace) -> int:
     from whale.ir.plan_text import format_plan
 
     captured = _captured(data, given.plan)
-    print(format_plan(captured))
+    print(format_plan(captured), end="")
     if given.verbose:
         from whale.ir.plan_explain import op_table
 

@@ -84,6 +84,26 @@ class BatchInput:
     local: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedRank:
+    """What a step takes on a rank: its end, kernels and exchanges in seconds, bytes at most and between steps."""
+
+    end_s: float
+    compute_s: float
+    exchange_s: float
+    peak_bytes: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a step is predicted to take, and on what: a cluster by the catalogue, or a machine that was measured."""
+
+    where: str
+    step_s: float
+    ranks: tuple[PredictedRank, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that lowering needs beside the program.
@@ -114,6 +134,7 @@ class Plan:
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
       choice: how ``auto_parallel`` spread the program, as JSON (see whale.planner.programs.Choice); "" without it.
+      predicted: seconds and bytes of a step, where `whale plan` knew what it runs on.
     """
 
     program: str
@@ -144,6 +165,7 @@ class Plan:
     offloaded: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
     choice: str = ""
+    predicted: Predicted | None = None
 
     @property
     def ranks(self) -> int:
@@ -231,6 +253,7 @@ class Plan:
                 total_flops=self.total_flops,
                 script=list(self.script),
                 choice=self.choice,
+                predicted=self.predicted,
             )
         )
 
@@ -270,6 +293,7 @@ class _File(msgspec.Struct):
     wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
     script: list[str] = []
     choice: str = ""
+    predicted: Predicted | None = None
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -340,6 +364,7 @@ def _plan(f: _File) -> Plan:
         total_flops=f.total_flops,
         script=tuple(f.script),
         choice=f.choice,
+        predicted=f.predicted,
     )
 
 

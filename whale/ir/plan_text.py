@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from whale.ir.layout import Partial, Split
-from whale.ir.plan import DEVICE, Plan, Reshard
+from whale.ir.plan import DEVICE, Plan, Predicted, Reshard
 from whale.ir.schedule import format_schedule, schedule
 
 # Who carries out a reduction instead of Whale's own exchange, in words.
@@ -81,7 +81,8 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
     out += _traffic(plan, moving, rows)
-    out += _memory(plan)
+    if plan.predicted is None:  # else one figure for memory: what a play of the step holds at most
+        out += _memory(plan)
     if plan.exceptions:
         out.append("Not as on one device")
         out += [f"  {line}" for line in plan.exceptions]
@@ -93,7 +94,42 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     if plan.inner is not None:
         out.append(f"Inside each group of {plan.inner.size} ranks")
         out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
+    if plan.predicted is not None:
+        out += _predicted(plan, plan.predicted)
     return "\n".join(out) + "\n"
+
+
+def _predicted(plan: Plan, found: Predicted) -> list[str]:
+    """Step time by ranks, rows per second, what bounds it, and one line to end."""
+    out = step_lines(found)
+    sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)]
+    if sizes and plan.inner is None:
+        out[0] += f", {sum(sizes[0]) / found.step_s:,.0f} rows/s"
+    last = max(range(len(found.ranks)), key=lambda r: found.ranks[r].end_s)
+    computing = min(1.0, found.ranks[last].compute_s / found.step_s)
+    out.append(f"Bound by {'kernels' if computing > 0.5 else 'communication and waiting'} of rank {last}")
+    splits = [s for nodes in plan.strategies.values() for s in nodes.values()]
+    divided = sum(any(isinstance(p, Split) for p in s.outputs) for s in splits)
+    moving = sum(bool(r.bytes) for r in plan.reshards)
+    stages = f"{len(plan.places)} stages, " if plan.places else ""
+    return [
+        *out,
+        f"Plan: {stages}{divided} tensor{'s' * (divided != 1)} split, {moving} reshard{'s' * (moving != 1)} "
+        f"({human_bytes(plan.logical_bytes)} a step). Predicted {1e3 * found.step_s:.1f} ms: compute {computing:.0%}, "
+        f"communication and waiting {1 - computing:.0%}.",
+    ]
+
+
+def step_lines(found: Predicted) -> list[str]:
+    """The step's time, and what each rank does in it."""
+    out = [f"Predicted on {found.where}: {1e3 * found.step_s:.1f} ms a step"]
+    for rank, ran in enumerate(found.ranks[:8]):
+        out.append(
+            f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "
+            f"{ran.peak_bytes / 1e6:.1f} MB of tensors at most, {ran.resident_bytes / 1e6:.1f} MB between steps"
+        )
+    out += [f"  ... and {len(found.ranks) - 8} ranks more"] if len(found.ranks) > 8 else []
+    return out
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -18,8 +18,8 @@ from cost_model.cluster import Cluster
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
 from whale.errors import ClusterError, ProgramError, WhaleError
-from whale.ir.plan import Plan, plan_from_json
-from whale.ir.plan_text import format_plan
+from whale.ir.plan import Plan, Predicted, plan_from_json
+from whale.ir.plan_text import format_plan, step_lines
 from whale.ir.program import Program
 from whale.passes.explain import explained
 from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
@@ -30,7 +30,7 @@ from whale.runtime.compile import lower_first_ranks, make_any_plan, plan_context
 from whale.runtime.fixed import compared, read_fixed
 from whale.runtime.loss_scale import loss_scale_of
 from whale.runtime.memory_plan import options_text, refusal_of_plan
-from whale.runtime.predict import Planned, machine, predict_plan, report
+from whale.runtime.predict import Planned, kept, machine, predict_plan
 
 
 def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
@@ -76,8 +76,8 @@ class Prediction:
     def _machines(self) -> Cluster:
         return machines(self.cluster or "local", self.network, cpu_quota())
 
-    def text(self, planned: Planned) -> tuple[bool, str]:
-        """(whether it is known, what the plan is predicted to take or why that is not known).
+    def of(self, planned: Planned) -> tuple[Predicted | None, str]:
+        """(what the plan is predicted to take, or why that is not known).
 
         Raises:
           ClusterError: a file that was named cannot be read, or does not fit the plan.
@@ -85,17 +85,17 @@ class Prediction:
         """
         if self.cluster is not None:
             on = self._machines()
-            return True, report(predict_plan(planned, on), f"{on.name}, by the catalogue's figures")
+            return kept(predict_plan(planned, on), f"{on.name}, by the catalogue's figures"), ""
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
-            return False, "No predicted time: this machine has not been measured (`whale profile`)\n"
+            return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
         try:
             table = read(path)
-            return True, report(predict_plan(planned, table), f"{table.host} as `whale profile` measured it")
+            return kept(predict_plan(planned, table), f"{table.host} as `whale profile` measured it"), ""
         except WhaleError as error:
             if self.profile is not None:
                 raise
-            return False, f"No predicted time: {error}\n"
+            return None, f"No predicted time: {error}\n"
 
     def check_memory(self, planned: Planned) -> None:
         """Compares the plan's memory with that of the cluster's devices, or with ``memory.limit_bytes``.
@@ -146,19 +146,19 @@ def main(
     """
     asked = [read_fixed(text) for text in fixed]
     planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
+    predicted, why = prediction.of(planned)
+    plan = replace(planned.plan, predicted=predicted)
     if out is not None:
-        planned.plan.save(out)
-    known, text = prediction.text(planned)
-    # One figure for memory: what a play of the step holds at most, or else an estimate from the plan alone.
-    sys.stdout.write(format_plan(replace(planned.plan, memory={}) if known else planned.plan))
-    sys.stdout.write(text)
+        plan.save(out)
+    sys.stdout.write(format_plan(plan))
+    sys.stdout.write(why)
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
         sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
     if asked:
         sys.stdout.write("\n")
     for one in asked:
-        sys.stdout.write(compared(planned, one, prediction.read() if known else None) + "\n")
+        sys.stdout.write(compared(planned, one, prediction.read() if predicted else None) + "\n")
     prediction.check_memory(planned)
     return 0
 
@@ -194,7 +194,7 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     table = read(measured)
     planned = _described(model, ranks)
     found = predict_plan(planned, table)
-    text = report(found, f"{table.host} as `whale profile` measured it")
+    text = "\n".join(step_lines(kept(found, f"{table.host} as `whale profile` measured it"))) + "\n"
     limits = machine(table, ranks, planned.program).memory_bytes
     fits = True
     for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):

@@ -8,7 +8,7 @@ from cost_model.captured.predict import CapturedPrediction, Machine, cluster_mac
 from cost_model.captured.table import Table
 from cost_model.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
 from whale.passes.inline import inline
 from whale.passes.pipeline import PlanContext, expand
@@ -64,14 +64,10 @@ def machine(on: Table | Cluster, ranks: int, program: Program, counted_from_byte
     return cluster_machine(on)
 
 
-def report(found: CapturedPrediction, where: str) -> str:
-    """Some lines for people."""
-    lines = [f"Predicted on {where}: {1e3 * found.step_s:.1f} ms a step"]
-    for rank, ran in enumerate(found.ranks[:8]):
-        lines.append(
-            f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "
-            f"{ran.peak_bytes / 1e6:.1f} MB of tensors at most, {ran.resident_bytes / 1e6:.1f} MB between steps"
-        )
-    if len(found.ranks) > 8:
-        lines.append(f"  ... and {len(found.ranks) - 8} ranks more")
-    return "\n".join(lines) + "\n"
+def kept(found: CapturedPrediction, where: str) -> Predicted:
+    """What a plan keeps of it."""
+    ranks = (
+        PredictedRank(r.end_s, r.compute_s, r.exchange_s, round(r.peak_bytes), round(r.resident_bytes))
+        for r in found.ranks
+    )
+    return Predicted(where, found.step_s, tuple(ranks))
