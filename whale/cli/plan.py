@@ -42,8 +42,8 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
-        help="arguments of the script; right behind the script -np, -o, --cluster, --network, --set, --measured and --explain may "
-        "stand as well (`--` ends them)",
+        help="arguments of the script; right behind the script -np, -o, --cluster, --network, --set, --measured and "
+        "--explain may stand as well (`--` ends them)",
     )
     verb.set_defaults(call=call, wrong=verb.error)
 
