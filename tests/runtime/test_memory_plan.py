@@ -17,10 +17,12 @@ Start = Callable[..., None]
 # Which of TensorFlow's threads is first decides what is alive together, and the peak of one step differs from the next
 # one's by up to a third; a prediction is compared with the range of some steps.
 LARGEST_ERROR = 0.15
+# Predicted are the allocator's pieces, measured what was asked for: how large pieces are depends on all tests before.
+PIECES = 0.05
 
 
 def agree(peaks: list[int], predicted: int) -> bool:
-    return (1 - LARGEST_ERROR) * peaks[0] <= predicted <= (1 + LARGEST_ERROR) * peaks[-1]
+    return (1 - LARGEST_ERROR) * peaks[0] <= predicted <= (1 + LARGEST_ERROR + PIECES) * peaks[-1]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
