@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "whale_ops/core/algorithms.h"
-#include "whale_ops/core/arena.h"
 #include "whale_ops/core/c_api.h"
 #include "whale_ops/core/device_rank.h"
 #include "whale_ops/core/endpoint.h"
@@ -398,15 +397,13 @@ std::vector<char> Table::cells_;
 int Table::size_ = 0, Table::waiting_ = 0, Table::round_ = 0;
 
 // Ranks that share memory, each with a thread of its own that does what the engine does: rings, slots (and reading the others'
-// memory, where there are too few of them or the payload is large), in another order on every rank. Where the process has an
-// arena, most tensors lie there, and some on some ranks only.
+// memory, where there are too few of them or the payload is large), in another order on every rank.
 void shared_memory(int size) {
-  constexpr int kOperations = 32;
-  const auto count = [](int index) { return int64_t{400} * index * index; };
+  constexpr int kOperations = 24;
   Table::reset(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([rank, size, count] {
+    threads.emplace_back([rank, size] {
       Table::rank = rank;
       whale::Doorbell bell;
       std::unique_ptr<whale::Transport> transport;
@@ -415,14 +412,7 @@ void shared_memory(int size) {
           whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, {}, &Table::gather, bell, &transport, &notes);
       require(status.ok() && notes.empty(), "the ranks share memory " + (notes.empty() ? "" : notes[0]));
       whale::Endpoint endpoint("shared memory", std::move(transport), [&bell] { bell.bell()->ring(); });
-      std::vector<std::vector<float>> own(kOperations);
-      std::vector<float*> values(kOperations);
-      whale::Arena* arena = whale::Arena::instance();
-      for (int index = 0; index < kOperations; ++index) {
-        own[index].resize(count(index));
-        const bool inside = arena != nullptr && index % 5 != rank;
-        values[index] = inside ? static_cast<float*>(arena->take(count(index) * sizeof(float))) : own[index].data();
-      }
+      std::vector<std::vector<float>> values(kOperations);
       int open = 0;
       const auto until = [&](auto over) {
         while (!over()) {
@@ -433,14 +423,14 @@ void shared_memory(int size) {
       for (int round = 0; round < 3; ++round) {
         for (int k = 0; k < kOperations; ++k) {
           const int index = rank % 2 ? kOperations - 1 - k : k;
-          std::fill_n(values[index], count(index), static_cast<float>(rank + index));
+          values[index].assign(index * index * 400, static_cast<float>(rank + index));
           whale::Request request;
           request.kind = index % 4 == 3 ? OpKind::kBroadcast : OpKind::kAllReduce;
           request.key = "operation " + std::to_string(index);
           request.dtype = whale::DType::kFloat32;
           request.element_bytes = sizeof(float);
-          request.input = request.output = values[index];
-          request.counts = {count(index)};
+          request.input = request.output = values[index].data();
+          request.counts = {static_cast<int64_t>(values[index].size())};
           request.done = [&open](const whale::Status& outcome) {
             require(outcome.ok(), outcome.message);
             --open;
@@ -451,9 +441,7 @@ void shared_memory(int size) {
         until([&] { return open == 0; });
         for (int index = 0; index < kOperations; ++index) {
           const int expected = index % 4 == 3 ? index : size * (size - 1) / 2 + size * index;
-          for (int64_t i = 0; i < count(index); ++i) {
-            require(values[index][i] == static_cast<float>(expected), "the result over shared memory");
-          }
+          for (const float value : values[index]) require(value == static_cast<float>(expected), "the result over shared memory");
         }
       }
       endpoint.leave();
@@ -473,8 +461,6 @@ int main() {
   for (const int size : {1, 2, 3, 5}) one_order_of_starts(size);
   starts_that_fail();
   for (const int size : {1, 3}) devices_reduce(size);
-  for (const int size : {2, 3, 4}) shared_memory(size);
-  require(whale::Arena::open(256 << 20) == 0, "an arena can be made");
   for (const int size : {2, 3, 4}) shared_memory(size);
   whale_stop();
   std::puts("core: all well");
