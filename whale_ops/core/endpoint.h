@@ -129,6 +129,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void fail_everything(const Status& status, bool tell_others);
   void peer_lost(int peer, const std::string& what);
   Status crossed() const;
+  void discard_unexpected();
   void depart();
   void peer_left(int peer);
   void check_waits(int64_t now);

@@ -35,6 +35,11 @@ void Endpoint::fail_everything(const Status& status, bool tell_others) {
   std::vector<std::shared_ptr<Operation>> operations;
   for (const auto& [tag, operation] : active_) operations.push_back(operation);
   for (const auto& operation : operations) finish(operation, status);
+  discard_unexpected();
+}
+
+// Their senders wait until somebody takes them.
+void Endpoint::discard_unexpected() {
   for (const auto& [tag, arrivals] : unexpected_) {
     for (const Arrival& arrival : arrivals) discard(arrival);
   }
@@ -50,6 +55,7 @@ void Endpoint::depart() {
   std::vector<std::shared_ptr<Operation>> operations;
   for (const auto& [tag, operation] : active_) operations.push_back(operation);
   for (const auto& operation : operations) finish(operation, status);
+  discard_unexpected();
   MessageHeader header;
   header.kind = MessageKind::kLeave;
   for (int peer = 0; peer < size_; ++peer) {
