@@ -38,6 +38,12 @@ KEYS: tuple[Key, ...] = (
         "ranks of one machine exchange data through memory; else, and between machines, through MPI",
     ),
     Key(
+        "communication.shared_tensors",
+        "bool",
+        True,
+        "large tensors lie where all ranks of the machine reach them, if wh.init comes before the first one",
+    ),
+    Key(
         "communication.backend",
         "str",
         "whale",

@@ -75,6 +75,7 @@ def _horovod(title: str, cycle_ms: str, **environment: str) -> Library:
 
 LIBRARIES = (
     Library("Whale", "whale"),
+    Library("Whale through slots", "whale-slots"),
     Library("Whale over MPI", "whale-mpi"),
     # Its own cycle time is 1 ms; a shorter one makes small tensors faster and takes processor time all the time.
     _horovod("Horovod, MPI", "1"),

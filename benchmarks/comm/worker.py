@@ -20,15 +20,18 @@ import numpy as np
 
 from benchmarks.groups import Answer, serve
 
-KINDS = ("whale", "whale-mpi", "horovod", "tensorflow", "mpi", "limit", "limit-exchange")
+KINDS = ("whale", "whale-slots", "whale-mpi", "horovod", "tensorflow", "mpi", "limit", "limit-exchange")
 Step = Callable[[], None]  # runs to its end
 MakeStep = Callable[[int, int, int], Step]  # elements of a tensor, tensors, all-reduces
 
 
-def whale(rank: int, share_memory: bool) -> tuple[MakeStep, Callable[[], None]]:
+def whale(rank: int, share_memory: bool, share_tensors: bool) -> tuple[MakeStep, Callable[[], None]]:
     """Through Whale's ops; several tensors are one op, as a plan makes them."""
     import whale_ops
+    from whale_ops import memory
 
+    if share_tensors and (obstacle := memory.share_tensors()):
+        raise RuntimeError(f"tensors cannot be shared: {obstacle}")
     communicator = whale_ops.mpi("benchmark", share_memory=share_memory)
     ops = whale_ops.ops()
 
@@ -139,8 +142,9 @@ def main() -> None:
 
     def start() -> tuple[Answer, Callable[[], None]]:
         starters: dict[str, Callable[[int], tuple[MakeStep, Callable[[], None]]]] = {
-            "whale": functools.partial(whale, share_memory=True),
-            "whale-mpi": functools.partial(whale, share_memory=False),
+            "whale": functools.partial(whale, share_memory=True, share_tensors=True),
+            "whale-slots": functools.partial(whale, share_memory=True, share_tensors=False),
+            "whale-mpi": functools.partial(whale, share_memory=False, share_tensors=False),
             "horovod": horovod,
             "tensorflow": tensorflow_ring,
             "mpi": mpi,

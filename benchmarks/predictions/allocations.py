@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from whale_ops.memory import GRAIN_BYTES
 
-_ALLOCATORS = "mklcpu"
+_ALLOCATORS = ("mklcpu", "whale_arena")
 _STEP = "measured_step"
 _TAKEN, _GIVEN_BACK = "MemoryAllocation", "MemoryDeallocation"
 _EVENTS_LEVEL = 2  # of the profiler: what allocators do
@@ -61,7 +61,7 @@ def _peaks(data: bytes) -> list[int]:
                     events += [(at, _STEP, {}), (at + event.duration_ps, "", {})]
                 elif name in (_TAKEN, _GIVEN_BACK):
                     facts = {stats[s.metadata_id]: _value(s, stats) for s in event.stats}
-                    if facts.get("allocator_name") == _ALLOCATORS:
+                    if facts.get("allocator_name") in _ALLOCATORS:
                         events.append((at, name, facts))
     # Each event has the allocator's count of pieces; what pieces have beyond what was asked for is taken from it. An
     # event that is missing, or on the wrong side of another thread's, then costs its surplus, not all of its bytes.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "whale_ops/core/algorithms.h"
+#include "whale_ops/core/arena.h"
 #include "whale_ops/core/c_api.h"
 #include "whale_ops/core/device_rank.h"
 #include "whale_ops/core/endpoint.h"
@@ -397,13 +398,15 @@ std::vector<char> Table::cells_;
 int Table::size_ = 0, Table::waiting_ = 0, Table::round_ = 0;
 
 // Ranks that share memory, each with a thread of its own that does what the engine does: rings, slots (and reading the others'
-// memory, where there are too few of them or the payload is large), in another order on every rank.
+// memory, where there are too few of them or the payload is large), in another order on every rank. Where the process has an
+// arena, most tensors lie there, and some on some ranks only.
 void shared_memory(int size) {
-  constexpr int kOperations = 24;
+  constexpr int kOperations = 32;
+  const auto count = [](int index) { return int64_t{400} * index * index; };
   Table::reset(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([rank, size] {
+    threads.emplace_back([rank, size, count] {
       Table::rank = rank;
       whale::Doorbell bell;
       std::unique_ptr<whale::Transport> transport;
@@ -412,7 +415,14 @@ void shared_memory(int size) {
           whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, {}, &Table::gather, bell, &transport, &notes);
       require(status.ok() && notes.empty(), "the ranks share memory " + (notes.empty() ? "" : notes[0]));
       whale::Endpoint endpoint("shared memory", std::move(transport), [&bell] { bell.bell()->ring(); });
-      std::vector<std::vector<float>> values(kOperations);
+      std::vector<std::vector<float>> own(kOperations);
+      std::vector<float*> values(kOperations);
+      whale::Arena* arena = whale::Arena::instance();
+      for (int index = 0; index < kOperations; ++index) {
+        own[index].resize(count(index));
+        const bool inside = arena != nullptr && index % 5 != rank;
+        values[index] = inside ? static_cast<float*>(arena->take(count(index) * sizeof(float))) : own[index].data();
+      }
       int open = 0;
       const auto until = [&](auto over) {
         while (!over()) {
@@ -423,14 +433,14 @@ void shared_memory(int size) {
       for (int round = 0; round < 3; ++round) {
         for (int k = 0; k < kOperations; ++k) {
           const int index = rank % 2 ? kOperations - 1 - k : k;
-          values[index].assign(index * index * 400, static_cast<float>(rank + index));
+          std::fill_n(values[index], count(index), static_cast<float>(rank + index));
           whale::Request request;
           request.kind = index % 4 == 3 ? OpKind::kBroadcast : OpKind::kAllReduce;
           request.key = "operation " + std::to_string(index);
           request.dtype = whale::DType::kFloat32;
           request.element_bytes = sizeof(float);
-          request.input = request.output = values[index].data();
-          request.counts = {static_cast<int64_t>(values[index].size())};
+          request.input = request.output = values[index];
+          request.counts = {count(index)};
           request.done = [&open](const whale::Status& outcome) {
             require(outcome.ok(), outcome.message);
             --open;
@@ -441,7 +451,9 @@ void shared_memory(int size) {
         until([&] { return open == 0; });
         for (int index = 0; index < kOperations; ++index) {
           const int expected = index % 4 == 3 ? index : size * (size - 1) / 2 + size * index;
-          for (const float value : values[index]) require(value == static_cast<float>(expected), "the result over shared memory");
+          for (int64_t i = 0; i < count(index); ++i) {
+            require(values[index][i] == static_cast<float>(expected), "the result over shared memory");
+          }
         }
       }
       endpoint.leave();
@@ -461,6 +473,8 @@ int main() {
   for (const int size : {1, 2, 3, 5}) one_order_of_starts(size);
   starts_that_fail();
   for (const int size : {1, 3}) devices_reduce(size);
+  for (const int size : {2, 3, 4}) shared_memory(size);
+  require(whale::Arena::open(256 << 20) == 0, "an arena can be made");
   for (const int size : {2, 3, 4}) shared_memory(size);
   whale_stop();
   std::puts("core: all well");

@@ -1,7 +1,8 @@
-"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker memory|mpi|both|hosts SCENARIO`.
+"""One rank of tests/whale_ops/test_mpi.py: `python -m tests.whale_ops.mpi_worker memory|mpi|both|hosts|arena SCENARIO`.
 
 With "both", rank 0 does without shared memory: the others speak through it among themselves. With "hosts", the first
-two ranks are on one emulated host and the others on a second one.
+two ranks are on one emulated host and the others on a second one. With "arena", TensorFlow's large tensors lie where
+all ranks reach them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import whale_ops
 from tests.whale_ops import harness, orders
 from tests.whale_ops.harness import Case
 from whale.errors import CommError
+from whale_ops import memory
 
 
 def run_all(communicator: whale_ops.Communicator, cases: list[Case]) -> None:
@@ -148,6 +150,74 @@ def tensorflow(communicator: whale_ops.Communicator) -> str:
     return "tensorflow agrees"
 
 
+def shared_tensors(communicator: whale_ops.Communicator) -> str:
+    """All-reduces of tensors that lie in the ranks' arenas, and of such that do not on some ranks, all at once."""
+    import ctypes
+
+    import tensorflow as tf
+
+    outcome = tensorflow(communicator)
+    ops, rank, size = whale_ops.ops(), communicator.rank, communicator.size
+    generators = [np.random.default_rng(r) for r in range(size)]
+    floats = [g.standard_normal(300_001).astype(np.float32) for g in generators]
+    whole = [g.integers(-99, 99, 70_003) for g in generators]
+    halves = [g.integers(-9, 9, 300_007).astype(np.float16) for g in generators]
+    small = [g.integers(-9, 9, 5).astype(np.float32) for g in generators]
+
+    @tf.function
+    def step(x, a, b, c, d):
+        handle = ops.whale_communicator(communicator=communicator.name)
+        sums = ops.whale_all_reduce(handle, [a * 2, d * 2, a * 4], key="group")
+        sums += ops.whale_all_reduce(handle, [b], key="max", reduction="max")  # in another place than its input
+        sums += ops.whale_all_reduce(handle, [c + 1], key="halves")
+        sums += ops.whale_all_reduce(handle, [tf.round(a * 4)], key="wire", wire_dtype="bfloat16")
+        sums += ops.whale_all_reduce(handle, [x], key="elsewhere")
+        return sums
+
+    def in_arena(array):
+        return tf.convert_to_tensor(array) + tf.zeros((), array.dtype)
+
+    mine = [in_arena(arrays[rank]) for arrays in (floats, whole, halves, small)]
+    # NumPy's memory, where TensorFlow reads it without a copy, on one rank.
+    odd = tf.convert_to_tensor(floats[rank]) if rank == 1 else in_arena(floats[rank])
+    added = np.sum([x.astype(np.float64) for x in floats], 0)
+    for _ in range(5):
+        first, few, second, most, half, wire, elsewhere = (value.numpy() for value in step(odd, *mine))
+        np.testing.assert_allclose(first, 2 * added, atol=1e-5)
+        np.testing.assert_array_equal(second, 2 * first)
+        np.testing.assert_array_equal(few, 2 * np.sum(small, 0))
+        np.testing.assert_array_equal(most, np.max(whole, 0))
+        np.testing.assert_array_equal(half, np.sum(halves, 0) + np.float16(size))
+        np.testing.assert_array_equal(wire, np.sum([np.round(x * 4) for x in floats], 0))
+        np.testing.assert_array_equal(elsewhere, first / 2)
+    np.testing.assert_array_equal(mine[0].numpy(), floats[rank], "an input was written")
+    assert len(set(communicator.allgather_bytes("bits", first.tobytes(), 30))) == 1, "the ranks hold different sums"
+    if (child := os.fork()) == 0:
+        ctypes.memset(mine[0].numpy().ctypes.data, 7, floats[rank].nbytes)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    np.testing.assert_array_equal(mine[0].numpy(), floats[rank], "a child wrote into its parent's tensor")
+    return f"{outcome}, shared tensors agree, {_shared_abort(communicator)}"
+
+
+def _shared_abort(communicator: whale_ops.Communicator) -> str:
+    """A rank gives up when the others have lent it their tensors."""
+    import tensorflow as tf
+
+    ops = whale_ops.ops()
+    x = tf.ones(3_000_000)
+    if communicator.rank == 1:
+        time.sleep(0.3)
+        communicator.abort("rank 1 gave up; look at its log")
+    try:
+        handle = ops.whale_communicator(communicator=communicator.name)
+        ops.whale_all_reduce(handle, [x], key="k")
+    except tf.errors.AbortedError as error:
+        assert (x.numpy() == 1).all(), "an input was written"
+        return error.message
+    return "no error"
+
+
 def failure(case: Case, communicator: whale_ops.Communicator, within_s: float) -> str:
     started = time.monotonic()
     try:
@@ -162,6 +232,8 @@ def main() -> None:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     hosts = [2, int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 2] if transport == "hosts" else []
     share_memory = transport != "mpi" and (transport != "both" or rank > 0)
+    if transport == "arena":
+        assert not (obstacle := memory.share_tensors()), obstacle
     communicator = whale_ops.mpi("run", share_memory=share_memory, hosts=hosts)
     if hosts:
         communicator.set_algorithm("hierarchical")

@@ -104,6 +104,11 @@ def test_more_messages_than_fit_into_a_ring() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("transport", ["memory", "mpi"])
-def test_tensorflow_ops(transport: str) -> None:
-    assert mpirun(2, transport, "tensorflow") == ["tensorflow agrees"] * 2
+def test_tensorflow_ops() -> None:
+    assert mpirun(2, "mpi", "tensorflow") == ["tensorflow agrees"] * 2
+
+
+@pytest.mark.core
+def test_tensors_that_all_ranks_reach() -> None:
+    for outcome in mpirun(2, "arena", "shared_tensors"):
+        assert outcome.startswith("tensorflow agrees, shared tensors agree, ") and "rank 1 gave up" in outcome

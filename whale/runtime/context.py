@@ -27,6 +27,7 @@ from whale.runtime.trace import Trace, open_trace, span
 from whale.runtime.variables import VariableOwner
 from whale.runtime.watch import Watch
 from whale.started import ProcessPlace, process_place
+from whale_ops.memory import share_tensors
 
 if TYPE_CHECKING:
     from whale.capture.scaling import LossScale
@@ -267,6 +268,8 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
 
 
 def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
+    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+        _share_tensors(config, place)
     comm = whale_ops.mpi(
         name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
     )
@@ -278,6 +281,17 @@ def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.
             action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
         )
     return (comm,)
+
+
+def _share_tensors(config: Config, place: ProcessPlace) -> None:
+    """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
+    if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
+        return
+    if (obstacle := share_tensors()) and place.local_rank == 0:
+        sys.stderr.write(
+            f"whale: large tensors are not shared between the ranks of this machine ({obstacle}), so all-reduces of "
+            "them are slower; call wh.init() before making tensors, or set communication.shared_tensors to false\n"
+        )
 
 
 def current(what: str = "this call") -> Context:

@@ -126,6 +126,17 @@ std::vector<int> Endpoint::hosts_of(const std::vector<int>& group) const {
   return hosts;
 }
 
+bool Endpoint::shares_tensors(const std::vector<int>& group) const {
+  std::vector<int> members = group;
+  for (int rank = 0; group.empty() && rank < size_; ++rank) members.push_back(rank);
+  for (size_t i = 0; i < members.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      if (!transport_->share_tensors(members[i], members[j])) return false;
+    }
+  }
+  return true;
+}
+
 Status Endpoint::check(const Request& request) const {
   std::vector<bool> seen(size_, false);
   for (const int member : request.group) {
@@ -184,6 +195,7 @@ bool Endpoint::poll(int64_t now) {
   for (Entry& entry : entries) handle(std::move(entry));
   worked |= flush_delayed(now);
   worked |= transport_->progress(this);
+  worked |= work();
   if (now >= next_check_ns_) check_waits(now);
   if (self_left_ && delayed_.empty() && transport_->drained() &&
       std::all_of(left_.begin(), left_.end(), [](bool left) { return left; })) {
@@ -191,6 +203,18 @@ bool Endpoint::poll(int64_t now) {
     closed_ = true;
   }
   return worked;
+}
+
+// A piece of each, so that none holds up the others' messages.
+bool Endpoint::work() {
+  std::vector<std::shared_ptr<Operation>> operations;
+  operations.swap(working_);
+  for (const auto& operation : operations) {
+    if (operation->settled) continue;
+    operation->work(this);
+    settle(operation);
+  }
+  return !operations.empty();
 }
 
 int64_t Endpoint::next_deadline_ns() const {
@@ -239,7 +263,11 @@ void Endpoint::begin(Entry entry) {
     done(status);
     return;
   }
-  if (entry.request.kind == OpKind::kAllReduce) entry.request.hosts = hosts_of(entry.request.group);
+  if (entry.request.kind == OpKind::kAllReduce) {
+    entry.request.hosts = hosts_of(entry.request.group);
+    entry.request.tensors_shared = shares_tensors(entry.request.group);
+    entry.request.lends = !engine_link_.active();  // an emulated link carries all bytes
+  }
   auto operation = std::make_shared<Operation>(entry.id, std::move(entry.request), rank_, size_, entry.call, &scratch_);
   operation->ready_ns = entry.ready_ns;
   const uint64_t tag = operation->tag();
@@ -375,7 +403,7 @@ void Endpoint::finish(const std::shared_ptr<Operation>& operation, const Status&
 }
 
 void Endpoint::discard(const Arrival& arrival) {
-  if (!arrival.inlined) transport_->discard(arrival);
+  if (!arrival.inlined || arrival.header.kind == MessageKind::kLend) transport_->discard(arrival);
 }
 
 void Endpoint::remember_finished(const Operation& operation) {

@@ -107,6 +107,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // TransportSink
   void arrived(Arrival&& arrival) override;
   void transferred(uint64_t cookie) override;
+  void dropped(uint64_t cookie) override { in_transit_.erase(cookie); }  // its receiver fails, and says so
   void failed(const std::string& what) override;
   // MessageLink
   bool has_left(int peer) const override { return left_[peer]; }
@@ -116,9 +117,14 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void* stage(size_t bytes, const std::vector<int>& peers) override { return transport_->stage(bytes, peers); }
   const void* view(const Arrival& arrival) override { return transport_->view(arrival); }
   void discard(const Arrival& arrival) override;
+  char* at(int peer, uint64_t offset, uint64_t bytes) override { return transport_->at(peer, offset, bytes); }
+  void give_back(const Arrival& arrival) override { transport_->give_back(arrival); }
+  void work_on(Operation* operation) override { working_.push_back(operation->shared_from_this()); }
 
   Status check(const Request& request) const;
   std::vector<int> hosts_of(const std::vector<int>& group) const;
+  bool shares_tensors(const std::vector<int>& group) const;
+  bool work();
   void push(Entry entry);
   void handle(Entry entry);
   void begin(Entry entry);
@@ -165,6 +171,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::deque<uint64_t> finished_order_;
   std::unordered_map<uint64_t, InTransit> in_transit_;  // by cookie
   uint64_t next_cookie_ = 1;
+  std::vector<std::shared_ptr<Operation>> working_;  // they have work that waits for nobody
   std::deque<Delayed> delayed_;
   LinkModel engine_link_;
   int64_t link_free_ns_ = 0;

@@ -21,7 +21,7 @@ void Endpoint::fail_everything(const Status& status, bool tell_others) {
   }
   // Data that waits for the emulated link belongs to operations that fail now; a good-bye must still go out.
   delayed_.erase(std::remove_if(delayed_.begin(), delayed_.end(),
-                                [](const Delayed& d) { return d.header.kind == MessageKind::kData; }),
+                                [](const Delayed& d) { return d.header.kind == MessageKind::kData || d.header.kind == MessageKind::kLend; }),
                  delayed_.end());
   if (tell_others) {
     MessageHeader header;

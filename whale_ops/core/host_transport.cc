@@ -12,6 +12,7 @@
 #include <deque>
 #include <unordered_map>
 
+#include "arena.h"
 #include "process_memory.h"
 #include "segment.h"
 
@@ -31,6 +32,7 @@ struct Record {
   uint32_t slot = 0;     // number from 1 of the sender's slot that has the payload, or was read
   uint64_t address = 0;  // of a payload that stays with the sender
   uint64_t cookie = 0;   // the sender's, of a payload that has to be, or was, taken
+  bool dropped = false;  // of what was lent: it was not used to the end
   MessageHeader header;
 };
 
@@ -45,7 +47,12 @@ struct Card {
   int32_t error;               // why not: errno, or kSwitchedOff
   uint64_t mark[2];            // random; first thing in the segment, and at mark_address
   uint64_t mark_address;
+  int32_t arena_descriptor;    // -1: this rank's tensors are its own
+  uint64_t arena_bytes;
 };
+
+// How far a rank gets at another one's memory.
+enum Reach : char { kNothing = 0, kRings = 1, kTensors = 2 };
 
 class HostTransport final : public Transport {
  public:
@@ -56,6 +63,7 @@ class HostTransport final : public Transport {
     for (Peer& peer : peers_) {
       if (peer.segment != nullptr) munmap(peer.segment, segment_bytes_);
       if (peer.bell != nullptr) munmap(peer.bell, sizeof(Bell));
+      if (peer.arena != nullptr) munmap(peer.arena, peer.arena_bytes);
     }
     if (own_ != nullptr) munmap(own_, segment_bytes_);
     if (descriptor_ >= 0) close(descriptor_);
@@ -83,6 +91,10 @@ class HostTransport final : public Transport {
     std::memcpy(card->mark, mark_, sizeof(mark_));
     card->segment_descriptor = descriptor_;
     card->mark_address = reinterpret_cast<uint64_t>(mark_);
+    if (const Arena* arena = Arena::instance(); arena != nullptr) {
+      card->arena_descriptor = arena->descriptor();
+      card->arena_bytes = arena->bytes();
+    }
     allow_reading();
   }
 
@@ -103,12 +115,18 @@ class HostTransport final : public Transport {
     if (peer.segment != nullptr) peer.bell = static_cast<Bell*>(map_of(card.process, card.bell_descriptor, sizeof(Bell)));
     if (peer.bell == nullptr) return std::string("its shared memory cannot be opened (") + std::strerror(errno) + ")";
     if (std::memcmp(peer.segment->mark, card.mark, sizeof(mark)) != 0) return "its shared memory is not the one it told of";
+    if (card.arena_descriptor >= 0) {
+      peer.arena = static_cast<char*>(map_of(card.process, card.arena_descriptor, card.arena_bytes));
+      peer.arena_bytes = card.arena_bytes;
+    }
     peer.in = &own_->rings[rank];
     peer.out = &peer.segment->rings[rank_];
     return "";
   }
 
-  // `reached`: whether rank i reaches rank j, at i * size + j. A pair shares memory if each of the two reaches the other.
+  Reach reach_of(int rank) const { return peers_[rank].arena != nullptr ? kTensors : kRings; }
+
+  // `reached`: how far rank i reaches rank j, at i * size + j. A pair shares memory if each of the two reaches the other.
   void use(std::vector<char> reached) {
     reached_ = std::move(reached);
     for (int rank = 0; rank < size_; ++rank) {
@@ -123,6 +141,9 @@ class HostTransport final : public Transport {
   bool needs_polling() const override { return has_remote() && network_->needs_polling(); }
   bool between_processes() const override { return true; }
   bool share_memory(int one, int other) const override { return reached_[one * size_ + other] && reached_[other * size_ + one]; }
+  bool share_tensors(int one, int other) const override {
+    return reached_[one * size_ + other] == kTensors && reached_[other * size_ + one] == kTensors;
+  }
   bool drained() const override {
     if (untaken_ > 0 || (has_remote() && !network_->drained())) return false;
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.backlog.empty(); });
@@ -137,6 +158,11 @@ class HostTransport final : public Transport {
     Record record;
     record.header = header;
     record.note_bytes = static_cast<uint32_t>(note.size());
+    const bool lends = header.kind == MessageKind::kLend;
+    if (lends) {
+      record.cookie = cookie;
+      ++untaken_;
+    }
     if (inlined) {
       record.payload_bytes = static_cast<uint32_t>(header.bytes);
     } else if (slotted) {
@@ -148,7 +174,7 @@ class HostTransport final : public Transport {
       ++untaken_;
     }
     write(&peers_[to], record, note, payload);
-    if ((inlined || slotted) && cookie != 0) sink->transferred(cookie);
+    if ((inlined || slotted) && cookie != 0 && !lends) sink->transferred(cookie);
   }
 
   void* stage(size_t bytes, const std::vector<int>& peers) override {
@@ -187,13 +213,14 @@ class HostTransport final : public Transport {
   void discard(const Arrival& arrival) override {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->discard(arrival);
-    const auto parked = parked_.find(arrival.token);
-    Record record;
-    record.kind = RecordKind::kTaken;
-    record.cookie = parked->second.cookie;
-    record.slot = parked->second.slot;
-    parked_.erase(parked);
-    write(&peer, record, "", nullptr);
+    taken(&peer, arrival, arrival.header.kind == MessageKind::kLend);
+  }
+
+  void give_back(const Arrival& arrival) override { taken(&peers_[arrival.source], arrival, false); }
+
+  char* at(int rank, uint64_t offset, uint64_t bytes) override {
+    const Peer& peer = peers_[rank];
+    return offset <= peer.arena_bytes && bytes <= peer.arena_bytes - offset ? peer.arena + offset : nullptr;
   }
 
   bool progress(TransportSink* sink) override {
@@ -221,6 +248,8 @@ class HostTransport final : public Transport {
     int process = 0;
     Segment* segment = nullptr;  // the peer's
     Bell* bell = nullptr;
+    char* arena = nullptr;
+    uint64_t arena_bytes = 0;
     Ring* in = nullptr;
     Ring* out = nullptr;
     std::deque<std::string> backlog;  // records for which the ring had no room, in order
@@ -230,6 +259,17 @@ class HostTransport final : public Transport {
     uint64_t cookie;
     uint32_t slot;
   };
+
+  void taken(Peer* peer, const Arrival& arrival, bool dropped) {
+    const auto parked = parked_.find(arrival.token);
+    Record record;
+    record.kind = RecordKind::kTaken;
+    record.cookie = parked->second.cookie;
+    record.slot = parked->second.slot;
+    record.dropped = dropped;
+    parked_.erase(parked);
+    write(peer, record, "", nullptr);
+  }
 
   uint32_t take_slot(uint32_t readers) {
     const uint32_t slot = free_slots_.back();
@@ -299,12 +339,12 @@ class HostTransport final : public Transport {
         if (--readers_[record.slot] == 0) free_slots_.push_back(record.slot);
       } else {
         --untaken_;
-        sink->transferred(record.cookie);
+        record.dropped ? sink->dropped(record.cookie) : sink->transferred(record.cookie);
       }
       return position;
     }
     arrival.inlined = record.header.bytes <= kInlineBytes;
-    if (!arrival.inlined) {
+    if (!arrival.inlined || record.header.kind == MessageKind::kLend) {
       arrival.token = next_token_++;
       parked_[arrival.token] = {record.address, record.cookie, record.slot};
     }
@@ -338,18 +378,18 @@ Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::
   const int size = network->size(), rank = network->rank();
   auto host = std::make_unique<HostTransport>(std::move(network));
   Card card = {};
-  card.segment_descriptor = -1;
+  card.segment_descriptor = card.arena_descriptor = -1;
   card.error = kSwitchedOff;
   if (wanted) host->offer(bell, &card);
   std::vector<Card> cards(static_cast<size_t>(size));
   Status status = gather(&card, sizeof(card), cards.data());
   if (!status.ok()) return status;
-  std::vector<char> reached(static_cast<size_t>(size), 0), all(static_cast<size_t>(size) * static_cast<size_t>(size));
+  std::vector<char> reached(static_cast<size_t>(size), kNothing), all(static_cast<size_t>(size) * static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
     if (!wanted || peer == rank || card.machine[0] == 0 || std::strcmp(cards[peer].machine, card.machine) != 0) continue;
     if (!hosts.empty() && hosts[peer] != hosts[rank]) continue;
     const std::string obstacle = host->reach(peer, cards[peer]);
-    reached[peer] = obstacle.empty();
+    reached[peer] = obstacle.empty() ? host->reach_of(peer) : kNothing;
     if (!obstacle.empty()) {
       notes->push_back("rank " + std::to_string(rank) + " reaches rank " + std::to_string(peer) +
                        " of the same machine through the network: " + obstacle);

@@ -76,6 +76,12 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
         static_cast<int>(std::find(request.group.begin(), request.group.end(), rank) - request.group.begin());
   }
   if (is_point_to_point(request.kind)) request.group.clear();
+  logical_bytes_ = logical_bytes(problem_);
+  if (!lends()) prepare();
+}
+
+void Operation::prepare() {
+  piece_begins_.clear();
   int64_t begin = 0;
   for (const Piece& piece : request.pieces) {
     piece_begins_.push_back(begin);
@@ -85,7 +91,7 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   wide_offset_ = static_cast<size_t>(schedule_.scratch_count) * request.element_bytes;
   wide_offset_ += (alignof(std::max_align_t) - wide_offset_ % alignof(std::max_align_t)) % alignof(std::max_align_t);
   const size_t scratch_bytes = wide_offset_ + static_cast<size_t>(schedule_.wide_count) * sizeof(float);
-  if (scratch_bytes > 0) scratch_ = pool->take(scratch_bytes);
+  if (scratch_bytes > 0) scratch_ = pool_->take(scratch_bytes);
 }
 
 std::string Operation::title() const { return std::string(name_of(request.kind)) + " '" + request.key + "'"; }
@@ -154,8 +160,14 @@ void Operation::start(MessageLink* link, std::vector<Arrival> early) {
       return;
     }
   }
+  if (!lent_.empty()) return lend(link);
+  open_lanes_ = 0;
+  start_lanes(link);
+}
+
+void Operation::start_lanes(MessageLink* link) {
   lanes_.resize(schedule_.lanes.size());
-  open_lanes_ = lanes_.size();
+  open_lanes_ += lanes_.size();
   ++busy_;
   for (size_t lane = 0; lane < lanes_.size() && failure_.ok(); ++lane) {
     if (schedule_.lanes[lane].empty()) {
@@ -304,6 +316,7 @@ void Operation::run_locals(MessageLink* link, const Step& step, const Step* next
 }
 
 void Operation::match(MessageLink* link, const Expected& expected, const Arrival& arrival) {
+  if (expected.lane == kLendLane) return borrow(link, arrival);
   void* dst = nullptr;
   if (request.place) {
     failure_ = request.place(parse_note(arrival.note).dims, arrival.header.bytes, &dst);
@@ -365,11 +378,16 @@ void Operation::arrived(MessageLink* link, Arrival&& arrival) {
   ++busy_;
   match(link, expected, arrival);
   --busy_;
+  if (expected.lane == kLendLane) return;
   if (failure_.ok() && busy_ == 0 && lanes_[expected.lane].pending == 0) run_lane(link, expected.lane);
 }
 
 void Operation::transferred(MessageLink* link, int lane) {
   if (transferred_ns_ == 0) transferred_ns_ = now_ns();
+  if (lane == kLendLane) {
+    if (--away_ == 0 && worked_) --open_lanes_;
+    return;
+  }
   --lanes_[lane].pending;
   if (failure_.ok() && busy_ == 0 && lanes_[lane].pending == 0) run_lane(link, lane);
 }
@@ -384,6 +402,10 @@ std::vector<Arrival> Operation::take_unreceived() {
     for (Seen& seen : lane.seen) arrivals.push_back(std::move(seen.arrival));
     lane.seen.clear();
   }
+  for (Arrival& arrival : borrowed_) {
+    if (arrival.header.kind == MessageKind::kLend) arrivals.push_back(std::move(arrival));
+  }
+  borrowed_.clear();
   return arrivals;
 }
 
@@ -423,7 +445,7 @@ Record Operation::record(int64_t end_ns) const {
   record.kind = request.kind;
   record.algorithm = schedule_.algorithm;
   record.call = call_;
-  record.logical_bytes = logical_bytes(problem_);
+  record.logical_bytes = logical_bytes_;
   record.wire_bytes = wire_bytes_;
   record.ready_ns = ready_ns;
   record.first_ns = first_ns_;

@@ -37,6 +37,8 @@ struct Request {
   std::vector<int64_t> recv_counts;
   Algorithm algorithm = Algorithm::kAuto;  // of all-reduces
   std::vector<int> hosts;                  // as in Problem; the endpoint says so
+  bool tensors_shared = false;             // all ranks of the group have mapped each other's arena; the endpoint says so, also:
+  bool lends = true;                       // whether this rank lets others read and write its tensors where they lie
   std::vector<int64_t> dims;  // Send: travels with the first message
   const void* input = nullptr;
   void* output = nullptr;
@@ -73,6 +75,10 @@ class MessageLink {
   virtual void* stage(size_t bytes, const std::vector<int>& peers) = 0;
   virtual const void* view(const Arrival& arrival) = 0;
   virtual void discard(const Arrival& arrival) = 0;
+  virtual char* at(int peer, uint64_t offset, uint64_t bytes) = 0;
+  virtual void give_back(const Arrival& arrival) = 0;
+  // work() is called soon.
+  virtual void work_on(class Operation* operation) = 0;
 
  protected:
   ~MessageLink() = default;
@@ -86,6 +92,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void start(MessageLink* link, std::vector<Arrival> early);
   void arrived(MessageLink* link, Arrival&& arrival);
   void transferred(MessageLink* link, int lane);
+  void work(MessageLink* link);
   // Whether a message from the peer is still to come.
   bool waits_for(int peer) const;
   std::vector<int> awaited_peers() const;
@@ -143,6 +150,22 @@ class Operation : public std::enable_shared_from_this<Operation> {
     Slice slice;
   };
 
+  // Where a rank's part of a piece lies in its arena.
+  struct Place {
+    static constexpr uint64_t kNowhere = ~uint64_t{0};
+    uint64_t input = kNowhere;
+    uint64_t output = kNowhere;
+  };
+  // A piece that lies in the arenas of all ranks: where, by rank of the group.
+  struct Shared {
+    std::vector<const char*> inputs;
+    std::vector<char*> outputs;
+    int64_t count = 0;
+    int64_t done = 0;  // elements of this rank's share
+  };
+  static constexpr int kLendLane = -1;
+  static constexpr uint32_t kLendId = 0xffffffff;
+
   // Elements that lie one behind the other.
   struct Run {
     char* data = nullptr;
@@ -166,6 +189,12 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const void* payload_of(MessageLink* link, const Transfer& send);
   void run_locals(MessageLink* link, const Step& step, const Step* next, LaneState* lane);
   void match(MessageLink* link, const Expected& expected, const Arrival& arrival);
+  void prepare();
+  void start_lanes(MessageLink* link);
+  bool lends();
+  void lend(MessageLink* link);
+  void borrow(MessageLink* link, const Arrival& arrival);
+  void run_rest(MessageLink* link);
 
   const int rank_;
   const uint64_t call_;
@@ -190,6 +219,19 @@ class Operation : public std::enable_shared_from_this<Operation> {
   int64_t first_ns_ = 0;        // when the first message of another rank was there
   int64_t transferred_ns_ = 0;  // when the first transfer of any kind was complete
   int64_t wire_bytes_ = 0;
+  int64_t logical_bytes_ = 0;
+
+  // Of tensors that all ranks have mapped; see lending.cc.
+  bool whole_ = false;              // there were no pieces
+  std::vector<size_t> lent_;        // pieces that are large enough to lie in arenas; none: this is no such operation
+  std::vector<Place> places_;       // of these; what is sent
+  std::vector<Arrival> borrowed_;   // what the others have sent, by rank of the group, until it is given back
+  std::vector<bool> through_;       // pieces that are added up where they lie
+  std::vector<Shared> shared_;      // of these, those to which this rank has not added its share
+  int missing_ = 0;                 // ranks whose places are not known
+  int away_ = 0;                    // ranks that have yet to give back this rank's memory
+  bool worked_ = false;             // all sums of this rank are made
+  bool shares_ = false;
 };
 
 // "0, 1 and 3"

@@ -9,7 +9,8 @@
 
 namespace whale {
 
-enum class MessageKind : uint32_t { kData = 0, kAbort = 1, kLeave = 2 };
+// kLend: small, and says where memory of the sender lies that the receiver may read and write until it gives it back.
+enum class MessageKind : uint32_t { kData = 0, kAbort = 1, kLeave = 2, kLend = 3 };
 
 // Fixed-size head of every message, sent as it is between machines of one byte order.
 struct MessageHeader {
@@ -35,6 +36,7 @@ class TransportSink {
  public:
   virtual void arrived(Arrival&& arrival) = 0;
   virtual void transferred(uint64_t cookie) = 0;  // a send's buffer is free again, or a receive's data is there
+  virtual void dropped(uint64_t cookie) = 0;  // what was lent is free again, and nobody can say in which state it is
   virtual void failed(const std::string& what) = 0;
 
  protected:
@@ -52,7 +54,8 @@ class Transport {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // `payload` stays valid until sink.transferred(cookie). Cookie 0: nobody waits (abort, leave), no payload.
+  // `payload` stays valid until sink.transferred(cookie). Cookie 0: nobody waits (abort, leave), no payload. Of kLend, that comes
+  // when the receiver gives back what was lent, and sink.dropped(cookie) when it discards it.
   virtual void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
                     TransportSink* sink) = 0;
   // Pulls the payload of an announced message into `dst`; sink.transferred(cookie) follows.
@@ -63,6 +66,10 @@ class Transport {
   // Where the payload of an announced message can be read in place, until discard(arrival); null where it cannot, or where
   // its sender would wait for that.
   virtual const void* view(const Arrival& /* arrival */) { return nullptr; }
+  // Where a place in the arena of a rank that shares its tensors is mapped.
+  virtual char* at(int /* peer */, uint64_t /* offset */, uint64_t /* bytes */) { return nullptr; }
+  // Ends the use of what was lent: all is done with it that its owner waits for.
+  virtual void give_back(const Arrival& /* arrival */) {}
   // Ends the use of an announced message that is not received: its sender is not held up.
   virtual void discard(const Arrival& arrival) = 0;
   // Reports what happened since the last call; true when anything did.
@@ -73,6 +80,8 @@ class Transport {
   virtual bool between_processes() const = 0;
   // Whether two ranks exchange data without a network. All ranks give the same answer.
   virtual bool share_memory(int /* one */, int /* other */) const { return false; }
+  // Whether two ranks have mapped each other's arena (arena.h). All ranks give the same answer.
+  virtual bool share_tensors(int /* one */, int /* other */) const { return false; }
   // Whether every send that was given to the network has left this rank's memory.
   virtual bool drained() const = 0;
 };
