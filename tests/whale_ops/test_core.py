@@ -17,8 +17,6 @@ from tests.whale_ops import harness, orders
 from tests.whale_ops.harness import Case, each, random_array, ranks, reduced
 from whale.errors import CommError
 
-pytestmark = pytest.mark.core
-
 DTYPES = [
     np.dtype(name)
     for name in (

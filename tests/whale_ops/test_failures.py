@@ -14,8 +14,6 @@ from tests.whale_ops import harness
 from tests.whale_ops.harness import each, ranks
 from whale.errors import CommError
 
-pytestmark = pytest.mark.core
-
 
 def failures(communicators, cases, timeout_s: float = 2.0) -> list[str]:
     """Starts cases[rank] on each rank; the errors of all ranks, all of which must fail in time."""

@@ -51,7 +51,6 @@ def mpirun(size: int, transport: str, scenario: str, within: tuple[str, ...] = (
     return [outcomes[str(rank)] for rank in range(size)]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (2, "mpi"), (3, "memory"), (3, "both"), (4, "hosts")])
 def test_values(size: int, transport: str) -> None:
     assert mpirun(size, transport, "values") == ["values agree"] * size
