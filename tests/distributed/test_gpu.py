@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.distributed.test_cases import SCRIPT
+from tests.distributed.against_one_device import check_backend
 from tests.launcher.helpers import Launcher
-from tests.oracle.execute import load
-from tests.oracle.metric import difference, limit
-from tests.oracle.pool import Pool, flavours
+from tests.oracle.pool import Pool
 from whale_ops import build_cuda
 
 
@@ -44,14 +41,4 @@ def test_gradients_from_gpu_to_gpu_are_those_of_one_device(
     size = len(shares.split(","))
     if backend == "nccl" and gpus < size:
         pytest.skip(f"NCCL wants a GPU for each rank, and there is {gpus}")
-    wanted = pool.reference(flavours()[0], case, "float64", optimizer)
-    launcher.environment["WHALE_COMMUNICATION_BACKEND"] = backend
-    done = launcher.run(
-        "-np", str(size), SCRIPT, case, "float64", optimizer, shares, str(tmp_path), "replica", timeout_s=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [load(tmp_path / f"{rank}.npz") for rank in range(size)]
-    worst = difference(load(wanted["path"]), results[0], wanted["floor"])
-    assert worst.error <= limit("float64", 0.0), worst
-    for other in results[1:]:
-        assert all(np.array_equal(value, results[0][name]) for name, value in other.items())
+    check_backend(launcher, pool, tmp_path, backend, case, optimizer, shares, timeout_s=300)

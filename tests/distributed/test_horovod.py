@@ -6,15 +6,12 @@ import importlib.util
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.distributed.test_cases import SCRIPT
+from tests.distributed.against_one_device import check_backend
 from tests.distributed.test_mistakes import STEP
 from tests.launcher.helpers import Launcher
-from tests.oracle.execute import load
-from tests.oracle.metric import difference, limit
-from tests.oracle.pool import Pool, flavours
+from tests.oracle.pool import Pool
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError
 from whale.runtime import horovod
@@ -32,18 +29,7 @@ with_horovod = pytest.mark.skipif(
 def test_gradients_through_horovod_are_those_of_one_device(
     launcher: Launcher, pool: Pool, tmp_path: Path, case: str, optimizer: str, shares: str
 ) -> None:
-    wanted = pool.reference(flavours()[0], case, "float64", optimizer)
-    launcher.environment["WHALE_COMMUNICATION_BACKEND"] = "horovod"
-    size = len(shares.split(","))
-    done = launcher.run(
-        "-np", str(size), SCRIPT, case, "float64", optimizer, shares, str(tmp_path), "replica", timeout_s=180
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [load(tmp_path / f"{rank}.npz") for rank in range(size)]
-    worst = difference(load(wanted["path"]), results[0], wanted["floor"])
-    assert worst.error <= limit("float64", 0.0), worst
-    for other in results[1:]:
-        assert all(np.array_equal(value, results[0][name]) for name, value in other.items())
+    check_backend(launcher, pool, tmp_path, "horovod", case, optimizer, shares, timeout_s=180)
 
 
 @with_horovod

@@ -243,6 +243,19 @@ class Devices {
   std::vector<Device> devices_;
 };
 
+// The order of a rank's own in which it has its operations ready, of each round.
+std::vector<std::vector<int>> orders_of(int rank, int operations, int rounds) {
+  std::mt19937 draw(rank);
+  std::vector<int> order(operations);
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::vector<int>> found;
+  for (int round = 0; round < rounds; ++round) {
+    std::shuffle(order.begin(), order.end(), draw);
+    found.push_back(order);
+  }
+  return found;
+}
+
 // Every rank is ready in an order of its own, for the same keys several times. On odd ranks each third operation needs the one
 // before it to have started, on the others it is ready at any time: an order that did not ask those would wait for ever.
 void one_order_of_starts(int size) {
@@ -251,12 +264,9 @@ void one_order_of_starts(int size) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([rank, &devices] {
-      std::mt19937 draw(rank);
-      std::vector<int> order(kOperations);
-      std::iota(order.begin(), order.end(), 0);
+      const auto orders = orders_of(rank, kOperations, kRounds);
       for (int round = 0; round < kRounds; ++round) {
-        std::shuffle(order.begin(), order.end(), draw);
-        for (const int index : order) {
+        for (const int index : orders[round]) {
           const std::string key = "operation " + std::to_string(index), next = "operation " + std::to_string(index + 1);
           if (rank % 2 == 0 || index % 3 == 0) {
             devices.ready(rank, key, "float32");
@@ -305,12 +315,9 @@ void devices_reduce(int size) {
       int done = 0;
       std::vector<std::vector<double>> tensors;
       for (int i = 0; i < kOperations * kRounds; ++i) tensors.emplace_back(i % kOperations + 1, rank + 1.0);
-      std::mt19937 draw(rank);
-      std::vector<int> order(kOperations);
-      std::iota(order.begin(), order.end(), 0);
+      const auto orders = orders_of(rank, kOperations, kRounds);
       for (int round = 0; round < kRounds; ++round) {
-        std::shuffle(order.begin(), order.end(), draw);
-        for (const int index : order) {
+        for (const int index : orders[round]) {
           std::vector<double>& tensor = tensors[round * kOperations + index];
           whale::DeviceReduction what{{{tensor.data(), tensor.data(), static_cast<int64_t>(tensor.size())}}, whale::DType::kFloat64,
                                       whale::DType::kFloat64};
