@@ -50,22 +50,28 @@ class split(ContextDecorator):
         ranks, on others, or on some of them.
       dim: the dimension of their result along which products that read a weight are split: -1 divides the outputs of a
         dense layer. None leaves it to what is communicated.
+      sequence: sequence parallelism: what lies between products (normalisations, residual sums, dropout) is divided
+        along this dimension of activations [batch, sequence, features], 1, or [sequence, batch, features], 0. None: it
+        is whole on every rank. It moves as many bytes and holds less.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are no ranks of the run. Later, when the program is planned: nothing inside
-        can be split, or not along ``dim``.
+      PlanError: entered with devices that are no ranks of the run, or another ``sequence``. Later, when the program is
+        planned: nothing inside can be split, or not along ``dim`` or ``sequence``.
     """
 
-    def __init__(self, devices: Iterable[Any] | None = None, dim: int | None = None) -> None:
+    def __init__(
+        self, devices: Iterable[Any] | None = None, dim: int | None = None, sequence: int | None = None
+    ) -> None:
         self.devices = None if devices is None else _flat(devices)
         self.dim = dim
+        self.sequence = sequence
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
         from whale.runtime.scopes import entered
 
-        scope = entered("split", self.devices, self.dim)
+        scope = entered("split", self.devices, self.dim, self.sequence)
         scope.__enter__()
         self._entered.append(scope)
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import whale as wh
@@ -19,6 +20,7 @@ SCOPES = {
     "": contextlib.nullcontext,
     "replica": wh.replica,
     "split": wh.split,
+    "sequence": partial(wh.split, sequence=1),
     "auto": contextlib.nullcontext,
 }
 
@@ -39,7 +41,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "communication.transport": "in-process",
         "cluster.ranks": job["ranks"],
         "replica.shares": job["shares"],
-        "split.ranks": int(count or 0) if scope == "split" else 0,
+        "split.ranks": int(count or 0) if scope in ("split", "sequence") else 0,
         "zero.level": zero or "0",
         "pipeline.num_micro_batch": int(micro_batches or 1),
         "zero.min_bytes": 0,

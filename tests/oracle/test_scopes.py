@@ -12,7 +12,8 @@ from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import case_named
 
 # Under `wh.split`: dense, convolution (grouped, with batch norm), attention, embedding, recurrent layers, losses over
-# the batch, norms of all gradients and of each weight, a session; over all ranks, and over groups of two.
+# the batch, norms of all gradients and of each weight, a session; over all ranks, and over groups of two. One of them
+# with the sequence divided between products.
 SPLIT = (
     ("mlp_clipped", "clipped", "split", Spread(3)),
     ("mlp_lamb", "lamb", "split", Spread(2, (5, 3))),
@@ -22,7 +23,7 @@ SPLIT = (
     ("convnet", "adam", "split", Spread(3)),
     ("convnet", "sgd", "split:2", Spread(4)),
     ("grouped", "sgd", "split", Spread(2)),
-    ("gpt", "adam", "split:2", Spread(4)),
+    ("gpt", "adam", "sequence:2", Spread(4)),
     ("embedding", "sgd", "split", Spread(3)),
     ("embedding", "adam", "split:2", Spread(4, (1, 3, 1, 3))),
     ("lstm", "sgd", "split", Spread(2)),

@@ -17,8 +17,8 @@ from cost_model.stacks import stack
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
-from whale.ir.layout import B
-from whale.ir.program import BACKWARD, RECOMPUTED, Program
+from whale.ir.layout import B, split
+from whale.ir.program import BACKWARD, RECOMPUTED, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.pipeline import PlanContext, normalise
 from whale.runtime.described import families as f
@@ -29,7 +29,7 @@ from whale.runtime.predict import Planned, predict_plan, rank_programs
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}
 SMALL: list[f.Description] = [
     f.Gpt(**TEXT),
-    f.Bert(**TEXT, dtype="float64", optimizer="sgd", tensor_parallel=True),
+    f.Bert(**TEXT, dtype="float64", optimizer="sgd", tensor_parallel=True, sequence_parallel=True),
     f.T5(**TEXT),
     f.Moe(**TEXT, experts=3),
     f.Vit(layers=1, hidden=16, heads=2, image=8, patch=4, classes=5, batch=4),
@@ -102,11 +102,43 @@ def test_ranks_that_divide_tensors_exchange_what_megatron_lm_does() -> None:
     assert sorted(r.bytes for r in large) == sorted(moved * b for b in [*expected, expected[0], expected[0]])
 
 
-def held_types(program: Program) -> list[TensorType]:
-    """What the backward pass reads of the forward pass, each tensor once."""
-    late = {n.name for n in program.nodes if n.attrs.get(BACKWARD) or n.attrs.get(RECOMPUTED)}
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> None:
+    """Reduce-scatters and all-gathers in place of all-reduces, and no tensor of these is held whole."""
+    ranks, layers, shape = 2, 2, (1, 128, 256)
+    held, kinds, peaks = [], [], []
+    for parallel in (False, True):
+        d = f.Gpt(layers=layers, hidden=256, heads=4, sequence=128, vocabulary=4096, batch=1, recompute=kind,
+                  tensor_parallel=True, sequence_parallel=parallel, optimizer="sgd")  # type: ignore[arg-type]  # fmt: skip
+        settings = PlanContext(size=ranks, recompute="" if kind == "none" else "collection")
+        program = normalise(program_of(d), settings)
+        planned = Planned(program, plan_program(program, settings), settings)
+        lies = planned.plan.strategies[""]
+        held.append({lies[r.node].outputs[r.index] for r in held_tensors(program) if program.type_of(r).shape == shape})
+        large = [r for r in planned.plan.reshards if r.bytes > 2**16]
+        kinds.append(Counter((type(r.source).__name__, type(r.target).__name__) for r in large))
+        peaks.append(predict_plan(planned, LAB).peak_bytes)
+    assert held[0] >= {B} and held[1] == {split(1, (64, 64))}
+    assert kinds[0].keys() == {("Partial", "Broadcast")}
+    # All but the last layer are computed again: the attention's sum, and what two products read.
+    sums, again = 4 * layers + 2, layers - 1 if kind == "full" else 0
+    assert kinds[1] == {("Partial", "Split"): sums + again, ("Split", "Broadcast"): sums + 2 * again}
+    assert peaks[1] < peaks[0]
+
+
+def held_tensors(program: Program) -> set[Ref]:
+    """What the backward pass reads of the forward pass."""
+    late = {
+        n.name
+        for n in program.nodes
+        if n.attrs.get(BACKWARD) or n.attrs.get(RECOMPUTED) or n.name.startswith("gradients/")
+    }
     read = {r for n in program.nodes if n.name in late for r in n.inputs if r.node not in late}
-    return [program.type_of(r) for r in read if program.by_name[r.node].op != "Const"]
+    return {r for r in read if program.by_name[r.node].op != "Const"}
+
+
+def held_types(program: Program) -> list[TensorType]:
+    return [program.type_of(r) for r in held_tensors(program)]
 
 
 @pytest.mark.parametrize("d", [SMALL[0], SMALL[-1]], ids=["Gpt", "Dlrm"])
@@ -145,11 +177,10 @@ def test_model_files(tmp_path: Path) -> None:
     path.write_text("family: gpt\nlayers: 0\n")
     with pytest.raises(ClusterError, match=r"model.yaml:2(.|\n)*"):
         read(path)
-    path.write_text("family: gpt\nsequence_parallel: true\n")
-    with pytest.raises(ClusterError, match=r"model.yaml:2, key sequence_parallel(.|\n)*whale simulate"):
-        read(path)
     path.write_text("family: vgg\n")
     with pytest.raises(ClusterError):
         read(path)
     with pytest.raises(PlanError, match="multiple of heads"):
         f.Gpt(**{**TEXT, "heads": 3})
+    with pytest.raises(PlanError, match="set tensor_parallel: true"):
+        f.Bert(**TEXT, sequence_parallel=True)

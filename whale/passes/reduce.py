@@ -3,9 +3,9 @@
 Propagation keeps a sum partial through every linear op. Reducing at the consumers may then reduce one sum on every
 branch; reducing at the producer loses where two sums are added. Each node of a region is computed on partial values
 ("P side") or on whole ones ("B side"); a tensor whose producer is on the P side and one of whose readers is on the B
-side is reduced once, at the cost of its all-reduce. A contraction may also be put on the B side by gathering its
-operands. The cheapest assignment is a minimum s-t cut; among equal ones the cut nearest to the producers is taken,
-since communication then starts earliest.
+side is reduced once, at the cost of its all-reduce, or of its reduce-scatter where parts are wanted. A contraction may
+also be put on the B side by gathering its operands. The cheapest assignment is a minimum s-t cut; among equal ones the
+cut nearest to the producers is taken, since communication then starts earliest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from whale.ir.layout import B, Broadcast, Own, Partial, Split, Strategy
+from whale.ir.layout import B, Broadcast, Own, Partial, Placement, Split, Strategy
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.cost import compute_cost, matmul_flops, move_cost
@@ -67,7 +67,8 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             origin = node.name if node.name in flexible else _SOURCE
             # A list or an optional stays as it was made: whoever reads it partial needs it made partial.
             fixed = program.type_of(ref).dtype in UNMOVABLE and not recreatable(program, ref)
-            price = _NEVER if fixed else move_cost(placement, B, max(1, program.type_of(ref).bytes), parts)
+            target = B if ref in wanted_whole else _target(program, layout, ref)
+            price = _NEVER if fixed else move_cost(placement, target, max(1, program.type_of(ref).bytes), parts)
             network.add_edge(origin, ref, capacity=price)
             fixed = fixed and origin != _SOURCE
             if fixed and ref in returned_partial:
@@ -97,6 +98,13 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
     for name in forced:
         network.add_edge(_SOURCE, name, capacity=float("inf"))
     return network
+
+
+def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
+    """What a partial tensor is reduced to: parts, where all that do not take it partial want these; else all of it."""
+    wanted = {layout.strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
+    finished = [p for p in wanted if type(p) not in (Partial, Own)]
+    return finished[0] if len(finished) == 1 and type(finished[0]) is Split else B
 
 
 def _widens(program: Program, node: Node) -> bool:

@@ -10,7 +10,8 @@ from whale.ir.program import Program
 
 _PIPELINE = re.compile(r"pipeline_\d+\(micro_batches=(\d+)\)$")
 _SCOPE = re.compile(
-    r"(?P<kind>split|replica)_\d+(?:\((?:dim=(?P<dim>-?\d+))?,?(?:ranks=(?P<ranks>\d+(?:\+\d+)*))?\))?$"
+    r"(?P<kind>split|replica)_\d+"
+    r"(?:\((?:dim=(?P<dim>-?\d+))?,?(?:sequence=(?P<sequence>\d+))?,?(?:ranks=(?P<ranks>\d+(?:\+\d+)*))?\))?$"
 )
 
 # What passes a variable's elements on, so that what reads the result reads the variable.
@@ -25,6 +26,12 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
     if match is None or match["kind"] != "split":
         return None
     return path, int(match["dim"]) if match["dim"] else None
+
+
+def sequence_of(path: str) -> int | None:
+    """The dimension along which a node's ``wh.split`` scope, the innermost one, divides what lies between products."""
+    match = _SCOPE.match(path.rsplit("/", 1)[-1])
+    return int(match["sequence"]) if match is not None and match["sequence"] else None
 
 
 @lru_cache(maxsize=4096)

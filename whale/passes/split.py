@@ -25,7 +25,8 @@ from whale.passes.choose import Edge, choose
 from whale.passes.cost import LOOKUPS, change_cost, compute_cost, fraction, matmul_flops
 from whale.passes.groups import sizes_within
 from whale.passes.propagate import GraphLayout
-from whale.passes.scopes import PASSED_ON, ranks_of_scope, split_scope
+from whale.passes.scopes import PASSED_ON, ranks_of_scope, sequence_of, split_scope
+from whale.passes.sequence import along_sequence, check_sequences, surcharge
 from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, takes, view
 from whale.rules.registry import LineRule
@@ -71,16 +72,24 @@ def divide(
         if isinstance(known.get(v.node), Split)
     }
     if parts > 1 and has_split_scopes(program):
-        return _Chooser(program, outside, parts, known, at_rest).run()
+        division = _Chooser(program, outside, parts, known, at_rest).run()
+        if any(sequence_of(n.scope) is not None for n in program.nodes):
+            division = _Chooser(program, outside, parts, known, at_rest, division.strategies).run()
+        return division
     return Division(held, {name: s.outputs[0] for name, s in held.items()})
 
 
 class _Chooser:
-    """The choice for all split scopes of a program."""
+    """The choice for all split scopes of a program.
+
+    Args:
+      before: the strategies chosen by what is communicated; given, scopes that name a sequence divide it.
+    """
 
     def __init__(
-        self, program: Program, outside: GraphLayout, parts: int, known: Mapping[str, Placement], at_rest: bool
-    ):
+        self, program: Program, outside: GraphLayout, parts: int, known: Mapping[str, Placement], at_rest: bool,
+        before: Mapping[str, Strategy] | None = None,
+    ):  # fmt: skip
         self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
         split = {name for name, placement in known.items() if isinstance(placement, Split)}
@@ -91,6 +100,10 @@ class _Chooser:
         everyone = frozenset(range(parts))
         self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
         self.groups = {everyone, *self.group.values()}
+        self.again, self.sequences = before is not None, dict[Ref, Split]()
+        if before is not None:
+            shapes = {self.handles[h].type.shape or () for uses in self.weights.values() for _, h in uses}
+            self.sequences = along_sequence(program, self.nodes, self.group, parts, shapes, before)
 
     def run(self) -> Division:
         self._seed()
@@ -103,6 +116,8 @@ class _Chooser:
         chosen = choose([self._costs(name, options[name]) for name in names], self._edges(number, options))
         strategies = {name: options[name][i] for name, i in zip(names, chosen)}
         variables = {name: strategies[name].outputs[0] for name in self.handles}
+        if self.again and self.weights:
+            check_sequences(self.program, self.nodes.values(), self.sequences, strategies)
         return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Split)})
 
     # -- the nodes that are chosen for
@@ -172,6 +187,8 @@ class _Chooser:
         for name in self.weights:
             if (cut := self._rows(name)) is not None:
                 self._note(Ref(name), cut)
+        for ref, cut in self.sequences.items():
+            self._note(ref, cut)
         for node in self.nodes.values():
             for ref in node.inputs:
                 if ref.node not in self.options:
@@ -386,7 +403,10 @@ class _Chooser:
         touched = sum(t.bytes for t in types) + sum(t.bytes for t in node.outputs)
         if any(self._communicates(r.node) for r in node.inputs):
             return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
-        return [_WORK * compute_cost(o, touched, flops) for o in options]
+        found = [_WORK * compute_cost(o, touched, flops) for o in options]
+        if self.sequences:
+            found = [c + surcharge(self.program, node, self.sequences, o) for c, o in zip(found, options)]
+        return found
 
     def _edges(self, number: Mapping[str, int], options: Mapping[str, list[Strategy]]) -> list[Edge]:
         found = []

@@ -19,16 +19,27 @@ SCOPE_ATTRIBUTE = "_whale_scope"
 
 
 @contextmanager
-def entered(kind: str, devices: tuple[int, ...] | None, dim: int | None = None) -> Iterator[None]:
-    """Annotates what is built inside with a new scope of ``kind``; ``dim`` and some of the ranks go into its name.
+def entered(
+    kind: str, devices: tuple[int, ...] | None, dim: int | None = None, sequence: int | None = None
+) -> Iterator[None]:
+    """Annotates what is built inside with a new scope of ``kind``; its settings and some of the ranks go into its name.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: devices that are no ranks of the run.
+      PlanError: devices that are no ranks of the run; ``sequence`` is neither 0 nor 1.
     """
     context = current(f"the scope wh.{kind}")
     size = _checked(kind, devices, context)
     settings = [f"dim={dim}"] if dim is not None else []
+    if sequence is not None:
+        if sequence not in (0, 1) or isinstance(sequence, bool):
+            raise PlanError(
+                "a split names a dimension that is none of a sequence",
+                given=f"sequence={sequence!r}",
+                expected="1 for activations [batch, sequence, features], 0 for [sequence, batch, features]",
+                action="correct sequence, or leave it out",
+            )
+        settings.append(f"sequence={sequence}")
     inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
     if devices is not None and (len(devices) < size or inside_of is not None):
         settings.append(_ranks(sorted(devices)))

@@ -28,6 +28,7 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     recompute: ClassVar[str] = "none"
     tensor_parallel: ClassVar[bool] = False
+    sequence_parallel: ClassVar[bool] = False
     batch: Count
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -61,9 +62,23 @@ class _Text(_Transformer, frozen=True, kw_only=True):
 
 
 class _Divided(_Text, frozen=True, kw_only=True):
-    """``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``."""
+    """``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``.
+
+    ``sequence_parallel``: and the sequence of what lies between products, as with ``sequence=1``.
+    """
 
     tensor_parallel: bool = False  # type: ignore[misc]
+    sequence_parallel: bool = False  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_parallel and not self.tensor_parallel:
+            raise PlanError(
+                "sequence_parallel divides what lies between products whose weights are divided",
+                given="sequence_parallel without tensor_parallel",
+                expected="both",
+                action="set tensor_parallel: true, or leave sequence_parallel out",
+            )
 
 
 class Gpt(_Divided, frozen=True, kw_only=True, tag="gpt"):
@@ -122,10 +137,4 @@ Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm
 def read(path: str | Path) -> Description:
     """Reads a model file; a mistake is an error with line and key."""
     file = files.File(files.text(path, "model file"), str(path), "model file")
-    if isinstance(file.data, dict) and "sequence_parallel" in file.data:
-        raise file.error(
-            ["sequence_parallel"],
-            "the program of a model file is not divided along the sequence",
-            action="leave it out, or let `whale simulate` predict it by formulas, in the plan of a job file",
-        )
     return file.decode(Description)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ def inputs(d: f.Description) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def loss(d: f.Description, weight: Weight, batch: Batch) -> tf.Tensor:
     """The mean loss of the batch."""
-    with on_path("split_0") if d.tensor_parallel else nullcontext():
+    scope = "split_0(sequence=1)" if d.sequence_parallel else "split_0"
+    with on_path(scope) if d.tensor_parallel else nullcontext():
         return _loss(d, weight, batch)
 
 
