@@ -17,6 +17,7 @@ with line and key.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,9 +76,16 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How each of some hosts is attached to a network."""
+    """How each of some hosts is attached to a network.
+
+    Attributes:
+        nics: adapters of each host; each is beside an equal part of its devices, in their order.
+        far_gb_per_s: what an adapter reaches that sends from a device it is not beside, through the CPU, where the
+            collectives do so; None: they do not (NCCL 2.12 and later relay over a device beside the adapter).
+    """
 
     nics: Count = 1
+    far_gb_per_s: Annotated[float, Meta(gt=0)] | None = None
 
 
 class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +96,18 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: Count = 1
     networks: dict[str, Attachment] = {}
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
+
+    def adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
+        """What an adapter can send for a ring of `ranks` of the devices, each `apart` from the next; inf: no limit.
+
+        A ring enters and leaves a host by the same adapter, at two of its ranks. Where no two are beside one adapter,
+        it leaves from a far device.
+        """
+        attached = self.networks[network]
+        beside = sum(entry.count for entry in self.devices) / attached.nics
+        if attached.far_gb_per_s is None or ranks == 1 or apart < beside:
+            return math.inf
+        return attached.far_gb_per_s * 1e9
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

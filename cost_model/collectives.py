@@ -63,12 +63,16 @@ def group(
     nics: int = 1,
     groups_per_host: int = 1,
     oversubscription: float = 1.0,
+    adapter_bytes_per_s: float = math.inf,
 ) -> Group:
-    """A group of `size` ranks, `per_host` on each host, of which `groups_per_host` communicate at the same time."""
+    """A group of `size` ranks, `per_host` on each host, of which `groups_per_host` communicate at the same time.
+
+    `adapter_bytes_per_s`: what an adapter can take of the ranks' memory, where that is less than it can send.
+    """
     per_host = min(size, per_host)
     if size == per_host or network is None:
         return Group(size, size, link.bytes_per_s, link.step_us, in_network_reduction=link.in_network_reduction)
-    share = network.bytes_per_s * nics / groups_per_host / oversubscription
+    share = min(network.bytes_per_s / oversubscription, adapter_bytes_per_s) * nics / groups_per_host
     return Group(size, per_host, link.bytes_per_s, link.step_us, share, network.step_us)
 
 

@@ -6,6 +6,7 @@ data-parallel ones, then pipeline stages (Megatron-LM's order).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from whale.errors import ClusterError
@@ -80,16 +81,18 @@ def places(cluster: Cluster, p: Parallel) -> list[Place]:
 def _place(cluster: Cluster, p: Parallel, parts: tuple[Part, ...]) -> Place:
     host, entry = min(((x.host, x.entry) for x in parts), key=lambda x: x[1].intra_link().bytes_per_s)
     link, devices = entry.intra_link(), sum(e.count for e in host.devices)
-    network, nics, over = None, 1, 1.0
+    on_host = min(p.tensor, devices)
+    together = min(p.data, max(1, devices // p.tensor))
+    network, nics, over, tensor_nic, data_nic = None, 1, 1.0, math.inf, math.inf
     if host.networks:
         other = min((x.host for x in parts), key=lambda h: len(h.networks))
-        _, net, nics = cluster.path(host, other)
+        name, net, nics = cluster.path(host, other)
         network, over = net.network, net.oversubscription
-    on_host = min(p.tensor, devices)
-    tensor = group(p.tensor, on_host, link, network, nics, max(1, devices // on_host), over)
+        tensor_nic = min(h.adapter_bytes_per_s(name, on_host, 1) for h in (host, other))
+        data_nic = min(h.adapter_bytes_per_s(name, together, p.tensor) for h in (host, other))
+    tensor = group(p.tensor, on_host, link, network, nics, max(1, devices // on_host), over, tensor_nic)
     # Ranks of one data-parallel group are `tensor` apart; all groups of a host reduce at once.
-    together = min(p.data, max(1, devices // p.tensor))
-    data = group(p.data, together, link, network, nics, max(1, devices // together), over)
+    data = group(p.data, together, link, network, nics, max(1, devices // together), over, data_nic)
     spread = p.tensor * p.data * (p.pipeline - 1) >= devices
     embedding = group(2 if p.pipeline > 1 else 1, 1 if spread and network else 2, link, network, nics, devices, over)
     if p.tensor * p.data < devices or network is None:

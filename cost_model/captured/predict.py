@@ -248,8 +248,10 @@ def cluster_machine(cluster: Cluster) -> Machine:
         if len(hosts) == 1:
             among = group(len(mine), per_host, link)
         else:
-            _, between, nics = cluster.path(mine[0][1], mine[-1][1])
-            among = group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription)
+            name, between, nics = cluster.path(mine[0][1], mine[-1][1])
+            apart = what.ranks[1] - what.ranks[0]
+            adapter = min(host.adapter_bytes_per_s(name, per_host, apart) for _, host, _ in (mine[0], mine[-1]))
+            among = group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription, adapter)
         if what.kind == "point_to_point":
             inside = len(hosts) == 1
             rate = link.bytes_per_s if inside else among.host_bytes_per_s

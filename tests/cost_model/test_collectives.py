@@ -70,6 +70,14 @@ def test_groups_that_share_adapters_share_their_bandwidth() -> None:
     )
 
 
+def test_a_ring_that_leaves_from_far_devices_is_bound_by_what_adapters_read_there() -> None:
+    near, far = over(16, 2, nics=4, groups=4), group(16, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=6.1e9)
+    assert (near.host_bytes_per_s, far.host_bytes_per_s) == (HDR.bytes_per_s, 6.1e9)
+    assert group(16, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=1e12) == near
+    # On one host no adapter takes part.
+    assert group(2, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=6.1e9) == over(2, 2, nics=4, groups=4)
+
+
 def test_a_message_takes_its_latency_and_its_bytes() -> None:
     assert point_to_point_s(1e9, 1e9, 14) == pytest.approx(1.0, rel=1e-4)
     assert point_to_point_s(0, 1e9, 14) == pytest.approx(22.4e-6)

@@ -93,6 +93,7 @@ def test_a_cluster_file_round_trips() -> None:
         ("{type: t4", "{type: t4, memory_gb: 99", "c.yaml:10, key hosts[1].devices[1].memory_gb", "at most 16.0 GB"),
         ("name: old", "name: new", "c.yaml:9, key hosts[1].name", "two entries of hosts have one name"),
         ("nics: 8}}", "nics: 8}", "c.yaml:9", "not YAML"),
+        ("nics: 8", "nics: 8, far_gb_per_s: 0", "c.yaml:8, key hosts[0].networks", "expected `float` > 0.0"),
         ("    networks: {fabric: {nics: 1}}\n", "", "c.yaml:9, key hosts[1]", "attached to no network"),
     ],
 )

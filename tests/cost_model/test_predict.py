@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cost_model import cluster, predict
+from cost_model import cluster, place, predict
 from cost_model.describe import Collective, Matmul, Parallel, Transformer, layer_backward, layer_forward
 from cost_model.hardware import catalogue
 from cost_model.memory import layer_activation_bytes
@@ -48,6 +48,22 @@ def test_one_device_has_no_communication() -> None:
     assert found.bubble_s == 0
     assert found.exposed_communication_s == pytest.approx(0, abs=1e-9)
     assert not any(isinstance(op, Collective) for op in layer_forward(GPT, PLANS[0], MEGATRON))
+
+
+def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
+    """Two of eight devices are beside an adapter: all eight in a ring, or neighbours, or one of a host, are near."""
+    text = "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
+    text += "- {name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 4, far_gb_per_s: 6.1}}}"
+    lab, adapter = cluster.parse(text), catalogue.network("infiniband-hdr-200").bytes_per_s
+
+    def shared_by_groups(plan: Parallel, groups: int) -> float:
+        return place.places(lab, plan)[0].data.host_bytes_per_s * groups / 4
+
+    for tensor, rate in ((1, adapter), (2, 6.1e9), (4, 6.1e9), (8, adapter)):
+        assert shared_by_groups(Parallel(tensor=tensor, data=16, global_batch=16), tensor) == pytest.approx(rate)
+    # A tensor-parallel group that spans hosts has neighbours; several stages do not change where its ranks are.
+    assert place.places(lab, Parallel(tensor=16))[0].tensor.host_bytes_per_s == pytest.approx(4 * adapter)
+    assert shared_by_groups(Parallel(tensor=4, pipeline=2, data=4, global_batch=4), 4) == pytest.approx(6.1e9)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

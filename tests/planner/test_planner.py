@@ -53,6 +53,7 @@ def test_nothing_is_faster_than_what_is_found_for_few_devices(seed):
     "p",
     [
         Parallel(data=4, micro_batch=2, global_batch=16),
+        Parallel(tensor=2, data=16, micro_batch=2, global_batch=64),
         Parallel(tensor=8, pipeline=2, data=2, micro_batch=2, global_batch=32, recompute="full"),
         Parallel(tensor=2, pipeline=4, data=4, chunks=2, global_batch=64, recompute="selective", zero=1),
     ],
@@ -63,7 +64,8 @@ def test_equal_stages_cost_what_the_cost_model_says(p):
     machines = Machines(
         cluster.parse(
             "name: c\nnetworks: {f: {type: infiniband-hdr-200}}\n"
-            "hosts: [{name: h, count: 4, devices: [{type: a100-sxm-80gb, count: 8}], networks: {f: {nics: 8}}}]"
+            "hosts:\n- {name: h, count: 4, devices: [{type: a100-sxm-80gb, count: 8}],\n"
+            "   networks: {f: {nics: 4, far_gb_per_s: 6.1}}}\n"
         )
     )
     ends = [0]

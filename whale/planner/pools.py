@@ -6,6 +6,7 @@ formulas of groups are those of `cost_model.place`, for stages whose ranks need 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,18 +100,19 @@ class Machines:
         for number, tensor, replicas in members:
             pool = self.pools[number]
             together = min(replicas, max(1, pool.on_host // tensor))
-            network, nics, over = None, 1, 1.0
+            network, nics, over, adapter = None, 1, 1.0, math.inf
             if pool.host.networks:
-                _, entry, nics = min(
+                name, entry, nics = min(
                     (self.cluster.path(pool.host, self.pools[other].host) for other, _, _ in members),
                     key=lambda path: path[1].network.bytes_per_s * path[2] / path[1].oversubscription,
                 )
                 network, over = entry.network, entry.oversubscription
+                adapter = pool.host.adapter_bytes_per_s(name, together, tensor)
             if len({self.pools[n].host.name for n, _, _ in members}) == 1 and pool.hosts == 1:
                 together = size
             link = min((self.pools[n].entry.intra_link() for n, _, _ in members), key=lambda one: one.bytes_per_s)
             beside = max(1, pool.on_host // together)
-            found.append(group(size, together, link, network, nics, beside, over))
+            found.append(group(size, together, link, network, nics, beside, over, adapter))
         return min(found, key=lambda one: one.ring_bytes_per_s)
 
     def _pair(self, one: int, other: int, tensor: int, spread: bool) -> Group:
