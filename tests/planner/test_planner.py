@@ -155,6 +155,16 @@ def test_a_description_does_not_say_how_the_model_is_spread():
         ask.describe("gpt:layers=2,hidden=64,heads=4,sequence_parallel=true")
 
 
+def test_where_tensors_are_divided_the_sequence_is_divided_between_products():
+    model, batch = ask.describe("gpt:layers=24,hidden=2048,heads=16,batch=64")
+    found = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["tensor=8"]))
+    assert found.spread.sequence_parallel and "8 tensor" in found.spread.summary()
+    assert "sequence parallel" in found.spread.summary()
+    own, machines, evaluation = found.evaluate()
+    other = evaluate(own, machines, msgspec.structs.replace(found.spread, sequence_parallel=False))
+    assert evaluation.step_s < other.step_s and evaluation.lacking_bytes < other.lacking_bytes
+
+
 def test_what_is_fixed_stays_fixed(plan):
     model, batch = ask.describe(SMALL)
     fixed = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))

@@ -46,8 +46,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             raise PlanError(
                 "how a model is spread is no part of its description",
                 given=part,
-                action="leave it out; the search chooses, except sequence_parallel, which only `whale simulate` "
-                "predicts, in the plan of a job file",
+                action="leave it out; the search chooses (`whale simulate` predicts a spread that a job file names)",
             )
         if name not in (*names, "batch") or not number.strip().isdigit():
             raise PlanError("a description cannot be read", given=part, expected=example)

@@ -177,7 +177,8 @@ class TransformerModel:
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         if self.stack.fused_attention:
             kinds = ("none", "full")
-        return [(kind, False) for kind in kinds]
+        # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
+        return [(kind, True) for kind in kinds]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
         whole = 2.0 * rows * self.transformer.sequence * self.transformer.hidden

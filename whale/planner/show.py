@@ -277,7 +277,7 @@ def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Ev
     spread = plan.spread
     own = spread.recompute_of(spread.stages[index])
     yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
-    for how in (kind for kind, parallel in model.recomputes() if parallel == spread.sequence_parallel and kind != own):
+    for how in (kind for kind in dict.fromkeys(kind for kind, _ in model.recomputes()) if kind != own):
         each = [how if i == index else kind for i, kind in enumerate(spread.recomputes)]
         other = evaluate(model, machines, spread.recomputing(each))
         yield f"    {how} recompute in this stage: {_against(found, other)}"

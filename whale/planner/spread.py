@@ -108,7 +108,7 @@ class Spread(msgspec.Struct, frozen=True):
         if self.chunks > 1:
             text += f", {self.chunks} chunks"
         text += "".join(f", {one} recompute{where}" for one, where in self._recompute_where())
-        if self.sequence_parallel:
+        if self.sequence_parallel and tensors != [1]:
             text += ", sequence parallel"
         text += f", ZeRO {self.zero}" if self.zero else ""
         return text + {"none": "", "state": ", state offloaded", "all": ", weights and state offloaded"}[self.offload]
