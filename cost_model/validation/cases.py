@@ -128,7 +128,11 @@ def _vtrain_single(row: Mapping[str, str]) -> Case:
 
 
 def _vtrain_multi(row: Mapping[str, str]) -> Case:
-    """The same, validation on 64 to 512 GPUs; with full recompute (the plans would not fit otherwise)."""
+    """The same, validation on 64 to 512 GPUs; with full recompute (the plans would not fit otherwise).
+
+    They ran Megatron-DeepSpeed (data/README.md of github.com/VIA-Research/vTrain);
+    its kernels are taken as those of Megatron-LM.
+    """
     return _vtrain(row, "full", "megatron-2021", "vtrain-multi")
 
 
