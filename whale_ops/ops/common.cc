@@ -198,27 +198,27 @@ void CommunicationOp::launch(OpKernelContext* ctx, const EndpointPtr& endpoint, 
 void CommunicationOp::launch_last(OpKernelContext* ctx, const EndpointPtr& endpoint, whale::Request request,
                                   std::vector<Tensor> tensors, int64_t finish_bytes, std::function<void()> finish,
                                   DoneCallback done) const {
+  // What `finish` holds is given back before the kernel ends: what follows may start at once, on another thread.
+  auto last = std::make_shared<std::function<void()>>(std::move(finish));
   launch(ctx, endpoint, std::move(request), std::move(tensors),
-         [ctx, finish_bytes, finish = std::move(finish), done = std::move(done)](const whale::Status& status) {
+         [ctx, finish_bytes, last = std::move(last), done = std::move(done)](const whale::Status& status) {
+           const auto end = [last, done] {
+             if (*last != nullptr) (*last)();
+             *last = nullptr;
+             done();
+           };
            if (!status.ok()) {
              ctx->SetStatus(to_tensorflow(status));
-             done();
-             return;
-           }
-           if (finish == nullptr) {
+             *last = nullptr;
              done();
              return;
            }
            const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-           if (finish_bytes > kWorthAnotherThreadBytes && workers != nullptr) {
-             workers->workers->Schedule([finish, done] {
-               finish();
-               done();
-             });
+           if (*last != nullptr && finish_bytes > kWorthAnotherThreadBytes && workers != nullptr) {
+             workers->workers->Schedule(end);
              return;
            }
-           finish();
-           done();
+           end();
          });
 }
 

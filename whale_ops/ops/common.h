@@ -49,6 +49,8 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
   int group_rank(int index) const { return ranks_.empty() ? index : ranks_[index]; }
 
   // Runs one operation of the core with TensorFlow's cancellation attached. `tensors` stay alive until the network has let go.
+  // The caller hands over all of its references: its thread may lose its core to the engine at once, and what follows takes
+  // over the memory of tensors that nobody else refers to.
   // `then` runs on the engine's thread: it must not block.
   void launch(tensorflow::OpKernelContext* ctx, const EndpointPtr& endpoint, whale::Request request,
               std::vector<tensorflow::Tensor> tensors, std::function<void(const whale::Status&)> then) const;
@@ -68,6 +70,15 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
   std::string key_;
   std::vector<int> ranks_;
 };
+
+// Some tensors in a vector, of which no reference is left elsewhere (an initialiser list would keep one until the statement ends).
+template <typename... Tensors>
+std::vector<tensorflow::Tensor> together(Tensors... tensors) {
+  std::vector<tensorflow::Tensor> all;
+  all.reserve(sizeof...(tensors));
+  (all.push_back(std::move(tensors)), ...);
+  return all;
+}
 
 // Element size; an error for dtypes without a fixed one.
 absl::Status fixed_element_bytes(tensorflow::DataType dtype, size_t* bytes);

@@ -85,18 +85,18 @@ class AllGatherOp : public CommunicationOp {
     request.input = data_of(input);
     if (view.outer == 1) {
       request.output = data_of(*output);
-      launch_last(ctx, endpoint, std::move(request), {input, *output}, 0, nullptr, std::move(done));
+      launch_last(ctx, endpoint, std::move(request), together(input, *output), 0, nullptr, std::move(done));
       return;
     }
     Tensor parts;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype_, TensorShape({shape.num_elements()}), &parts), done);
     request.output = data_of(parts);
-    launch_last(
-        ctx, endpoint, std::move(request), {input, parts}, static_cast<int64_t>(parts.TotalBytes()),
-        [parts, whole = *output, view, sizes, inner_bytes] {
-          unpack_parts(data_of(parts), data_of(whole), view.outer, sizes, inner_bytes);
-        },
-        std::move(done));
+    const auto parts_bytes = static_cast<int64_t>(parts.TotalBytes());
+    std::vector<Tensor> tensors = together(input, parts);
+    std::function<void()> finish = [parts = std::move(parts), whole = *output, view, sizes, inner_bytes] {
+      unpack_parts(data_of(parts), data_of(whole), view.outer, sizes, inner_bytes);
+    };
+    launch_last(ctx, endpoint, std::move(request), std::move(tensors), parts_bytes, std::move(finish), std::move(done));
   }
 
   int axis_ = 0;
@@ -167,11 +167,8 @@ class AllToAllOp : public CommunicationOp {
     request.input = data_of(sent);
     request.output = data_of(received);
     const auto finish_bytes = static_cast<int64_t>(received.TotalBytes());
-    // This thread may lose its core to the engine at once, so it keeps no reference to what the engine gives back.
-    std::vector<Tensor> tensors;
-    tensors.push_back(std::move(sent));
-    tensors.push_back(std::move(received));
-    launch_last(ctx, endpoint, std::move(request), std::move(tensors), finish_bytes, std::move(finish), std::move(done));
+    launch_last(ctx, endpoint, std::move(request), together(std::move(sent), std::move(received)), finish_bytes,
+                std::move(finish), std::move(done));
   }
 
  private:

@@ -157,7 +157,7 @@ class BroadcastOp : public CommunicationOp {
       request.root = root_;
       request.counts = {outputs[i].NumElements()};
       request.input = request.output = data_of(outputs[i]);
-      launch(ctx, endpoint, std::move(request), {outputs[i]}, [ctx, countdown, done](const whale::Status& status) {
+      launch(ctx, endpoint, std::move(request), together(std::move(outputs[i])), [ctx, countdown, done](const whale::Status& status) {
         {
           const std::lock_guard<std::mutex> lock(countdown->mutex);
           if (!status.ok() && countdown->status.ok()) countdown->status = status;
@@ -194,7 +194,7 @@ class SendOp : public CommunicationOp {
     request.counts = {input.NumElements()};
     for (int d = 0; d < input.dims(); ++d) request.dims.push_back(input.dim_size(d));
     request.input = data_of(input);
-    launch_last(ctx, endpoint, std::move(request), {input}, 0, nullptr, std::move(done));
+    launch_last(ctx, endpoint, std::move(request), together(input), 0, nullptr, std::move(done));
   }
 
  private:
@@ -218,7 +218,7 @@ class RecvOp : public CommunicationOp {
     request.root = peer_;
     request.counts = {0};
     auto held = std::make_shared<Tensor>();
-    request.place = [this, ctx, held](const std::vector<int64_t>& dims, uint64_t bytes, void** destination) {
+    request.place = [this, ctx, held = held.get()](const std::vector<int64_t>& dims, uint64_t bytes, void** destination) {
       TensorShape sent;
       for (const int64_t dim : dims) sent.AddDim(dim);
       if (!shape_.IsCompatibleWith(sent)) {
@@ -237,7 +237,7 @@ class RecvOp : public CommunicationOp {
       return whale::Status::Ok();
     };
     auto shared = std::make_shared<whale::Request>(std::move(request));
-    shared->owner = held;
+    shared->owner = std::move(held);
     launch_with(
         ctx, endpoint,
         [endpoint, shared](uint64_t id, auto finished) {

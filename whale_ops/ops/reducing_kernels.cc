@@ -78,8 +78,7 @@ class AllReduceOp : public CommunicationOp {
     int64_t elements = 0;
     std::string text = shapes_.of(ctx, 1, n);
     std::vector<const char*> sources(n);
-    const auto kept = std::make_shared<std::vector<Tensor>>(n);
-    std::vector<Tensor>& outputs = *kept;
+    std::vector<Tensor> outputs(n);
     for (int i = 0; i < n; ++i) {
       const Tensor& input = ctx->input(i + 1);  // not kept: a second reference would keep its memory from being taken over below
       elements += input.NumElements();
@@ -95,13 +94,12 @@ class AllReduceOp : public CommunicationOp {
     request.reduction = reduction_;
     request.counts = {elements};
     if (wire_dtype_ == dtype_) {
-      std::vector<Tensor> held = outputs;
       for (int i = 0; i < n; ++i) {
         if (outputs[i].NumElements() == 0) continue;
         request.pieces.push_back({sources[i], data_of(outputs[i]), outputs[i].NumElements()});
-        if (sources[i] != data_of(outputs[i])) held.push_back(ctx->input(i + 1));
+        if (sources[i] != data_of(outputs[i])) outputs.push_back(ctx->input(i + 1));
       }
-      launch_last(ctx, endpoint, std::move(request), std::move(held), 0, nullptr, std::move(done));
+      launch_last(ctx, endpoint, std::move(request), std::move(outputs), 0, nullptr, std::move(done));
       return;
     }
     // What goes out in another dtype than the tensors have goes through a buffer that is reused from step to step.
@@ -113,14 +111,13 @@ class AllReduceOp : public CommunicationOp {
       position += pack(sources[i], outputs[i], position);
     }
     request.input = request.output = data_of(staging);
-    launch_last(
-        ctx, endpoint, std::move(request), {staging}, bytes,
-        [this, staging, kept] {
-          const char* from = data_of(staging);
-          for (const Tensor& output : *kept) from += unpack(from, output);
-          give_staging(staging);
-        },
-        std::move(done));
+    std::vector<Tensor> tensors = together(staging);
+    std::function<void()> finish = [this, staging = std::move(staging), outputs = std::move(outputs)] {
+      const char* from = data_of(staging);
+      for (const Tensor& output : outputs) from += unpack(from, output);
+      give_staging(staging);
+    };
+    launch_last(ctx, endpoint, std::move(request), std::move(tensors), bytes, std::move(finish), std::move(done));
   }
 
  private:
@@ -259,10 +256,7 @@ class ReduceScatterOp : public CommunicationOp {
     }
     request.input = data_of(parts);
     request.output = data_of(*output);
-    // This thread may lose its core to the engine at once, so it keeps no reference to what the engine gives back.
-    std::vector<Tensor> tensors{*output};
-    tensors.push_back(std::move(parts));
-    launch_last(ctx, endpoint, std::move(request), std::move(tensors), 0, nullptr, std::move(done));
+    launch_last(ctx, endpoint, std::move(request), together(*output, std::move(parts)), 0, nullptr, std::move(done));
   }
 
  private:
