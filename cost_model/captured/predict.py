@@ -214,9 +214,9 @@ def _timeline(
     return Timeline(tuple(sorted(spans, key=lambda s: s.start_s)), tuple(curve))
 
 
-def measured_machine(table: Table, ranks: int, program: str = "", counted_from_bytes: int = 0) -> Machine:
-    """So many ranks on the one host that a table describes; ``program`` is the fingerprint of the captured one."""
-    known = Measured(table, program, ranks)
+def measured_machine(table: Table, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
+    """So many ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`."""
+    known = Measured(table, marks, ranks)
 
     def exchange_s(what: Exchange) -> float:
         return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes, what.is_packed)

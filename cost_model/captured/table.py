@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -52,11 +52,11 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole step on one device: what it took, and what is predicted from its operations as they are alone.
+    """Whole steps without exchanges: what they took, and what is predicted from their operations as they are alone.
 
     Attributes:
-        program: its fingerprint.
-        copies: how many ran side by side, each in a process of its own.
+        program: fingerprint of the program, if it ran on one device; or of what a plan's first rank runs.
+        copies: how many ran side by side, each in a process of its own; of a plan, its ranks.
     """
 
     program: str
@@ -156,8 +156,8 @@ def check_writable(path: str | Path) -> None:
 class Measured:
     """Seconds of operations and exchanges by a table."""
 
-    def __init__(self, table: Table, program: str = "", ranks: int = 1) -> None:
-        """`program`: fingerprint of the captured program, whose own step may have been measured."""
+    def __init__(self, table: Table, marks: Sequence[str] = (), ranks: int = 1) -> None:
+        """`marks`: fingerprints that the program's own step may have been measured under; the first that was counts."""
         self.table = table
         self._exact = {o.signature: o for o in table.operations}
         self._by_op: dict[str, list[Operation]] = {}
@@ -166,8 +166,8 @@ class Measured:
         self._curves: dict[str, dict[int, Curve]] = {}
         for curve in table.curves:
             self._curves.setdefault(curve.kind, {})[curve.ranks] = curve
-        steps = [s for s in table.steps if s.program == program]
-        step = min(steps, key=lambda s: abs(s.copies - ranks), default=None)
+        steps = [s for s in table.steps if s.program in marks]
+        step = min(steps, key=lambda s: (marks.index(s.program), abs(s.copies - ranks)), default=None)
         # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache, which
         # they share with those of other ranks.
         self.context = step.seconds / step.predicted_s if step else 1.0

@@ -190,7 +190,7 @@ def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -
     # Measured whole: twice as fast as its operations alone; two copies side by side three times as slow.
     table = TABLE.merged([], [Step(mark, 0.25, 0.5), Step(mark, 1.5, 0.5, 2)])
     for ranks, factor in ((1, 0.5), (2, 3.0), (4, 3.0)):
-        whole = measured_machine(table, ranks, mark)
+        whole = measured_machine(table, ranks, ["another", mark])
         assert whole.operations[0](program, node, work(node, types))[0] == pytest.approx(factor * near[0])
 
 

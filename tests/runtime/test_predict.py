@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import whale as wh
+from cost_model.captured.graph import COMMUNICATION
+from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation, read, write
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.capture.function import capture_function
+from whale.ir.fingerprint import fingerprint
 from whale.passes.pipeline import normalise
 from whale.runtime import measure
+from whale.runtime.apart import apart
 from whale.runtime.compile import make_any_plan, plan_context
 from whale.runtime.context import current
 from whale.runtime.predict import Planned, predict_plan, rank_programs
 from whale.runtime.profile import programs as profile_programs
 
 Start = Callable[..., None]
+SILENT = COMMUNICATION | {"WhaleCommunicator", "WhaleCheck"}
 MOVING = {"AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send"}
 
 
@@ -109,16 +116,33 @@ def test_bytes_predicted_equal_bytes_counted(ranks: Start, name: str) -> None:
 
 
 def test_a_programs_own_operations_are_measured(ranks: Start, tmp_path: Path) -> None:
-    ranks(1)
+    ranks(2)
     path = tmp_path / "profile.json"
     write(TABLE, path)
     planned = planned_here(Model())
     table = profile_programs(TABLE, [planned], path, lambda text: None)
-    assert read(path) == table and len(table.steps) == 1
+    assert read(path) == table and [s.copies for s in table.steps] == [2, 2]
     mine = {o.signature for o in table.operations}
-    wanted = measure.distinct(rank_programs(planned))
+    programs = rank_programs(planned)
+    wanted = measure.distinct(programs)
     assert len(mine & set(wanted)) > 0.8 * len(wanted) > 10
-    assert predict_plan(planned, table).step_s > 0
+    # Both the whole step and the ranks' own were measured; these count where both are known.
+    own = next(s for s in table.steps if s.program == fingerprint(programs[0]))
+    slower = table.merged((), [msgspec.structs.replace(own, seconds=10 * own.seconds)])
+    for one, other in zip(predict_plan(planned, table).ranks, predict_plan(planned, slower).ranks):
+        assert other.compute_s == pytest.approx(10 * one.compute_s)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_rank_apart_runs_all_of_its_kernels_alone(ranks: Start, name: str) -> None:
+    count, config, scope = PLANS[name]
+    ranks(count, **config)
+    for program in rank_programs(planned_here(Model(scope))):
+        alone = apart(program)
+        assert not SILENT & {n.op for n in alone.nodes}
+        kernels, found = (Counter(signature(p, n) for n in p.nodes if n.op not in SILENT) for p in (program, alone))
+        assert not kernels - found
+        measure.whole_step(alone)()
 
 
 def test_a_larger_product_takes_longer() -> None:

@@ -310,7 +310,7 @@ def _predicted(
     With a profile all ranks are played, as `whale plan` does; with rates the first of equal ranks stands for all.
     """
     if isinstance(rates, Table):
-        machine = measured_machine(rates, settings.size, fingerprint(program))
+        machine = measured_machine(rates, settings.size, [fingerprint(program)])
         played = predict_ranks(_lowered(program, settings, choice, range(settings.size)), machine, plays=FEW_PLAYS)
         return played.step_s, played.peak_bytes
     unlike = choice.stages or choice.shares or settings.shares or unequal(rates)

@@ -109,7 +109,7 @@ class Prediction:
         ranks = len(next(iter(plan.memory.values())))
         limits: Sequence[float] = [settings.limit_bytes or math.inf] * ranks
         if self.cluster is not None and not settings.limit_bytes:
-            limits = machine(self._machines(), settings.size, planned.program).memory_bytes
+            limits = machine(self._machines(), settings.size).memory_bytes
         totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
@@ -180,9 +180,9 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
     alone_plan = make_plan(planned.program, alone)
     found = predict_plan(planned, on, with_timelines=True)
     alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
-    ranks_on = machine(on, saved.ranks, planned.program)
+    limits = machine(on, saved.ranks).memory_bytes
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
-    return Drawn(planned.plan, planned.program, found, alone_s, ranks_on.memory_bytes, name)
+    return Drawn(planned.plan, planned.program, found, alone_s, limits, name)
 
 
 def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
@@ -195,7 +195,7 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     planned = _described(model, ranks)
     found = predict_plan(planned, table)
     text = "\n".join(step_lines(kept(found, f"{table.host} as `whale profile` measured it"))) + "\n"
-    limits = machine(table, ranks, planned.program).memory_bytes
+    limits = machine(table, ranks).memory_bytes
     fits = True
     for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
         if ran.peak_bytes > limit:

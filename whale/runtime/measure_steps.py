@@ -1,7 +1,7 @@
-"""Seconds of whole steps on one device, as many copies of them side by side as a plan has ranks.
+"""Seconds of whole steps without exchanges, as many side by side as a plan has ranks.
 
-Copies send nothing to each other, and yet they are slower than one: they share cores, caches and memory, as the ranks
-of a plan will. Each is a process of its own.
+They send nothing to each other, and yet they are slower than one: they share cores, caches and memory, as the ranks of
+a plan will. Each is a process of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,23 @@ ROUNDS, STEPS = 5, 5
 WARM_STEPS = 3
 
 
-def step_seconds(programs: Sequence[Program], copies: int) -> list[float]:
-    """The median seconds of a step of each program while so many copies run at once, on random values.
+def step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
+    """Seconds of a step of each run, on random values: the mean of its processes' medians.
 
-    The programs take turns, so that what disturbs the machine for a while disturbs all of them.
+    Runs take turns, so that what disturbs the machine for a while disturbs all of them.
+
+    Args:
+      runs: the programs that run side by side, equally many in each; a step begins when the last one has ended.
 
     Raises:
-      ClusterError: a copy ended early; says why.
+      ClusterError: a process ended early; says why.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "programs").write_bytes(pickle.dumps(list(programs)))
-        command = [sys.executable, "-m", "whale.runtime.measure_steps", str(folder / "programs")]
         running = []
-        for number in range(copies):
+        for number, programs in enumerate(zip(*runs, strict=True)):
+            (folder / f"programs{number}").write_bytes(pickle.dumps(programs))
+            command = [sys.executable, "-m", "whale.runtime.measure_steps", str(folder / f"programs{number}")]
             errors = stack.enter_context((folder / f"errors{number}").open("w+"))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
@@ -46,14 +49,17 @@ def step_seconds(programs: Sequence[Program], copies: int) -> list[float]:
             running.append((process, errors))
         for process, errors in running:
             _answer(process, errors)  # it is ready
-        times_s: list[list[float]] = [[] for _ in programs]
+        times_s: list[list[list[float]]] = [[] for _ in runs]
         for _ in range(ROUNDS):
             for number, found in enumerate(times_s):
-                for process, _ in running:
-                    assert process.stdin is not None
-                    process.stdin.write(f"{number}\n")
-                found += [float(one) for copy in running for one in _answer(*copy).split()]
-        return [statistics.median(found) for found in times_s]
+                for step in range(1 + STEPS):
+                    for process, _ in running:
+                        assert process.stdin is not None
+                        process.stdin.write(f"{number}\n")
+                    took_s = [float(_answer(*one)) for one in running]
+                    if step:  # the first one finds its variables where another program's lay in the caches
+                        found.append(took_s)
+        return [statistics.mean(map(statistics.median, zip(*found))) for found in times_s]
 
 
 def _answer(process: subprocess.Popen[str], errors: Any) -> str:
@@ -63,7 +69,7 @@ def _answer(process: subprocess.Popen[str], errors: Any) -> str:
         process.wait()
         errors.seek(0)
         raise ClusterError(
-            "a step on one device could not be measured",
+            "a step without exchanges could not be measured",
             given=errors.read()[-500:],
             action="leave the script out: `whale profile` without it measures the machine",
         )
@@ -79,7 +85,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """One copy: told a program's number, it runs some steps of it and prints their seconds."""
+    """One process: told a program's number, it runs a step of it and prints its seconds."""
     from whale.runtime.measure import whole_step
 
     calls = [whole_step(program) for program in pickle.loads(Path(sys.argv[1]).read_bytes())]
@@ -88,17 +94,9 @@ def main() -> None:
             call()
     print("ready", flush=True)
     for line in sys.stdin:
-        print(*_times_s(calls[int(line)]), flush=True)
-
-
-def _times_s(call: Callable[[], Any]) -> list[float]:
-    call()  # finds its variables where the last program's lay in the caches; the copies do not begin together
-    found = []
-    for _ in range(STEPS):
         start_s = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start_s)
-    return found
+        calls[int(line)]()
+        print(time.perf_counter() - start_s, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_model.captured.predict import CapturedPrediction, Machine, cluster_machine, measured_machine, predict_ranks
@@ -53,15 +54,14 @@ def predict_plan(
       ClusterError: too few devices, or the profile lacks what the program runs.
     """
     programs = rank_programs(planned)
-    on_ranks = machine(on, len(programs), planned.program, counted_from_bytes)
-    return predict_ranks(programs, on_ranks, with_timelines)
+    # The ranks' own steps say more than steps of the whole batch, which fill the caches otherwise.
+    marks = [fingerprint(programs[0]), fingerprint(planned.program)]
+    return predict_ranks(programs, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
 
 
-def machine(on: Table | Cluster, ranks: int, program: Program, counted_from_bytes: int = 0) -> Machine:
-    """What the ranks run on."""
-    if isinstance(on, Table):
-        return measured_machine(on, ranks, fingerprint(program), counted_from_bytes)
-    return cluster_machine(on)
+def machine(on: Table | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
+    """What the ranks run on; ``marks``: fingerprints that the program's own step may have been measured under."""
+    return measured_machine(on, ranks, marks, counted_from_bytes) if isinstance(on, Table) else cluster_machine(on)
 
 
 def kept(found: CapturedPrediction, where: str) -> Predicted:

@@ -24,6 +24,7 @@ from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.pipeline import make_plan
 from whale.runtime import measure
+from whale.runtime.apart import apart, talks_inside
 from whale.runtime.dry_run import first_step
 from whale.runtime.measure_steps import step_seconds
 from whale.runtime.mesh import plan_program
@@ -118,28 +119,35 @@ def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[
 
 
 def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[[str], None]) -> Table:
-    """Measures what all ranks of some plans run, and the steps on one device side by side; writes the larger table."""
+    """Measures what all ranks of some plans run, and whole steps side by side; writes the larger table."""
     ranks = {id(p): rank_programs(p) for p in planned}
-    alone: dict[int, dict[str, Program]] = {}  # by the number of ranks, which is that of copies
+    runs: dict[int, dict[str, list[Program]]] = {}  # by the number of ranks
     for p in planned:
-        alone.setdefault(len(ranks[id(p)]), {})[fingerprint(p.program)] = _alone(p)
+        programs = ranks[id(p)]
+        marked = runs.setdefault(len(programs), {})
+        marked[fingerprint(p.program)] = [_alone(p)] * len(programs)
+        if any(map(talks_inside, programs)):
+            say(f"{p.program.name}: a loop communicates, so only its step on one device is measured")
+        elif len(programs) > 1:
+            marked[fingerprint(programs[0])] = list(map(apart, programs))
     measured_s: dict[tuple[str, int], float] = {}
-    for copies, marked in alone.items():
-        for mark, seconds in zip(marked, step_seconds(list(marked.values()), copies)):
-            measured_s[mark, copies] = max(1e-6, seconds - table.call_s)
-            say(f"{marked[mark].name}: {1e3 * seconds:.1f} ms on one device, {copies} side by side")
+    for count, marked in runs.items():
+        for (mark, run), seconds in zip(marked.items(), step_seconds(list(marked.values()))):
+            measured_s[mark, count] = max(1e-6, seconds - table.call_s)
+            what = "on one device" if run[0] is run[-1] else "as the ranks run it but for exchanges"
+            say(f"{run[0].name}: {1e3 * seconds:.1f} ms {what}, {count} side by side")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    every = [one for marked in alone.values() for one in marked.values()]
-    every += [one for p in planned for one in ranks[id(p)]]
+    every = [one for marked in runs.values() for run in marked.values() for one in run]
+    every += [one for programs in ranks.values() for one in programs]
     known = {o.signature for o in table.operations}
     new = [one for name, one in measure.distinct(every).items() if name not in known]
     found, skipped = measure.measure(new, 120.0, say)
     say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
     table = table.merged(found)
     steps = [
-        Step(mark, measured_s[mark, copies], _predicted_s(table, program, copies), copies)
-        for copies, marked in alone.items()
-        for mark, program in marked.items()
+        Step(mark, measured_s[mark, count], _predicted_s(table, run), count)
+        for count, marked in runs.items()
+        for mark, run in marked.items()
     ]
     table = table.merged((), steps)
     tables.write(table, out)
@@ -152,10 +160,10 @@ def _alone(planned: Planned) -> Program:
     return localise(planned.program, plan, 0, "", None)
 
 
-def _predicted_s(table: Table, program: Program, copies: int) -> float:
-    """Seconds of steps on one device side by side by their operations alone, calls left out."""
-    found = predict_ranks([program] * copies, measured_machine(table, copies), plays=0).ranks
-    return sum(one.end_s for one in found) / copies
+def _predicted_s(table: Table, run: Sequence[Program]) -> float:
+    """Seconds of steps side by side by their operations as they are alone, calls left out."""
+    found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
+    return sum(one.end_s for one in found) / len(found)
 
 
 def replan(planned: Planned, **changes: object) -> Planned:
