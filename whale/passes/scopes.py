@@ -28,6 +28,7 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
     return path, int(match["dim"]) if match["dim"] else None
 
 
+@lru_cache(maxsize=4096)
 def sequence_of(path: str) -> int | None:
     """The dimension along which a node's ``wh.split`` scope, the innermost one, divides what lies between products."""
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
