@@ -38,19 +38,23 @@ class Block:
         def turn(t: tf.Tensor) -> tf.Tensor:
             return tf.transpose(t, (1, 0, 2)) if turned else t
 
-        def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        def predict(x: tf.Tensor) -> tf.Tensor:
             normed = layers.norm(weight, "norm1", x)
             mixed = turn(layers.attention(weight, "attention", turn(normed), HEADS, causal=True))
             x += tf.nn.experimental.stateless_dropout(mixed, 0.2, seed=[4, 5])
             inner = layers.feed_forward(weight, "inner", layers.norm(weight, "norm2", x), 4 * WIDTH, tf.nn.gelu)
             last = layers.norm(weight, "norm3", x + inner)
-            return tf.reduce_mean(tf.square(tf.matmul(last, weight("last", (WIDTH, 2 * WIDTH))) - y))
+            return tf.matmul(last, weight("last", (WIDTH, 2 * WIDTH)))
 
-        loss(*self.batch(0))  # makes the weights
+        with scope():
+            predict(self.batch(0)[0])  # makes the weights
 
         def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-            with tf.GradientTape() as tape, scope():
-                found = loss(x, y)
+            with tf.GradientTape() as tape:
+                with scope():
+                    found = predict(x)
+                with scope():  # nothing here is divided along the sequence
+                    found = tf.reduce_mean(tf.square(found - y))
             slopes = tape.gradient(found, list(self.weights.values()))
             for variable, slope in zip(self.weights.values(), slopes):
                 variable.assign_sub(0.1 * slope)

@@ -64,26 +64,28 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option:
 def check_sequences(
     program: Program, nodes: Iterable[Node], wanted: Mapping[Ref, Split], strategies: Mapping[str, Strategy]
 ) -> None:
-    """Raises PlanError for a scope that names a sequence along which nothing came to be divided."""
-    divided: dict[str, bool] = {}
-    shapes: dict[str, dict[str, None]] = {}
+    """Raises PlanError where scopes name a sequence and nothing came to be divided along it.
+
+    One scope that divides its sequence is enough: others are around a loss, or make the variables.
+    """
+    shapes: dict[str, None] = {}
+    named: list[str] = []
     for node in nodes:
         if (at := sequence_of(node.scope)) is None:
             continue
-        divided.setdefault(node.scope, False)
+        named.append(node.scope)
         for ref in node.refs():
             cut = strategies[node.name].outputs[ref.index]
             if ref in wanted and isinstance(cut, Split) and cut.dim == at:
-                divided[node.scope] = True
-            elif len(shape := program.type_of(ref).shape or ()) == _RANK:
-                shapes.setdefault(node.scope, {})[f"{node.op} {list(shape)}"] = None
-    for scope, done in divided.items():
-        if not done:
-            at = sequence_of(scope)
-            raise PlanError(
-                "what is under a split scope cannot be divided along its sequence",
-                op=scope,
-                given=f"sequence={at}; " + (", ".join(list(shapes.get(scope, ()))[:4]) or "no tensor of rank 3"),
-                expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",
-                action="name the other dimension, leave sequence out, or use fewer ranks",
-            )
+                return
+            if len(shape := program.type_of(ref).shape or ()) == _RANK:
+                shapes[f"{node.op} {list(shape)}"] = None
+    if named:
+        at = sequence_of(named[0])
+        raise PlanError(
+            "what is under a split scope cannot be divided along its sequence",
+            op=named[0],
+            given=f"sequence={at}; " + (", ".join(list(shapes)[:4]) or "no tensor of rank 3"),
+            expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",
+            action="name the other dimension, leave sequence out, or use fewer ranks",
+        )
