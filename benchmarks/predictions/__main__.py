@@ -28,14 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.groups import Group, under_mpirun
-from benchmarks.machine import busy_s
+from benchmarks.machine import Pace, busy_s
 from benchmarks.predictions import page
 from benchmarks.predictions.plans import KINDS
 from whale.launcher.worker import thread_variables
 
 PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "classifier", "lstm")
 STEP_TIMEOUT_S = 60.0
-TRIES, OTHERS = 5, 0.15  # a round is repeated if others took more than this part of a core
+TRIES = 10  # of a round, as long as it is disturbed:
+DISTURBED = 0.15  # the part of a core that others took, and by what part the machine is slower than at its best
 CLOSE = 0.02  # plans whose measured times differ by less have no order
 
 
@@ -98,7 +99,7 @@ def foresee(program: str, profile: Path) -> dict[str, Any]:
         return json.loads(out.read_text())
 
 
-def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict[str, Seen]:
+def measure(program: str, kinds: Sequence[str], rounds: int, steps: int, pace: Pace) -> dict[str, Seen]:
     """Kind -> what its run took."""
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     asked: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -111,7 +112,7 @@ def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict
             groups[kind] = stack.enter_context(Group(kind, line, ranks, _variables()))
         for number in range(-1, rounds):
             for kind, group in groups.items():
-                answers = _undisturbed(group, steps)
+                answers = _undisturbed(group, steps, pace)
                 if number >= 0:
                     times[kind] += map(max, zip(*(a["times_s"] for a in answers)))
                     asked[kind] += [a["asked_bytes"] for a in answers]
@@ -119,15 +120,24 @@ def measure(program: str, kinds: Sequence[str], rounds: int, steps: int) -> dict
     return {kind: Seen(times[kind], max(asked[kind]), max(pieces[kind])) for kind in kinds}
 
 
-def _undisturbed(group: Group, steps: int) -> list[dict[str, Any]]:
-    """What the ranks answer, of the first round in which other processes left them the cores, or of the best one."""
+def _undisturbed(group: Group, steps: int, pace: Pace) -> list[dict[str, Any]]:
+    """What the ranks answer, of the first round in which nobody else slowed them down, or of the best one."""
     found: list[tuple[float, list[dict[str, Any]]]] = []
-    while len(found) < TRIES and (not found or found[-1][0] > OTHERS):
+    while len(found) < TRIES and (not found or found[-1][0] > DISTURBED):
+        before = pace.slower()
         taken_s, start_s = busy_s(), time.monotonic()
         answers = group.ask(STEP_TIMEOUT_S * steps, steps=steps)
         others_s = busy_s() - taken_s - sum(a["cpu_s"] for a in answers)
-        found.append((others_s / (time.monotonic() - start_s), answers))
+        others = others_s / (time.monotonic() - start_s)
+        found.append((max(0.0, others) + max(before, pace.slower()), answers))
     return min(found, key=lambda one: one[0])[1]
+
+
+def _settled(pace: Pace) -> None:
+    """Waits until the machine is as fast as it was at its best, for a minute at most."""
+    end_s = time.monotonic() + 60
+    while pace.slower() > DISTURBED and time.monotonic() < end_s:
+        time.sleep(1)
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -179,13 +189,15 @@ def main() -> None:
         rows = [Row(**row) for row in json.loads(options.rows.read_text())]
     if options.profile and not options.profile.exists():
         subprocess.run([sys.executable, "-m", "whale", "profile", "-o", str(options.profile)], check=True)
+    pace = Pace()
     for program in options.programs.split(",") if options.profile else ():
+        _settled(pace)
         found = foresee(program, options.profile)
         wanted = [kind for kind in options.plans.split(",") if "refused" not in found[kind]]
         for kind, why in found.items():
             if "refused" in why:
                 print(f"{program}: {KINDS[kind].title} is refused: {why['refused']}", flush=True)
-        measured = measure(program, wanted, options.rounds, options.steps)
+        measured = measure(program, wanted, options.rounds, options.steps, pace)
         rows = [r for r in rows if r.program != program]
         for kind in wanted:
             predicted = found[kind]
