@@ -52,8 +52,8 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     from msgspec.structs import replace
 
     import whale as wh
-    from whale.planner.programs import Choice
-    from whale.runtime import context
+    from whale.planner.captured.ways import Choice
+    from whale.runtime.run import context
 
     wh.init(wh.Config({"auto_parallel": True}))
     run = context.current()
@@ -116,7 +116,7 @@ WIDTHS, DEPTHS, CLASSES = (16, 64, 256, 1024, 2048), (1, 2, 4, 8), (10, 1_000, 1
 def _crossovers(seconds: float) -> None:
     """One script, parameterised: what is found for it as one number grows, and where that changes."""
     import whale as wh
-    from whale.runtime import context
+    from whale.runtime.run import context
 
     wh.init(wh.Config({"auto_parallel": True}))
     run = context.current()

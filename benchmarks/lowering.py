@@ -31,7 +31,7 @@ from whale.capture.function import capture_function
 from whale.ir.collector import no_garbage_collection
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.pipeline import PlanContext, expand, make_plan, normalise
+from whale.passes.order import PlanSettings, expand, make_plan, normalise
 from whale_ops import ops
 
 _MOST_S, _MOST_APART = 3.0, 0.1
@@ -92,7 +92,7 @@ def first_rank(step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], sizes: Sequenc
 
 def lower_once(program: Program, size: int) -> dict[str, float]:
     """Seconds of each phase for rank 0 of ``size``."""
-    context, seconds = PlanContext(size), {}
+    context, seconds = PlanSettings(size), {}
     start_s = last_s = time.perf_counter()
 
     def lap(name: str) -> None:

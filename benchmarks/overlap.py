@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.context import current
+from whale.runtime.run.context import current
 
 Interval = tuple[float, float]
 

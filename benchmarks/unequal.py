@@ -140,8 +140,8 @@ def work(options: argparse.Namespace) -> None:
     import tensorflow as tf
 
     import whale as wh
-    from whale.planner.programs import Choice
-    from whale.runtime import context
+    from whale.planner.captured.ways import Choice
+    from whale.runtime.run import context
 
     asked = {"pipeline.num_stages": options.stages} if options.what == "pipeline" else {}
     if options.micro_batches:

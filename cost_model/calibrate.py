@@ -17,11 +17,11 @@ from unittest import mock
 
 import msgspec
 
-from . import compute
-from .hardware import catalogue
-from .stacks import stacks
-from .validation import cases
-from .validation.cases import DATA, Case
+from cost_model.described.stacks import stacks
+from cost_model.formulas import compute
+from cost_model.hardware import catalogue
+from cost_model.validation import cases
+from cost_model.validation.cases import DATA, Case
 
 CURVE, STACK = "ampere-sxm", "megatron-vtrain"
 CURVE_CONSTANTS = ("memory_fraction",)

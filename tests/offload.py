@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import whale as wh
-from whale.runtime.offload import offloaded_bytes
+from whale.runtime.compile.offload import offloaded_bytes
 
 STEPS = 3
 COMPUTES, HOLDS = "CPU:1", "CPU:0"

@@ -13,11 +13,11 @@ from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
-from whale.passes.check import check
-from whale.passes.group import group
-from whale.passes.propagate import GraphLayout, propagate
-from whale.passes.reduce import place_reductions
-from whale.passes.reshards import explicit_reshards
+from whale.passes.exchange.fuse_all_reduces import group
+from whale.passes.exchange.reshards import explicit_reshards
+from whale.passes.judge.check import check
+from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.propagate import GraphLayout, propagate
 
 
 class Builder:

@@ -77,7 +77,7 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
             cls.seen = arguments
             return 3
 
-    monkeypatch.setitem(sys.modules, "whale.runtime.dry_run", DryRun)
+    monkeypatch.setitem(sys.modules, "whale.runtime.tools.dry_run", DryRun)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
     assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None, None), False, None, [])
     main(["plan", "--set", "a.split=2", "train.py"])

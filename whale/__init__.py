@@ -30,46 +30,46 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
-    from whale.runtime.checkpoint import CheckpointManager as CheckpointManager
-    from whale.runtime.cluster import cluster as cluster
-    from whale.runtime.context import check_replicas as check_replicas
-    from whale.runtime.context import init as init
-    from whale.runtime.context import local_rank as local_rank
-    from whale.runtime.context import rank as rank
-    from whale.runtime.context import shutdown as shutdown
-    from whale.runtime.context import size as size
-    from whale.runtime.data import ShardedTensor as ShardedTensor
-    from whale.runtime.data import shard as shard
-    from whale.runtime.dry_run import plan as plan
-    from whale.runtime.export import export as export
+    from whale.runtime.checkpoint.export import export as export
+    from whale.runtime.checkpoint.manager import CheckpointManager as CheckpointManager
     from whale.runtime.function import function as function
-    from whale.runtime.loss_scale import loss_scale as loss_scale
-    from whale.runtime.memory import memory_report as memory_report
-    from whale.runtime.monitored import MonitoredTrainingSession as MonitoredTrainingSession
-    from whale.runtime.session import Session as Session
+    from whale.runtime.input.data import ShardedTensor as ShardedTensor
+    from whale.runtime.input.data import shard as shard
+    from whale.runtime.run.cluster import cluster as cluster
+    from whale.runtime.run.context import check_replicas as check_replicas
+    from whale.runtime.run.context import init as init
+    from whale.runtime.run.context import local_rank as local_rank
+    from whale.runtime.run.context import rank as rank
+    from whale.runtime.run.context import shutdown as shutdown
+    from whale.runtime.run.context import size as size
+    from whale.runtime.run.loss_scale import loss_scale as loss_scale
+    from whale.runtime.session.monitored import MonitoredTrainingSession as MonitoredTrainingSession
+    from whale.runtime.session.session import Session as Session
+    from whale.runtime.tools.dry_run import plan as plan
+    from whale.runtime.tools.memory_report import memory_report as memory_report
     from whale.started import restarts as restarts
 
 _PUBLIC = {
-    "init": "whale.runtime.context",
-    "rank": "whale.runtime.context",
-    "size": "whale.runtime.context",
-    "local_rank": "whale.runtime.context",
-    "shutdown": "whale.runtime.context",
-    "check_replicas": "whale.runtime.context",
+    "init": "whale.runtime.run.context",
+    "rank": "whale.runtime.run.context",
+    "size": "whale.runtime.run.context",
+    "local_rank": "whale.runtime.run.context",
+    "shutdown": "whale.runtime.run.context",
+    "check_replicas": "whale.runtime.run.context",
     "restarts": "whale.started",
-    "cluster": "whale.runtime.cluster",
+    "cluster": "whale.runtime.run.cluster",
     "checkpoint": "whale.annotations",
     "set_default_strategy": "whale.annotations",
-    "CheckpointManager": "whale.runtime.checkpoint",
-    "export": "whale.runtime.export",
+    "CheckpointManager": "whale.runtime.checkpoint.manager",
+    "export": "whale.runtime.checkpoint.export",
     "function": "whale.runtime.function",
-    "Session": "whale.runtime.session",
-    "MonitoredTrainingSession": "whale.runtime.monitored",
-    "loss_scale": "whale.runtime.loss_scale",
-    "memory_report": "whale.runtime.memory",
-    "plan": "whale.runtime.dry_run",
-    "shard": "whale.runtime.data",
-    "ShardedTensor": "whale.runtime.data",
+    "Session": "whale.runtime.session.session",
+    "MonitoredTrainingSession": "whale.runtime.session.monitored",
+    "loss_scale": "whale.runtime.run.loss_scale",
+    "memory_report": "whale.runtime.tools.memory_report",
+    "plan": "whale.runtime.tools.dry_run",
+    "shard": "whale.runtime.input.data",
+    "ShardedTensor": "whale.runtime.input.data",
     "recompute": "whale.annotations",
     "replica": "whale.annotations",
     "split": "whale.annotations",

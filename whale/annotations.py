@@ -27,7 +27,7 @@ class replica(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> replica:
-        from whale.runtime.scopes import entered
+        from whale.runtime.run.scopes import entered
 
         scope = entered("replica", self.devices)
         scope.__enter__()
@@ -69,7 +69,7 @@ class split(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
-        from whale.runtime.scopes import entered
+        from whale.runtime.run.scopes import entered
 
         scope = entered("split", self.devices, self.dim, self.sequence)
         scope.__enter__()
@@ -101,7 +101,7 @@ class stage(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
-        from whale.runtime.scopes import entered_stage
+        from whale.runtime.run.scopes import entered_stage
 
         scope = entered_stage(self.devices)
         scope.__enter__()
@@ -134,7 +134,7 @@ class pipeline(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> pipeline:
-        from whale.runtime.scopes import entered_pipeline
+        from whale.runtime.run.scopes import entered_pipeline
 
         scope = entered_pipeline(self.num_micro_batch)
         scope.__enter__()
@@ -157,7 +157,7 @@ def checkpoint(tensor: Any) -> Any:
     Returns:
       ``tensor``, which the model has to go on with; outside of a graph nothing is marked.
     """
-    from whale.runtime.scopes import held
+    from whale.runtime.run.scopes import held
 
     return held(tensor)
 
@@ -177,7 +177,7 @@ class recompute(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> recompute:
-        from whale.runtime.scopes import again
+        from whale.runtime.run.scopes import again
 
         scope = again()
         scope.__enter__()
@@ -201,7 +201,7 @@ def set_default_strategy(strategy: Any) -> None:
       PlanError: another strategy.
     """
     from whale.errors import PlanError
-    from whale.runtime.context import current
+    from whale.runtime.run.context import current
 
     current("wh.set_default_strategy()")
     if not isinstance(strategy, replica) or strategy.devices is not None:

@@ -12,19 +12,19 @@ import msgspec
 
 import cost_model.validation.cases as published_cases
 from benchmarks.planner.instances import enumerate_best, instance
-from cost_model import cluster
-from cost_model.cluster import Cluster
-from cost_model.describe import Transformer
-from cost_model.predict import chunk_layers
-from cost_model.stacks import stack
+from cost_model.described.describe import Transformer
+from cost_model.described.predict import chunk_layers
+from cost_model.described.stacks import stack
+from cost_model.machines import cluster
+from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
-from whale.planner.estimate import Limits
-from whale.planner.evaluate import evaluate
-from whale.planner.model import TransformerModel
-from whale.planner.pools import Machines
-from whale.planner.search import search
-from whale.planner.spread import Part, Spread, Stage
-from whale.planner.whale22 import flops_of, formula_1
+from whale.planner.described.estimate import Limits
+from whale.planner.described.evaluate import evaluate
+from whale.planner.described.model import TransformerModel
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Part, Spread, Stage
+from whale.planner.search.search import search
+from whale.planner.search.whale22 import flops_of, formula_1
 
 GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
 

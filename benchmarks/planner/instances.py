@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cost_model.cluster import Cluster, parse
-from cost_model.stacks import stack
-from whale.planner.estimate import divisors
-from whale.planner.evaluate import evaluate, part_memory
-from whale.planner.pools import Machines
-from whale.planner.spread import Part, Recompute, Spread, Stage
-from whale.planner.tables import Measured, Table, TableLayer, TableModel
+from cost_model.described.stacks import stack
+from cost_model.machines.cluster import Cluster, parse
+from whale.planner.described.estimate import divisors
+from whale.planner.described.evaluate import evaluate, part_memory
+from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Part, Recompute, Spread, Stage
 
 TYPES = (
     "v100-sxm2-32gb",

@@ -16,12 +16,12 @@ from benchmarks.predictions.plans import KINDS
 from cost_model.captured import table as tables
 from whale.capture.function import capture_function
 from whale.errors import WhaleError
-from whale.passes.pipeline import normalise
-from whale.runtime.compile import plan_context
-from whale.runtime.context import current, dry_run
-from whale.runtime.mesh import plan_program
-from whale.runtime.predict import Planned, predict_plan
-from whale.runtime.profile import programs as profile_programs
+from whale.passes.order import normalise
+from whale.runtime.compile.compile import plan_context
+from whale.runtime.compile.mesh import plan_program
+from whale.runtime.measure.profile import programs as profile_programs
+from whale.runtime.run.context import current, dry_run
+from whale.runtime.tools.plan_prediction import Planned, predict_plan
 from whale_ops.memory import COUNTED_FROM_BYTES
 
 

@@ -66,7 +66,7 @@ def _start(configuration: str, name: str) -> tuple[Callable[[], float], Callable
         return step, hvd.shutdown, dict
 
     import whale as wh
-    from whale.runtime.context import current
+    from whale.runtime.run.context import current
 
     wh.init({"communication.backend": "horovod"} if configuration == "whale-horovod" else {})
 

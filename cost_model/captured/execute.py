@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from cost_model.captured.cores import Clock, Host, Job, Thread
+from cost_model.captured.graph import Graph
+from cost_model.captured.traffic import Exchange
 from whale.errors import PlanError
-
-from .cores import Clock, Host, Job, Thread
-from .graph import Graph
-from .traffic import Exchange
 
 SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
 

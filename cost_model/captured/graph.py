@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cost_model.captured import buffers
+from cost_model.captured.traffic import Exchange, exchange
+from cost_model.captured.unroll import unrolled
+from cost_model.ops.work import Work, work
 from whale.ir.program import ON_HOST, Node, Program, Ref
-
-from ..ops.work import Work, work
-from . import buffers
-from .traffic import Exchange, exchange
-from .unroll import unrolled
 
 COMMUNICATION = frozenset(
     """WhaleAllReduce WhaleAllGather WhaleReduceScatter WhaleAllToAll WhaleBroadcast WhaleSend WhaleRecv

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cost_model.captured.execute import Sharing, run
+from cost_model.captured.graph import Graph, graph_of
+from cost_model.captured.liveness import Kinds, peaks
+from cost_model.captured.predict import GRAIN_BYTES
+from cost_model.captured.table import CONTRACTIONS
+from cost_model.ops.work import Work
 from whale.ir.program import Node, Program, Ref, function_refs
-
-from ..ops.work import Work
-from .execute import Sharing, run
-from .graph import Graph, graph_of
-from .liveness import Kinds, peaks
-from .predict import GRAIN_BYTES
-from .table import CONTRACTIONS
 
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6

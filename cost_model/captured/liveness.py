@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .allocator import Allocator
-from .buffers import APPLIED, UPDATES
-from .graph import Graph
+from cost_model.captured.allocator import Allocator
+from cost_model.captured.buffers import APPLIED, UPDATES
+from cost_model.captured.graph import Graph
 
 STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
 

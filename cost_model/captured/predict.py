@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from cost_model.captured.execute import Played, Sharing, run
+from cost_model.captured.graph import Graph, graph_of
+from cost_model.captured.liveness import live_bytes, peak_bytes
+from cost_model.captured.table import CONTRACTIONS, Measured, Table
+from cost_model.captured.traffic import Exchange
+from cost_model.formulas.collectives import COLLECTIVES, group, point_to_point_s
+from cost_model.formulas.compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
+from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
+from cost_model.ops.work import Work
 from whale.errors import ClusterError
 from whale.ir.program import Node, Program
-
-from ..cluster import Cluster, DeviceEntry, HostEntry
-from ..collectives import COLLECTIVES, group, point_to_point_s
-from ..compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
-from ..ops.work import Work
-from .execute import Played, Sharing, run
-from .graph import Graph, graph_of
-from .liveness import live_bytes, peak_bytes
-from .table import CONTRACTIONS, Measured, Table
-from .traffic import Exchange
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256

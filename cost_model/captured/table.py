@@ -15,11 +15,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from cost_model.captured.signature import signature
+from cost_model.ops.work import Work
 from whale.errors import ClusterError
 from whale.ir.program import Node, Program
-
-from ..ops.work import Work
-from .signature import signature
 
 FORMAT_VERSION = 3
 PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece

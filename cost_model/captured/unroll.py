@@ -12,11 +12,10 @@ from typing import NoReturn
 
 import numpy as np
 
+from cost_model.ops.loops import LOOPS, evaluate, function_of
 from whale.errors import PlanError
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, TensorType
-
-from ..ops.loops import LOOPS, evaluate, function_of
 
 BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
 MOST_NODES = 100_000

@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from cost_model.ops.contraction import matmul_flops
+from cost_model.ops.loops import LOOPS, Turns, turns
 from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import TensorType, item_bytes
-
-from .contraction import matmul_flops
-from .loops import LOOPS, Turns, turns
 
 
 @dataclass(frozen=True, slots=True)

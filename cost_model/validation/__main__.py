@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from cost_model.validation import report
+from cost_model.validation.cases import DATA, read
 from whale.errors import WhaleError
-
-from . import report
-from .cases import DATA, read
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         lines = "\n".join(report.summary(published, results) for published, results in found)
         print(rows, lines, sep="\n\n")
         if options.out:
-            from .figure import draw
+            from cost_model.validation.figure import draw
 
             draw([(published.name, results) for published, results in found], options.out / "validation.png")
             (options.out / "validation.md").write_text(report.page(rows, lines))

@@ -9,13 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+from cost_model.described.describe import Parallel, Recompute, Transformer
+from cost_model.described.predict import Prediction, predict
+from cost_model.described.stacks import stack
+from cost_model.machines import cluster
+from cost_model.machines.cluster import Cluster
 from whale.errors import ProgramError
-
-from .. import cluster
-from ..cluster import Cluster
-from ..describe import Parallel, Recompute, Transformer
-from ..predict import Prediction, predict
-from ..stacks import stack
 
 FOLDER = Path(__file__).resolve().parent
 DATA = FOLDER / "data"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cost_model.validation.report import Result
 from whale.errors import InstallError
-
-from .report import Result
 
 # Colour-blind safe, in the order of the tables (Okabe and Ito).
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"))

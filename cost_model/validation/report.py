@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cost_model.validation.cases import Case, Published
 from whale.errors import ProgramError, WhaleError
-
-from .cases import Case, Published
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.capture.graph import program_from_graph
-from whale.passes.fold import fold
-from whale.passes.inline import inline
+from whale.passes.normalise.folding.fold import fold
+from whale.passes.normalise.inline import inline
 
 LIMIT_S = 0.5
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cost_model import allocation, cluster
-from cost_model.cluster import Cluster, DeviceEntry, HostEntry
+from cost_model.machines import allocation, cluster
+from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
 from whale.cli import main
 from whale.errors import ClusterError
-from whale.planner import planfile
+from whale.planner.report import planfile
 
 LOCAL = Cluster("local", [HostEntry("here", [DeviceEntry("a100", 4)])])
 

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_model import cluster
 from cost_model.captured.allocator import Allocator
 from cost_model.captured.cores import Clock, Host, Thread
 from cost_model.captured.graph import graph_of
@@ -19,6 +18,7 @@ from cost_model.captured.predict import cluster_machine, measured_machine, predi
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Curve, Operation, Step, Table, check_writable, read, write
 from cost_model.captured.traffic import Exchange
+from cost_model.machines import cluster
 from cost_model.ops import work
 from tests.programs import Builder, mlp, planned
 from whale.errors import ClusterError, PlanError

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model import collectives, hardware
-from cost_model.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
+from cost_model import hardware
+from cost_model.formulas import collectives
+from cost_model.formulas.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
 from whale.ir.layout import Broadcast, Partial, Split, moved_bytes
 
 NVSWITCH, HDR = hardware.link("nvswitch2"), hardware.network("infiniband-hdr-200")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model import cluster, discover
+from cost_model.machines import cluster, discover
 from whale.errors import ClusterError
 
 

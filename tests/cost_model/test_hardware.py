@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from cost_model import cluster, hardware
+from cost_model import hardware
+from cost_model.machines import cluster
 from whale.errors import ClusterError
 
 ASKED_FOR = """p100 v100-pcie-16gb v100-sxm2-16gb v100-sxm2-32gb t4 a10 l4 l40s a100-40gb a100-80gb h100-pcie
@@ -109,6 +110,6 @@ def test_the_published_schema_is_the_one_that_is_checked() -> None:
 
 
 def test_importing_loads_nothing_heavy() -> None:
-    code = "import cost_model.predict, cost_model.validation.cases, sys; print(*sys.modules)"
+    code = "import cost_model.described.predict, cost_model.validation.cases, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"tensorflow", "keras", "matplotlib", "scipy", "networkx", "numpy"} & set(done.stdout.split())

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cost_model import cluster, job, profile
-from cost_model.job import Job
+from cost_model.described import job
+from cost_model.described import layer_profile as profile
+from cost_model.described.job import Job
+from cost_model.machines import cluster
 from whale.cli import main
 from whale.errors import ClusterError
 
-SELENE = Path(job.__file__).parent / "validation" / "clusters" / "selene.yaml"
+SELENE = Path(job.__file__).parents[1] / "validation" / "clusters" / "selene.yaml"
 GPT3 = """\
 model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
 plan: {tensor: 8, pipeline: 16, data: 8, micro_batch: 1, global_batch: 1536, recompute: full}

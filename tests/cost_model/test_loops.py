@@ -16,7 +16,7 @@ from whale.capture.function import capture_function
 from whale.errors import PlanError
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.pipeline import PlanContext, make_plan, normalise
+from whale.passes.order import PlanSettings, make_plan, normalise
 
 TURNS, ROWS, WIDTH = 7, 3, 5
 MACHINE = measured_machine(TABLE, 1)
@@ -24,7 +24,7 @@ MACHINE = measured_machine(TABLE, 1)
 
 def captured(step: Callable[..., tf.Tensor], *shape: int) -> Program:
     found = capture_function(step, [tf.TensorSpec(shape, tf.float32, "x")], {})
-    return normalise(found.program, PlanContext(size=1))
+    return normalise(found.program, PlanSettings(size=1))
 
 
 def products(program: Program) -> tuple[int, float]:
@@ -127,7 +127,7 @@ def recurrent(turns: int, rows: int, unroll: bool = False) -> Program:
 
 def predicted(program: Program) -> Ran:
     return predict_ranks(
-        [localise(program, make_plan(program, PlanContext(size=1)), 0, "", None)], MACHINE, plays=2
+        [localise(program, make_plan(program, PlanSettings(size=1)), 0, "", None)], MACHINE, plays=2
     ).ranks[0]
 
 
@@ -178,4 +178,4 @@ def test_a_loop_or_branch_that_data_decide_is_refused_and_says_what_to_do() -> N
 
 def test_a_plan_counts_what_loops_do_as_often_as_they_do_it() -> None:
     program = recurrent(TURNS, 8)
-    assert make_plan(program, PlanContext(size=2)).total_flops == products(program)[1]
+    assert make_plan(program, PlanSettings(size=2)).total_flops == products(program)[1]

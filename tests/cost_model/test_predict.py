@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cost_model import cluster, place, predict
-from cost_model.describe import Collective, Matmul, Parallel, Transformer, layer_backward, layer_forward
+from cost_model.described import predict
+from cost_model.described.describe import Collective, Matmul, Parallel, Transformer, layer_backward, layer_forward
+from cost_model.described.memory import layer_activation_bytes
+from cost_model.described.stacks import stack
 from cost_model.hardware import catalogue
-from cost_model.memory import layer_activation_bytes
-from cost_model.stacks import stack
+from cost_model.machines import cluster
+from cost_model.machines import rank_locations as place
 from whale.errors import ClusterError, PlanError
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from whale.ir.layout import REDUCTIONS, B, O, Partial, Placement, Strategy, split
+from whale.ir.layout import FIRST, REDUCTIONS, B, Partial, Placement, Strategy, split
 from whale.ir.plan import BatchInput, Plan, Predicted, PredictedRank, Reshard, TaskGraph
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
@@ -84,7 +84,7 @@ programs = graphs(st.dictionaries(names, graphs(st.just({})), max_size=2))
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 placements: st.SearchStrategy[Placement] = st.one_of(
     st.just(B),
-    st.just(O),
+    st.just(FIRST),
     st.sampled_from(REDUCTIONS).map(Partial),
     st.builds(split, st.integers(0, 4), sizes, st.integers(1, 3)),
     st.builds(split, st.integers(0, 4), sizes, st.just(1), st.tuples(st.integers(0, 3), st.integers(0, 3))),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.ir.strategies import placements
 from whale.ir.layout import (
+    FIRST,
     REDUCTIONS,
     B,
-    O,
     Partial,
     Placement,
     Split,
@@ -44,7 +44,7 @@ def test_what_is_no_placement_is_refused(text: str) -> None:
 
 
 def test_texts() -> None:
-    assert [str(p) for p in (B, O, P_MAX, split(1, (3, 0, 2)))] == ["B", "O", "P(max)", "S(1)[3,0,2]"]
+    assert [str(p) for p in (B, FIRST, P_MAX, split(1, (3, 0, 2)))] == ["B", "O", "P(max)", "S(1)[3,0,2]"]
 
 
 @given(st.integers(0, 50), st.integers(1, 8))
@@ -114,7 +114,7 @@ def _holds(placement: Placement, coordinate: int, shape: tuple[int, ...]) -> np.
         run = np.zeros(sum(placement.sizes), bool)
         run[placement.offset(coordinate) : placement.offset(coordinate) + placement.sizes[coordinate]] = True
         mask[(slice(None),) * placement.dim + (np.tile(run, placement.blocks),)] = True
-    elif placement == B or (placement == O and coordinate == 0):
+    elif placement == B or (placement == FIRST and coordinate == 0):
         mask[...] = True
     return mask
 
@@ -136,7 +136,7 @@ def moves(draw) -> tuple[tuple[int, int], int, Placement, Placement]:
     def placement() -> Placement:
         kind = draw(st.sampled_from("BOSSS"))
         if kind != "S":
-            return B if kind == "B" else O
+            return B if kind == "B" else FIRST
         dim = draw(st.integers(0, 1))
         wanted = tuple(draw(st.permutations(sizes[dim])))
         if draw(st.booleans()):
@@ -166,8 +166,9 @@ def _table(parts: int, tensor_bytes: int) -> dict[tuple[Placement, Placement], i
         (s0, P_SUM): 0,
         (P_SUM, s0): (p - 1) * t, (P_SUM, B): 2 * (p - 1) * t, (P_SUM, P_SUM): 0,
         (P_SUM, P_MAX): (p - 1) * t,  # by way of S: the reduce-scatter, then a fill
-        (O, O): 0, (O, B): (p - 1) * t, (O, s0): (p - 1) * t // p, (O, P_SUM): 0, (B, O): 0, (s0, O): (p - 1) * t // p,
-        (P_SUM, O): (p - 1) * t,
+        (FIRST, FIRST): 0, (FIRST, B): (p - 1) * t, (FIRST, s0): (p - 1) * t // p, (FIRST, P_SUM): 0,
+        (B, FIRST): 0, (s0, FIRST): (p - 1) * t // p,
+        (P_SUM, FIRST): (p - 1) * t,
     }  # fmt: skip
 
 
@@ -180,12 +181,12 @@ def test_the_table(parts: int) -> None:
 
 def test_large_tensors_are_counted_exactly() -> None:
     tensor_bytes = 8 * 3 * (2**53 + 1)
-    assert moved_bytes(O, split(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
+    assert moved_bytes(FIRST, split(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
 
 
 def test_an_empty_tensor_moves_nothing() -> None:
-    for source in (B, O, P_SUM, split(0, (0, 0)), split(1, (2, 1))):
-        for target in (B, O, split(0, (0, 0)), split(1, (1, 2))):
+    for source in (B, FIRST, P_SUM, split(0, (0, 0)), split(1, (2, 1))):
+        for target in (B, FIRST, split(0, (0, 0)), split(1, (1, 2))):
             assert moved_bytes(source, target, 0, 2) == 0
 
 

@@ -11,8 +11,8 @@ from tests.interpreter import Outcome, run
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.pipeline import PlanContext
-from whale.runtime.mesh import lower_mesh
+from whale.passes.order import PlanSettings
+from whale.runtime.compile.mesh import lower_mesh
 
 LIMIT = 1e-12
 
@@ -91,7 +91,7 @@ def assert_communication_is_planned(program: Program, plan: Plan, spread: Outcom
 
 
 def assert_equal_mesh(
-    program: Program, plan: Plan, context: PlanContext, feeds: Mapping[str, np.ndarray] | None = None
+    program: Program, plan: Plan, context: PlanSettings, feeds: Mapping[str, np.ndarray] | None = None
 ) -> Outcome:
     """``assert_equal_runs`` for a plan of two mesh axes: all ranks of all groups."""
     assert plan.inner is not None and plan_from_json(plan.to_json()) == plan

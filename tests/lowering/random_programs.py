@@ -14,13 +14,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.programs import Builder
-from whale.ir.layout import P_MAX, P_SUM, B, O, Placement, split
+from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.groups import RowGroups
-from whale.passes.own import Semantics
-from whale.passes.propagate import GraphLayout, _Propagation
-from whale.passes.propagate import Strategy as Choice
+from whale.passes.facts.rank_groups import RowGroups
+from whale.passes.layout.per_rank import Semantics
+from whale.passes.layout.propagate import GraphLayout, _Propagation
+from whale.passes.layout.propagate import Strategy as Choice
 
 Draw = Callable[[Any], Any]
 _SIZES = (1, 2, 3, 4, 4, 6, 6)
@@ -217,7 +217,7 @@ class RandomPropagation(_Propagation):
     def _elsewhere(self, ref: Ref, placement: Placement) -> Placement:
         shape = self.program.type_of(ref).shape
         kind = self.seed.random()
-        if placement == O or self.program.type_of(ref).dtype != "float64" or kind < 0.5:
+        if placement == FIRST or self.program.type_of(ref).dtype != "float64" or kind < 0.5:
             return placement
         if kind < 0.6:
             return self.seed.choice([P_SUM, P_MAX])
@@ -244,6 +244,7 @@ def random_layouts(program: Program, parts: int, placed: Mapping[str, Placement]
             main.result.preferred[Ref(name)] = placed[name]
     main.run()
     main.result.outputs = tuple(
-        O if main.result.produced[r] == O and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
+        FIRST if main.result.produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B
+        for r in program.outputs
     )
     return {"": main.result}

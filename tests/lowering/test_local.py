@@ -17,8 +17,8 @@ from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
 from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
-from whale.passes.check import check
-from whale.passes.device_sums import give_to_device
+from whale.passes.exchange.device_sums import give_to_device
+from whale.passes.judge.check import check
 
 SHARES = [(8,), (4, 4), (5, 3), (8, 0), (0, 8), (3, 3, 2), (0, 7, 1), (2, 2, 2, 2), (0, 5, 0, 3)]
 

@@ -17,8 +17,8 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
-from whale.passes.pipeline import PlanContext, expand, make_plan
-from whale.runtime.mesh import plan_program
+from whale.passes.order import PlanSettings, expand, make_plan
+from whale.runtime.compile.mesh import plan_program
 
 RELAXED = settings(
     max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -47,7 +47,7 @@ def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObje
     """Any nodes under a split scope, the inputs' rows divided in any way, variables split between steps or not."""
     placed = data.draw(placements(program, parts))
     batch = tuple(BatchInput(n, p, "test") for n, p in placed.items())
-    context = PlanContext(parts, batch=batch, split_variables=data.draw(st.booleans()))
+    context = PlanSettings(parts, batch=batch, split_variables=data.draw(st.booleans()))
     scoped = _partly_split(program, seed)
     plan = _planned(lambda: make_plan(scoped, context))
     assert_equal_runs(expand(scoped, plan.expanded, context), plan)
@@ -56,7 +56,7 @@ def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObje
 @settings(RELAXED, max_examples=40)
 @given(programs(), st.sampled_from([(4, 2), (6, 2), (6, 3)]), st.integers(0, 10**6))
 def test_groups_of_ranks_that_split(program: Program, mesh: tuple[int, int], seed: int) -> None:
-    context = PlanContext(mesh[0], split_ranks=mesh[1])
+    context = PlanSettings(mesh[0], split_ranks=mesh[1])
     scoped = _partly_split(program, seed)
     plan = _planned(lambda: plan_program(scoped, context))
     assume(plan.inner is not None)

@@ -12,12 +12,12 @@ from tests.interpreter import run
 from tests.lowering.compare import assert_equal_runs, lowered, run_both
 from tests.programs import Builder, plan_of
 from whale.errors import LayoutError, PlanError
-from whale.ir.layout import P_MAX, P_MIN, P_SUM, B, O, Partial, Placement, Split, Strategy, moved_bytes, split
+from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, Split, Strategy, moved_bytes, split
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref, topological
 from whale.ir.values import DType, TensorType
 from whale.lowering.emit import Emitter, emit_reshard
-from whale.passes.propagate import GraphLayout
+from whale.passes.layout.propagate import GraphLayout
 
 
 def _program(
@@ -26,9 +26,9 @@ def _program(
     """x -> one node that yields ``source`` -> one that wants ``target`` -> fetched whole."""
     b = Builder("move", dtype)
     x = b.input("x", shape)
-    if source == O:
+    if source == FIRST:
         made = b.node("UnruledNoise", (x,), (b.types[x],), "made", stateful=True)
-        first = Strategy((B,), (O,), "test", once=True)
+        first = Strategy((B,), (FIRST,), "test", once=True)
     else:
         made = b.op("Identity", x, name="made")
         first = Strategy((source,), (source,), "test")
@@ -61,7 +61,7 @@ CASES = [
     for shape in ((5,), (4, 3), (6, 3), (2, 3, 4))
     for parts in (1, 2, 3, 4)
     for source, target in itertools.product(
-        [B, O, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)], [B, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)]
+        [B, FIRST, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)], [B, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)]
     )
 ]
 
@@ -99,7 +99,7 @@ def test_every_change_of_other_dtypes(dtype: str, parts: int) -> None:
         (P_SUM, B, {"WhaleAllReduce"}), (P_SUM, split(0, (2, 2)), {"WhaleReduceScatter"}),
         (split(0, (2, 2)), B, {"WhaleAllGather"}), (split(0, (2, 2)), split(1, (2, 1)), {"WhaleAllToAll"}),
         (split(0, (2, 2)), split(0, (3, 1)), {"WhaleSend", "WhaleRecv"}), (split(0, (2, 2)), P_SUM, {"PadV2"}),
-        (O, B, {"WhaleBroadcast"}), (O, split(0, (3, 1)), {"WhaleAllToAll"}), (O, P_SUM, {"Fill"}),
+        (FIRST, B, {"WhaleBroadcast"}), (FIRST, split(0, (3, 1)), {"WhaleAllToAll"}), (FIRST, P_SUM, {"Fill"}),
         (B, split(0, (2, 2)), {"Slice"}), (B, P_MAX, {"Fill"}),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
@@ -109,7 +109,7 @@ def test_the_op_of_each_change(source: Placement, target: Placement, ops: set[st
     made: set[str] = set()
     for rank in range(2):
         e = Emitter(rank, 2, "comm")
-        assert emit_reshard(e, r, t, lambda rank=rank: None if source == O and rank else Ref("x")) is not None
+        assert emit_reshard(e, r, t, lambda rank=rank: None if source == FIRST and rank else Ref("x")) is not None
         made |= {n.op for n in e.nodes.values()} - {"Const", "WhaleCommunicator"}
     assert ops <= made and {op for op in made if op.startswith("Whale")} == {op for op in ops if op.startswith("Whale")}
 
@@ -122,14 +122,14 @@ def test_a_change_that_needs_two_steps_is_refused() -> None:
 
 def test_sizes_that_only_the_run_knows() -> None:
     """The tensor's rows are not static; partial sums and the first rank's tensor still reach everyone."""
-    for source in (P_SUM, O):
+    for source in (P_SUM, FIRST):
         b = Builder("unknown")
         x = b.input("x", (None, 3))
-        op = "UnruledNoise" if source == O else "Identity"
-        made = b.node(op, (x,), (b.types[x],), "made", stateful=source == O)
+        op = "UnruledNoise" if source == FIRST else "Identity"
+        made = b.node(op, (x,), (b.types[x],), "made", stateful=source == FIRST)
         moved = b.node("Relu", (made,), (b.types[x],), "moved")
-        operand = B if source == O else source
-        strategies = {"x": Strategy((), (B,), ""), "made": Strategy((operand,), (source,), "", source == O),
+        operand = B if source == FIRST else source
+        strategies = {"x": Strategy((), (B,), ""), "made": Strategy((operand,), (source,), "", source == FIRST),
                       "moved": Strategy((B,), (B,), "")}  # fmt: skip
         layout = GraphLayout(strategies, {x: B, made: source, moved: B}, outputs=(B,))
         program = b.build([moved])

@@ -13,9 +13,9 @@ from tests.programs import plan_of
 from whale.ir.layout import Placement, Strategy, parse_placement, split
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.pipeline import PlanContext, complete_plan
-from whale.passes.propagate import propagate
-from whale.runtime.mesh import SECOND_AXIS, _placed
+from whale.passes.layout.propagate import propagate
+from whale.passes.order import PlanSettings, complete_plan
+from whale.runtime.compile.mesh import SECOND_AXIS, _placed
 
 SHAPE = (6, 6)
 KINDS = ("B", "P(sum)", "P(max)", "S(0)", "S(1)")
@@ -47,7 +47,7 @@ def _ranks(groups: list[Program], kinds: tuple[str, str], size: int) -> list[Pro
     model = plan_of(groups[0], {"": propagate(groups[0], size, {}, fixed=fixed)[""]}, size, {})
     ranks = []
     for number, first in enumerate(groups):
-        plan = complete_plan(first, PlanContext(size), model) if number else model
+        plan = complete_plan(first, PlanSettings(size), model) if number else model
         for place in range(size):
             lowered = localise(first, plan, place, "comm", None, SECOND_AXIS)
             ranks.append(_placed(lowered, set(first.by_name), "comm", number * size + place, size, len(groups)))

@@ -23,8 +23,8 @@ from whale.errors import PlanError
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
-from whale.passes.pipeline import PlanContext, expand, make_plan
-from whale.runtime.mesh import plan_program
+from whale.passes.order import PlanSettings, expand, make_plan
+from whale.runtime.compile.mesh import plan_program
 
 KINDS = ("cheapest", "any", "split", "groups")
 
@@ -52,12 +52,12 @@ def check_step(seed: int) -> str:
     try:
         if kind == "split":
             batch = tuple(BatchInput(n, p, "test") for n, p in _rows(program, parts, draw).items())
-            context = PlanContext(parts, batch=batch, split_variables=draw.random() < 0.8)
+            context = PlanSettings(parts, batch=batch, split_variables=draw.random() < 0.8)
             plan = make_plan(program, context)
             assert_equal_runs(expand(program, plan.expanded, context), plan)
             return f"{kind}, variables {'split' if plan.variables else 'whole'}"
         mesh = draw.choice([(4, 2), (6, 2), (6, 3), (8, 4)])
-        context = PlanContext(mesh[0], split_ranks=mesh[1])
+        context = PlanSettings(mesh[0], split_ranks=mesh[1])
         plan = plan_program(program, context)
     except PlanError as error:
         if str(error).startswith("nothing under a split scope"):

@@ -12,9 +12,9 @@ from tests.oracle.serve import serve
 from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
-from whale.planner import programs
-from whale.runtime import auto
-from whale.runtime.context import check_replicas
+from whale.planner.captured import ways as programs
+from whale.runtime.compile import auto
+from whale.runtime.run.context import check_replicas
 
 SCOPES = {
     "": contextlib.nullcontext,

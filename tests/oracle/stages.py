@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from whale.runtime.scopes import SCOPE_ATTRIBUTE
+from whale.runtime.run.scopes import SCOPE_ATTRIBUTE
 
 _IN_A_ROW = 2  # a kernel and its bias
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cost_model import cluster
-from cost_model.stacks import stack
+from cost_model.described.stacks import stack
+from cost_model.machines import cluster
 from whale.errors import PlanError
-from whale.planner import ask, planfile
-from whale.planner.evaluate import Evaluation, evaluate
-from whale.planner.model import TransformerModel
-from whale.planner.pools import Machines
-from whale.planner.show import show
-from whale.planner.spread import Part, Spread, Stage
+from whale.planner import ask
+from whale.planner.described.evaluate import Evaluation, evaluate
+from whale.planner.described.model import TransformerModel
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Part, Spread, Stage
+from whale.planner.report import planfile
+from whale.planner.report.show import show
 
 HOSTS = """
 name: small

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cost_model import cluster
+from cost_model.machines import cluster
 from whale.errors import PlanError
 from whale.planner import ask, offers
-from whale.planner.estimate import Limits
+from whale.planner.described.estimate import Limits
 
 DESCRIBED = "gpt:layers=16,hidden=4096,heads=32,sequence=1024,batch=256"
 HOST = "{{name: {device}, count: {count}, devices: [{{type: {device}, count: 4}}], networks: {{ib: {{nics: 1}}}}}}"

@@ -6,21 +6,23 @@ import msgspec
 import pytest
 
 from benchmarks.planner.instances import enumerate_best, instance
-from cost_model import cluster
-from cost_model.describe import Parallel, Transformer
-from cost_model.predict import chunk_layers, predict
-from cost_model.stacks import stack
+from cost_model.described.describe import Parallel, Transformer
+from cost_model.described.predict import chunk_layers, predict
+from cost_model.described.stacks import stack
+from cost_model.machines import cluster
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
-from whale.planner import ask, planfile, tables
-from whale.planner.estimate import Limits
-from whale.planner.evaluate import check, evaluate
-from whale.planner.model import TransformerModel
-from whale.planner.pools import Machines
-from whale.planner.search import search
-from whale.planner.show import against, diff, explain, show
-from whale.planner.spread import Part, Spread, Stage
-from whale.planner.whale22 import algorithm_1, formula_1
+from whale.planner import ask
+from whale.planner.described import layer_tables as tables
+from whale.planner.described.estimate import Limits
+from whale.planner.described.evaluate import check, evaluate
+from whale.planner.described.model import TransformerModel
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Part, Spread, Stage
+from whale.planner.report import planfile
+from whale.planner.report.show import against, diff, explain, show
+from whale.planner.search.search import search
+from whale.planner.search.whale22 import algorithm_1, formula_1
 
 UNEQUAL = """
 name: unequal

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tests.rules.evaluate import evaluate
 from tests.rules.prove import CASES, prove_all
+from tests.rules.prover import Proof, view_of
 from whale.errors import RuleError
 from whale.rules import all_rules
-from whale.rules.prover import Proof, view_of
 
 RULES = Path(__file__).with_name("golden.txt")
 MISSING = Path(__file__).with_name("missing.txt")

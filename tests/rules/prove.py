@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.rules import samples_math, samples_nn, samples_shape
 from tests.rules.evaluate import evaluate
-from whale.rules.prover import Case, Proof, prove
+from tests.rules.prover import Case, Proof, prove
 
 CASES: tuple[Case, ...] = (*samples_math.CASES, *samples_nn.CASES, *samples_shape.CASES)
 

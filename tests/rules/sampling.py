@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.rules.prover import Case
+from tests.rules.prover import Case
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from tests.interpreter import InterpreterError
 from tests.kernels import run_kernel
 from tests.lowering.test_training_programs import check_step
 from tests.programs import Builder, layouts_of, plan_of
+from tests.rules.prover import Case, prove
 from tests.rules.sampling import F, K, case
 from whale.errors import PlanError, WhaleError
 from whale.ir.layout import split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.passes.check import check
+from whale.passes.judge.check import check
 from whale.rules import all_rules, rule_of
 from whale.rules.base import Local, OpView, Strategy
 from whale.rules.dims import constant, names, term
-from whale.rules.prover import Case, prove
 from whale.rules.registry import LineRule
 
 PARTS = 2

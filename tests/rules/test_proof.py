@@ -7,8 +7,8 @@ import pytest
 from tests.rules.evaluate import tf
 from tests.rules.golden import MISSING, RULES, differences, missing_lines, rule_lines
 from tests.rules.prove import CASES, prove_all
+from tests.rules.prover import Proof, prove
 from tests.rules.sampling import F, case
-from whale.rules.prover import Proof, prove
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2. Gradients are linear in what a tape or
 tf.gradients begins with: times the scale there and divided by it at the end, every program computes what it did, and
 what lies in between is large enough for float16. What is unscaled carries a mark (`UNSCALED`), by which
-whale.passes.scaling finds the gradients; so does the place of the answer whether all are finite (`ALL_FINITE`).
+whale.passes.normalise.loss_scaling finds the gradients; so does the place of the answer whether all are finite
+(`ALL_FINITE`).
 """
 
 from __future__ import annotations

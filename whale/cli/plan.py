@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
-    from cost_model.describe import Transformer
-    from whale.planner.tables import Table
+    from cost_model.described.describe import Transformer
+    from whale.planner.described.layer_tables import Table
 
 
 def add_to(verbs: Any) -> None:
@@ -98,7 +98,7 @@ def call(given: argparse.Namespace) -> int:
     given = _own_behind_script(given)
     if given.model and given.arguments:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
-    from whale.runtime.dry_run import Prediction, main
+    from whale.runtime.tools.dry_run import Prediction, main
 
     where = Prediction(given.measured, given.cluster, given.network)
     return main(
@@ -107,9 +107,10 @@ def call(given: argparse.Namespace) -> int:
 
 
 def _described(given: argparse.Namespace) -> int:
-    from cost_model.allocation import machines as named
+    from cost_model.machines.allocation import machines as named
     from whale.cgroup import cpu_quota
-    from whale.planner import ask, planfile, show
+    from whale.planner import ask
+    from whale.planner.report import planfile, show
 
     if given.describe and given.profile:
         raise PlanError("a model is either described or measured", given="--describe and --profile")
@@ -139,7 +140,8 @@ def _described(given: argparse.Namespace) -> int:
 
 def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None, int]:
     """The model by description or by tables, and the global batch."""
-    from whale.planner import ask, tables
+    from whale.planner import ask
+    from whale.planner.described import layer_tables as tables
 
     transformer, batch = ask.describe(given.describe) if given.describe else (None, None)
     table = tables.read(given.profile) if given.profile else None
@@ -151,7 +153,8 @@ def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None,
 
 
 def _offers(given: argparse.Namespace) -> int:
-    from whale.planner import ask, offers, planfile
+    from whale.planner import ask, offers
+    from whale.planner.report import planfile
 
     if given.cluster or given.advise or given.planner != "whale":
         raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
@@ -166,7 +169,7 @@ def _offers(given: argparse.Namespace) -> int:
 
 
 def _jobs(given: argparse.Namespace) -> int:
-    from cost_model.allocation import machines as named
+    from cost_model.machines.allocation import machines as named
     from whale.cgroup import cpu_quota
     from whale.planner import offers
 

@@ -26,8 +26,8 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
-    from cost_model import discover
     from cost_model.captured.table import check_writable, default_path
+    from cost_model.machines import discover
     from whale.cgroup import cpu_quota, memory_limit_bytes
     from whale.launcher.worker import thread_variables
 
@@ -36,7 +36,7 @@ def call(given: argparse.Namespace) -> int:
     os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})
     out = given.out or default_path()
     check_writable(out)
-    from whale.runtime import profile
+    from whale.runtime.measure import profile
 
     if given.script:
         table = profile.script(given.script, tuple(given.arguments), given.ranks, out, print)

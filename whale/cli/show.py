@@ -10,7 +10,7 @@ from whale.errors import PlanError
 
 if TYPE_CHECKING:
     from whale.ir.plan import Plan
-    from whale.planner.draw_captured import Drawn
+    from whale.planner.report.draw_captured import Drawn
 
 
 def add_to(verbs: Any) -> None:
@@ -72,13 +72,13 @@ def _add_devices(verb: argparse.ArgumentParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs `whale show`."""
-    from whale.planner import planfile
+    from whale.planner.report import planfile
 
     data = _bytes(given.plan)
     if given.analyze:
         return _analyze(given, data)
     if planfile.is_spread(data):
-        from whale.planner.show import layer_table, show, terminal_width
+        from whale.planner.report.show import layer_table, show, terminal_width
 
         plan = planfile.loads(data, given.plan)
         print(show(plan, terminal_width()))
@@ -101,7 +101,7 @@ def _analyze(given: argparse.Namespace, data: bytes) -> int:
 
     from cost_model.captured.table import default_path, read
     from whale.launcher.analyze import measure
-    from whale.planner import analysis, planfile
+    from whale.planner.report import analysis, planfile
 
     if planfile.is_spread(data):
         raise PlanError(
@@ -150,7 +150,7 @@ def _bytes(path: str) -> bytes:
 
 
 def _explain(given: argparse.Namespace) -> int:
-    from whale.planner import planfile
+    from whale.planner.report import planfile
 
     data = _bytes(given.plan)
     if not planfile.is_spread(data):
@@ -158,7 +158,7 @@ def _explain(given: argparse.Namespace) -> int:
 
         print("\n".join(explained_of_plan(_captured(data, given.plan), given.what)))
         return 0
-    from whale.planner.show import explain
+    from whale.planner.report.show import explain
 
     if not given.what.isdigit():
         raise PlanError(
@@ -170,8 +170,8 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _diff(given: argparse.Namespace) -> int:
     from whale.ir.plan_diff import diff_plans
-    from whale.planner import planfile
-    from whale.planner.show import diff
+    from whale.planner.report import planfile
+    from whale.planner.report.show import diff
 
     one, other = _bytes(given.plan), _bytes(given.other)
     described = [planfile.is_spread(data) for data in (one, other)]
@@ -191,8 +191,8 @@ def _diff(given: argparse.Namespace) -> int:
 def _check(given: argparse.Namespace) -> int:
     import msgspec
 
-    from cost_model import cluster
-    from whale.planner import planfile
+    from cost_model.machines import cluster
+    from whale.planner.report import planfile
 
     data = _bytes(given.plan)
     other = cluster.read(given.cluster) if given.cluster else None
@@ -201,7 +201,7 @@ def _check(given: argparse.Namespace) -> int:
         problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
         good = plan.spread.summary()
     else:
-        from whale.runtime import plan_check
+        from whale.runtime.tools import plan_check
 
         captured = _captured(data, given.plan)
         problems = plan_check.problems(captured, given.plan, other)
@@ -220,15 +220,15 @@ def _html(given: argparse.Namespace) -> int:
 
 def _drawn(given: argparse.Namespace, what: str) -> int:
     """Writes a plan's timeline or page, whether it is of a description or of a script."""
-    from whale.planner import planfile
+    from whale.planner.report import planfile
 
     data = _bytes(given.plan)
     if planfile.is_spread(data):
-        from whale.planner import draw
+        from whale.planner.report import draw
 
         text = {"trace": draw.trace, "html": draw.html}[what](planfile.loads(data, given.plan))
     else:
-        from whale.planner import draw_captured
+        from whale.planner.report import draw_captured
 
         text = {"trace": draw_captured.trace, "html": draw_captured.html}[what](_replayed(given, data))
     given.out.write_text(text)
@@ -237,7 +237,7 @@ def _drawn(given: argparse.Namespace, what: str) -> int:
 
 def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
     """A script's plan, played again."""
-    from whale.runtime.dry_run import Prediction, replayed
+    from whale.runtime.tools.dry_run import Prediction, replayed
 
     _captured(data, given.plan)
     return replayed(given.plan, Prediction(given.measured, given.cluster))

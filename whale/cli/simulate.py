@@ -35,12 +35,14 @@ def call(given: argparse.Namespace) -> int:
     if given.measured:
         if given.profile or given.trace or given.network:
             given.wrong("--profile, --trace and --network are for jobs on a cluster")
-        from whale.runtime.dry_run import simulated
+        from whale.runtime.tools.dry_run import simulated
 
         text, fits = simulated(given.job, given.ranks, given.measured)
         print(text, end="")
         return int(not fits)
-    from cost_model import allocation, job, profile
+    from cost_model.described import job
+    from cost_model.described import layer_profile as profile
+    from cost_model.machines import allocation
     from whale.cgroup import cpu_quota
 
     machines = allocation.machines(given.cluster, given.network, cpu_quota())

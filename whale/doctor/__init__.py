@@ -2,6 +2,6 @@
 
 software.py   Python, TensorFlow, Keras, NumPy, op library, compiler, MPI, Horovod; imports none of them
 machine.py    CPUs and their quotas (whale.cgroup), memory, shared memory, limits, temporary folder, GPUs
-trial.py      a run of two processes (whale/runtime/trial.py) with a time limit
+trial.py      a run of two processes (whale/runtime/tools/doctor_step.py) with a time limit
 report.py     the table and the JSON
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.layout import B, O, Own, Partial, Placement, Split, even_sizes, split
+from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Split, even_sizes, split
 from whale.ir.values import Dims, TensorType, static_shape
 
 _LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that it saves
@@ -33,7 +33,7 @@ class Crossing:
         """Bytes that are sent in total, to ``size`` ranks; 0 where nobody knows before the run."""
         if not t.is_static:
             return 0
-        return t.bytes if isinstance(self.received, Split) or self.received == O else t.bytes * size
+        return t.bytes if isinstance(self.received, Split) or self.received == FIRST else t.bytes * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,16 @@ class Part:
 def parts(crossing: Crossing, makers: int, readers: int) -> list[Part]:
     """All that is sent, by receiver and then by sender."""
     if crossing.direct:
-        return [Part(c, c) for c in range(1 if crossing.sent == O else makers)]
+        return [Part(c, c) for c in range(1 if crossing.sent == FIRST else makers)]
     have, want = crossing.sent, crossing.received
     found = []
-    for reader in range(1 if want == O else readers):
+    for reader in range(1 if want == FIRST else readers):
         if isinstance(want, Split) and not want.sizes[reader]:
             continue
         if isinstance(have, Split):
             found += [p for maker in sorted(have.holders) if (p := _part(have, want, maker, reader)) is not None]
         else:
-            found.append(_cut_of_whole(want, 0 if have == O else reader % makers, reader))
+            found.append(_cut_of_whole(want, 0 if have == FIRST else reader % makers, reader))
     return found
 
 
@@ -122,7 +122,7 @@ def crossing(
     """
     if makers == readers:
         return Crossing(made, made, direct=True)
-    if isinstance(made, Own) or isinstance(wanted, Own):
+    if isinstance(made, PerRank) or isinstance(wanted, PerRank):
         raise PlanError(
             "statistics of each rank's own rows cannot go to a stage with another number of ranks",
             given=f"{t}, from {makers} to {readers} ranks",
@@ -130,12 +130,12 @@ def crossing(
             action="set sync_batch_norm=true",
         )
     if not t.is_static:
-        return Crossing(O if made == O else B, O if wanted == O else B)
+        return Crossing(FIRST if made == FIRST else B, FIRST if wanted == FIRST else B)
     sent: Placement = made
-    if not isinstance(made, Split) and made not in (B, O):
+    if not isinstance(made, Split) and made not in (B, FIRST):
         sent = _in_parts(t, makers, rows) if isinstance(made, Partial) else B
     received: Placement = wanted
-    if not isinstance(wanted, Split) and wanted != O:
+    if not isinstance(wanted, Split) and wanted != FIRST:
         received = _in_parts(t, readers, rows)
     if isinstance(sent, Split) and isinstance(received, Split) and sent.dim == received.dim:
         if (sent.blocks, sent.run) != (received.blocks, received.run):

@@ -140,7 +140,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class FirstRank:
     """Only the first coordinate holds the tensor: what must run once (unseeded random ops, sinks) lives there."""
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class PerRank:
     """Every coordinate holds a value of its own, of the whole shape, made from its own rows: batch statistics that are
     local on purpose. As one value it is their average, weighted by ``rows``: a sum of which each coordinate holds
     ``rows[i] / sum(rows)`` times its own value.
@@ -164,11 +164,11 @@ class Own:
         return self.rows[coordinate] / sum(self.rows)
 
 
-Placement = Split | Broadcast | Partial | Owner | Own
+Placement = Split | Broadcast | Partial | FirstRank | PerRank
 Layout = tuple[Placement, ...]
 
 B = Broadcast()
-O = Owner()  # noqa: E741  (the word of the notation)
+FIRST = FirstRank()
 P_SUM = Partial("sum")
 P_MAX = Partial("max")
 P_MIN = Partial("min")
@@ -261,14 +261,14 @@ def parse_placement(text: str) -> Placement:
         expected = "S(dim)[sizes], S(dim)[sizes]*blocks, S(dim)[sizes]+before+after, B, P(op), O, own[rows]"
         raise ValueError(f"not a placement: {text!r}; expected {expected}")
     if match["rows"]:
-        return Own(tuple(map(int, match["rows"].split(","))))
+        return PerRank(tuple(map(int, match["rows"].split(","))))
     if match["op"]:
         return Partial(match["op"])
     if match["dim"]:
         sizes = tuple(int(s) for s in match["sizes"].split(",") if s)
         halo = int(match["before"] or 0), int(match["after"] or 0)
         return split(int(match["dim"]), sizes, int(match["blocks"] or 1), halo)
-    return B if text == "B" else O
+    return B if text == "B" else FIRST
 
 
 def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
@@ -280,7 +280,7 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
       tensor_bytes: bytes of the whole tensor, T.
     """
     others = size - 1
-    if source == target or others == 0 or isinstance(source, Broadcast) or isinstance(target, Own):
+    if source == target or others == 0 or isinstance(source, Broadcast) or isinstance(target, PerRank):
         return 0
     if isinstance(target, Split) and target.halo != (0, 0):
         more = sum(target.local(i) for i in range(size)) - target.extent
@@ -289,7 +289,7 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
         return (2 if isinstance(target, Broadcast) else 1) * others * tensor_bytes  # to another reduction by way of S
     if isinstance(target, Partial):
         return 0
-    if isinstance(source, Own):
+    if isinstance(source, PerRank):
         return moved_bytes(P_SUM, target, tensor_bytes, size)
     if isinstance(target, Broadcast):
         return others * tensor_bytes

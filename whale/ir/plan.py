@@ -124,7 +124,8 @@ class Plan:
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
         coordinate where they have the whole tensor, once in all where each has a part.
       inner_bytes: what moves along the second axis, in all its groups together.
-      memory: category -> predicted bytes of each rank at the fullest moment of a step (see whale.runtime.memory_plan);
+      memory: category -> predicted bytes of each rank at the fullest moment of a step (see
+        whale.runtime.compile.memory_plan);
         empty where nobody asked.
       places: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
       others: plans of the same program for the places that do not have ``size`` ranks, one for each number.
@@ -133,7 +134,7 @@ class Plan:
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
-      choice: how ``auto_parallel`` spread the program, as JSON (see whale.planner.programs.Choice); "" without it.
+      choice: how ``auto_parallel`` spread the program, as JSON (see whale.planner.captured.ways.Choice); "" without it.
       predicted: seconds and bytes of a step, where `whale plan` knew what it runs on.
     """
 

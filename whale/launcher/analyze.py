@@ -1,4 +1,4 @@
-"""Runs a script under a saved plan and brings back what its ranks measured (see whale.runtime.analyze)."""
+"""Runs a script under a saved plan and brings back what its ranks measured (see whale.runtime.tools.analyze)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def measure(plan: str, script: Sequence[str], ranks: int, steps: int, profile: s
         profile: file of measurements, by which is predicted.
 
     Returns:
-        The prediction of the program that ran and each rank's measurements, as JSON (see whale.planner.analysis).
+        The prediction of the program that ran and each rank's measurements, as JSON (see
+        whale.planner.report.analysis).
 
     Raises:
         ClusterError: the script is gone, or the run failed.
@@ -36,7 +37,7 @@ def measure(plan: str, script: Sequence[str], ranks: int, steps: int, profile: s
     os.environ[PLAN_VARIABLE] = os.path.abspath(plan)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, str(steps), os.path.abspath(profile), *script)
-        code = run(Options(ranks, "whale.runtime.analyze", arguments, as_module=True))
+        code = run(Options(ranks, "whale.runtime.tools.analyze", arguments, as_module=True))
         found = [Path(folder) / f"rank{rank}.json" for rank in range(ranks)]
         prediction = Path(folder) / "prediction.json"
         if code or not all(path.exists() for path in (*found, prediction)):

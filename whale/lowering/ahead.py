@@ -15,7 +15,7 @@ from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, Func, Shape
 from whale.lowering.emit import COMMUNICATOR
 from whale.lowering.micro import CALL
-from whale.rules.communication import EDGE, ROWS
+from whale.rules.structure.communication import EDGE, ROWS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from whale.ir.values import DType, Func
 
 
 def compile_marked(program: Program) -> Program:
-    """``program`` (one rank's) with every marked node (see whale.passes.compiled) in a compiled function of its own."""
+    """``program`` (one rank's) with every marked node (passes.normalise.compiled) in a compiled function of its own."""
     functions: dict[str, Program] = {}
     main = _in_functions(program, "", functions)
     bodies = {name: _in_functions(body, name, functions) for name, body in program.functions.items()}

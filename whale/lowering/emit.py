@@ -12,9 +12,9 @@ from whale.errors import LayoutError
 from whale.ir.layout import (
     B,
     Broadcast,
-    Own,
-    Owner,
+    FirstRank,
     Partial,
+    PerRank,
     Placement,
     Split,
     identity_value,
@@ -299,9 +299,9 @@ def unread_communication(
 def is_joint(r: Reshard) -> bool:
     """Whether all ranks have to take part in the change, those too that do not need its result."""
     have, want = type(r.source), type(r.target)
-    if Own in (have, want):
+    if PerRank in (have, want):
         return False
-    return have is not Broadcast and want is not Owner and not (have is Split and want is Partial)
+    return have is not Broadcast and want is not FirstRank and not (have is Split and want is Partial)
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
@@ -321,15 +321,15 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     if in_runs(have) or in_runs(want):
         return _by_runs(e, name, r, t, source)
     local = source()
-    if isinstance(have, Owner):
+    if isinstance(have, FirstRank):
         return _from_first(e, name, local, r, t)
     assert local is not None, r
-    if isinstance(have, Own) and isinstance(want, Partial):
+    if isinstance(have, PerRank) and isinstance(want, Partial):
         return e.weighted(name, local, t, have.share(e.rank))
-    if isinstance(want, Own) and isinstance(have, Partial):
+    if isinstance(want, PerRank) and isinstance(have, Partial):
         share = want.share(e.rank)
         return e.weighted(name, local, t, 1 / share if share else 0.0)
-    if isinstance(want, Owner):
+    if isinstance(want, FirstRank):
         return local if e.rank == 0 else None
     if isinstance(have, Broadcast):
         if isinstance(want, Split):
@@ -393,7 +393,7 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
 
 def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
     want: Placement = r.target
-    if isinstance(want, Owner):
+    if isinstance(want, FirstRank):
         return local
     if isinstance(want, Split) and t.is_static:
         return e.scatter(name, local, t, want, r.key)

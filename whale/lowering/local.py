@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from whale.errors import PlanError
-from whale.ir.layout import B, O, Partial, Placement, Split, Strategy, local_shape
+from whale.ir.layout import FIRST, B, Partial, Placement, Split, Strategy, local_shape
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
@@ -175,7 +175,7 @@ class _Localiser:
         producer = self.program.by_name[ref.node]
         t = producer.outputs[ref.index]
         found: Ref | None
-        if t.dtype in UNMOVABLE and wanted != O:
+        if t.dtype in UNMOVABLE and wanted != FIRST:
             found = self._recreate(producer, ref, wanted)
         elif r.group >= 0:
             members = self.plan.groups[r.group]

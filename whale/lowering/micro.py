@@ -41,7 +41,7 @@ def roll(
     """``program`` (one rank's) with what its micro-batches compute in functions.
 
     Args:
-      plan: over the program's micro-batches (``whale.passes.micro.time_plan``).
+      plan: over the program's micro-batches (``whale.passes.in_time.micro_batches.time_plan``).
       each: nodes that are computed for each micro-batch.
       calls: their order; what a phase reads of another one has to be made before. Default: one phase, in order.
       phase: of each node of ``each``; "" where there is none.

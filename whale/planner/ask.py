@@ -7,17 +7,16 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from cost_model.cluster import Cluster
-from cost_model.describe import Parallel, Transformer
-from cost_model.stacks import stack
+from cost_model.described.describe import Parallel, Transformer
+from cost_model.described.stacks import stack
+from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
-
-from .estimate import Limits
-from .model import Model, TransformerModel
-from .planfile import PlanFile, of_search
-from .pools import Machines
-from .search import search
-from .tables import Table, TableModel
+from whale.planner.described.estimate import Limits
+from whale.planner.described.layer_tables import Table, TableModel
+from whale.planner.described.model import Model, TransformerModel
+from whale.planner.described.pools import Machines
+from whale.planner.report.planfile import PlanFile, of_search
+from whale.planner.search.search import search
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
 # What a described layer consists of; its operations are divided alike, and so are all layers.
@@ -85,7 +84,7 @@ def plan(
             "what was fixed cannot be", reason=f"infeasible: {reason}", action="fix something else, or less"
         )
     if planner == "whale22":
-        from .whale22 import plan22
+        from whale.planner.search.whale22 import plan22
 
         found = plan22(model, machines, batch)
     elif planner == "whale":

@@ -18,16 +18,15 @@ from typing import Any
 
 import msgspec
 
-from cost_model import cluster as clusters
-from cost_model.cluster import Cluster
-from cost_model.describe import Transformer
+from cost_model.described.describe import Transformer
+from cost_model.machines import cluster as clusters
+from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
-
-from . import ask
-from .estimate import Limits
-from .planfile import PlanFile
-from .show import seconds
-from .tables import Table
+from whale.planner import ask
+from whale.planner.described.estimate import Limits
+from whale.planner.described.layer_tables import Table
+from whale.planner.report.planfile import PlanFile
+from whale.planner.report.show import seconds
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
 MOST_HOSTS = 256  # of a shared cluster

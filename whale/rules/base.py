@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from whale.ir.layout import B, Own, Placement, Strategy, local_shape
+from whale.ir.layout import B, PerRank, Placement, Strategy, local_shape
 from whale.ir.program import Node
 from whale.ir.values import Dims, TensorType
 
@@ -134,7 +134,7 @@ def replicated(op: OpView) -> Strategy:
 
 def as_whole(placement: Placement) -> Placement:
     """A value of its own is a whole tensor to the rank that holds it."""
-    return B if type(placement) is Own else placement
+    return B if type(placement) is PerRank else placement
 
 
 def with_own(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
@@ -144,11 +144,11 @@ def with_own(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
     makes of rows or partial sums stays such. None: ``current`` are own values of different rows, or ``option`` wants
     one of them in another placement.
     """
-    own = {p for p in current if type(p) is Own}
+    own = {p for p in current if type(p) is PerRank}
     if len(own) != 1:
         return None
-    inputs = tuple([c if type(c) is Own else p for p, c in zip(option.inputs, current)])
-    if any(type(c) is Own and p != B for p, c in zip(option.inputs, current)):
+    inputs = tuple([c if type(c) is PerRank else p for p, c in zip(option.inputs, current)])
+    if any(type(c) is PerRank and p != B for p, c in zip(option.inputs, current)):
         return None
     one = next(iter(own))
     outputs = tuple([one if p == B else p for p in option.outputs])

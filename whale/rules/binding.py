@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.errors import RuleError
-from whale.ir.layout import B, Owner, Partial, Placement, Split, split
+from whale.ir.layout import B, FirstRank, Partial, Placement, Split, split
 from whale.ir.values import Dims, TensorType
 from whale.rules.base import Strategy
 from whale.rules.notation import Line, Passes, Term
@@ -323,7 +323,7 @@ def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequ
 
 
 def _rest(term: Term, current: Placement) -> Placement:
-    if isinstance(current, Owner):
+    if isinstance(current, FirstRank):
         return B
     return current if term.kind == "any" or (term.unread and isinstance(current, Partial)) else B
 

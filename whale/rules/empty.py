@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Own, Partial, Placement, Split, identity_value
+from whale.ir.layout import Partial, PerRank, Placement, Split, identity_value
 from whale.ir.values import UNMOVABLE, TensorType, numpy_dtype
 from whale.rules.base import OpView, Strategy, local_output_shape
 from whale.rules.registry import rule_of
@@ -28,7 +28,7 @@ def known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.n
 
 
 def _of_nothing(kind: TensorType, placement: Placement, shape: tuple[int | None, ...] | None) -> np.ndarray | None:
-    if isinstance(placement, Own):  # weighs nothing, but must not be NaN
+    if isinstance(placement, PerRank):  # weighs nothing, but must not be NaN
         return np.zeros(() if shape is None else [s or 0 for s in shape], numpy_dtype(kind.dtype))
     if kind.dtype in UNMOVABLE or shape is None:
         return None

@@ -30,7 +30,7 @@ from functools import cache
 from whale.errors import RuleError
 
 REPLICATED = "replicated"
-OWNER = "owner"
+FIRST_RANK = "owner"
 
 _ITEM = re.compile(r"\s*(?:\((?P<group>[^()]*)\)|(?P<one>1)(?!\w)|(?P<star>[a-z]\w*\*|\*)(?P<sflag>[+^]?)|"
                    r"(?P<label>[a-z]\w*)(?P<flag>[+^]?))(?=\s|$|\()\s*")  # fmt: skip

@@ -15,13 +15,15 @@ from whale.ir.values import TensorType
 from whale.rules import roles
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.rules.binding import Binding, bind, cut_strategies, partial_strategies, whole_strategy
-from whale.rules.notation import OWNER, Passes, parse, parse_passes
+from whale.rules.notation import FIRST_RANK, Passes, parse, parse_passes
 
-FAMILIES = (
-    "pointwise", "linear", "reductions", "einsum", "convolution", "pooling", "shape", "slicing", "gather", "segment",
-    "losses", "norm", "random", "variables", "lists", "optional", "linalg", "fft", "image", "sort", "quantise", "rnn",
-    "sinks", "sources", "communication",
-)  # fmt: skip
+FAMILIES = {
+    "math": ("pointwise", "linear", "reductions", "einsum", "random", "linalg", "fft", "sort", "quantise"),
+    "nn": ("convolution", "pooling", "losses", "norm", "image", "rnn"),
+    "structure": (
+        "shape", "slicing", "gather", "segment", "variables", "lists", "optional", "sinks", "sources", "communication",
+    ),
+}  # fmt: skip
 
 # Propagated with their bodies or frames, not by a rule.
 CONTROL_FLOW = frozenset({
@@ -83,7 +85,7 @@ class LineRule:
           RuleError: the rule does not fit the op.
         """
         line = self.line_of(op, wanted)
-        if line == OWNER:
+        if line == FIRST_RANK:
             return []
         texts = (self.lin, self.mono, self.copy)
         if callable(self.lin) or callable(self.mono) or callable(self.copy):
@@ -160,8 +162,9 @@ def all_rules() -> Mapping[str, LineRule]:
       RuleError: two families have a rule for one op type.
     """
     table: dict[str, LineRule] = {}
-    for family in FAMILIES:
-        for group in import_module(f"whale.rules.{family}").RULES:
+    families = [f"whale.rules.{room}.{family}" for room, names in FAMILIES.items() for family in names]
+    for family in families:
+        for group in import_module(family).RULES:
             for one in group:
                 if one.op in table:
                     raise RuleError("two rules for one op type", op=one.op, given=family, expected="one rule",

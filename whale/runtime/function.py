@@ -27,17 +27,17 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.micro import CALL
-from whale.runtime.compile import Compiled, compile_program
-from whale.runtime.context import Context, current
-from whale.runtime.deferred import capturing
-from whale.runtime.faults import raise_comm_error
-from whale.runtime.homes import Use
-from whale.runtime.loss_scale import loss_scale_of
-from whale.runtime.memory import trim
-from whale.runtime.offload import compute_device
-from whale.runtime.parts import local_arguments
-from whale.runtime.places import uses_of_places
-from whale.runtime.trace import span
+from whale.runtime.compile.compile import Compiled, compile_program
+from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.stage_groups import uses_of_places
+from whale.runtime.input.local_batches import local_arguments
+from whale.runtime.run.context import Context, current
+from whale.runtime.run.faults import raise_comm_error
+from whale.runtime.run.loss_scale import loss_scale_of
+from whale.runtime.run.trace import span
+from whale.runtime.tools.memory_report import trim
+from whale.runtime.variables.deferred import capturing
+from whale.runtime.variables.stage_variables import Use
 
 _tags = itertools.count()
 

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from cost_model import files
+from cost_model.machines import files
 from whale.errors import PlanError
 
 Count = Annotated[int, Meta(ge=1)]

@@ -20,7 +20,7 @@ from whale.runtime.described.layers import (
     feed_forward,
     norm,
 )
-from whale.runtime.scopes import again, held, on_path
+from whale.runtime.run.scopes import again, held, on_path
 
 Batch = Mapping[str, tf.Tensor]
 

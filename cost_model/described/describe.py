@@ -1,0 +1,400 @@
+"""A decoder-only transformer from its hyper-parameters: the kernels and collectives that one rank runs for one layer.
+
+Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
+hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022, section 4, plus what each kernel writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cost_model.described.stacks import Stack
+from whale.errors import PlanError
+
+Recompute = Literal["none", "selective", "full"]
+Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
+Amount = Annotated[int, Meta(ge=0)]
+
+
+class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
+
+    `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
+    `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
+    """
+
+    layers: Count
+    hidden: Count
+    heads: Count
+    sequence: Count
+    vocabulary: Count
+    feed_forward: Amount = 0  # 0: 4 x hidden
+    experts: Amount = 0
+    top: Count = 1
+    state_bytes: Amount = 12
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
+        if self.hidden % self.heads:
+            raise PlanError("hidden is not a multiple of heads", given=f"{self.hidden} and {self.heads}")
+
+    @property
+    def inner(self) -> int:
+        return self.feed_forward or 4 * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights and biases of one layer: 4 h^2 + 2 h f and the vectors; with experts, of all of them."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of one layer, what every token goes through; the choice of experts included."""
+        h, f = self.hidden, self.inner
+        if self.experts:
+            return 4 * h * h + 8 * h + h * self.experts
+        return 4 * h * h + 2 * h * f + 9 * h + f
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one layer, of all its experts."""
+        return self.experts * (2 * self.hidden * self.inner + self.hidden + self.inner)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, positions and the last normalisation included."""
+        return (
+            self.layers * self.layer_parameters
+            + self.embedding_parameters
+            + self.sequence * self.hidden
+            + 2 * self.hidden
+        )
+
+    def step_flops(self, batch: int, recompute: str = "none") -> float:
+        """FLOPs of a step as Narayanan et al. (SC 2021) count: 72 or, with full recompute, 96 B s l h^2 (...)."""
+        b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
+        if self.experts:  # the same terms, the feed-forward networks counted as they are gone through
+            each = 8 * h * h + 4 * h * self.inner * self.top + 2 * h * self.experts + 4 * s * h
+            return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * s * h * v
+        factor = 96 if recompute == "full" else 72
+        return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
+
+
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a transformer is spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    data: Count = 1
+    chunks: Count = 1
+    micro_batch: Count = 1
+    global_batch: Count = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: Annotated[int, Meta(ge=0, le=3)] = 0
+    schedule: str = "1f1b"
+    experts: Count = 1  # ranks that divide a layer's experts
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data", "chunks", "micro_batch", "global_batch", "experts"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be positive", given=getattr(self, name))
+        if self.recompute not in ("none", "selective", "full"):
+            raise PlanError("there is no such recompute", given=self.recompute, expected="none, selective or full")
+        if self.global_batch % (self.data * self.micro_batch):
+            raise PlanError(
+                "the global batch is not a multiple of data-parallel ranks x micro-batch",
+                given=f"{self.global_batch}, {self.data} x {self.micro_batch}",
+                action="change the micro-batch size",
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // (self.data * self.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """`batch` products [m, k] x [k, n]; `weights`: of a layer's weights or for them (float8 serves only these)."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """One or more kernels that move so many bytes of memory."""
+
+    name: str
+    moved_bytes: float
+    kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Fused attention: FLOPs that are really done (a causal mask skips half)."""
+
+    name: str
+    flops: float
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication inside the tensor-parallel group; `over` names the matrix products that hide it."""
+
+    name: str
+    kind: str
+    tensor_bytes: float
+    over: tuple[str, ...] = ()
+
+
+Op = Matmul | Streaming | Attention | Collective
+E = 2  # bytes of a half-precision element
+
+
+def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Scores, softmax, dropout, context: what selective recompute repeats."""
+    b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
+    heads = max(1, t.heads // p.tensor)
+    if stack.fused_attention:
+        return [Attention("attention", 4.0 * b * heads * s * s * d / 2, s)]
+    scores = float(b * heads * s * s)
+    ops: list[Op] = [Matmul("scores", s, s, d, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
+    if stack.dropout:
+        ops.append(Streaming("attention dropout", (2 * E + 1) * scores))
+    return [*ops, Matmul("context", s, d, s, b * heads)]
+
+
+def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
+    heads = max(1, t.heads // p.tensor)
+    if stack.fused_attention:
+        # Five products instead of two: the scores are computed again (Dao et al., 2022, algorithm 4).
+        return [Attention("attention gradient", 2.5 * 4.0 * b * heads * s * s * d / 2, s)]
+    scores = float(b * heads * s * s)
+    ops: list[Op] = [Matmul("context: left", s, s, d, b * heads), Matmul("context: right", s, d, s, b * heads)]
+    if stack.dropout:
+        ops.append(Streaming("attention dropout gradient", (2 * E + 1) * scores))
+    ops.append(Streaming("softmax gradient", (stack.softmax_bytes + E) * scores))
+    return [*ops, Matmul("scores: left", s, d, s, b * heads), Matmul("scores: right", s, d, s, b * heads)]
+
+
+def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """The kernels of one layer's forward pass on one rank, in order."""
+    T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
+    whole = float(T * h)
+    own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
+    drop = (3 * E + (1 if stack.dropout else 0)) * own
+    rows, own_experts = expert_rows(t, p)
+    first = _enter(p, whole)
+    leave = _leave(p, whole)
+    return [
+        Streaming("norm 1", stack.norm_bytes * own),
+        *first,
+        Matmul("qkv", T, 3 * h // w, h, weights=True),
+        *_bias(stack, T * 3.0 * h / w),
+        *_core_forward(t, p, stack),
+        Streaming("heads together", 2 * E * whole / w),
+        Matmul("projection", T, h, h // w, weights=True),
+        *leave,
+        *_pointwise("dropout 1", drop, stack),
+        Streaming("norm 2", stack.norm_bytes * own),
+        *first,
+        *_routing(t, p),
+        Matmul("feed forward 1", rows, f // w, h, own_experts, weights=True),
+        *_pointwise("activation", 2 * E * rows * own_experts * float(f) / w, stack),
+        Matmul("feed forward 2", rows, h, f // w, own_experts, weights=True),
+        *leave,
+        *_pointwise("dropout 2", drop, stack),
+    ]
+
+
+def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """The kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
+    T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
+    whole = float(T * h)
+    own = whole / w if p.sequence_parallel else whole
+    # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
+    drop_1 = _pointwise("dropout 1 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
+    drop_2 = _pointwise("dropout 2 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
+    norm = (2.5 * stack.norm_bytes + 3 * E) * own  # x twice, dy twice, dx; and the sum with the residual's gradient
+    gradients = stack.accumulate_bytes
+    rows, own_experts = expert_rows(t, p)
+    again: list[Op] = []
+    if p.recompute == "full":
+        again = layer_forward(t, p, stack)
+    elif p.recompute == "selective" and not stack.fused_attention:
+        again = _core_forward(t, p, stack)
+    return [
+        *again,
+        *drop_2,
+        *_regather(p, whole, stack, "feed forward 2: input"),
+        Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
+        Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
+        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_pointwise("activation gradient", (3 * E + E) * rows * own_experts * float(f) / w, stack),
+        *_regather(p, whole, stack, "feed forward 1: input"),
+        Matmul("feed forward 1: input", rows, h, f // w, own_experts, weights=True),
+        Matmul("feed forward 1: weight", f // w, h, rows, own_experts, weights=True),
+        *_back(p, whole, stack, "feed forward 1: weight"),
+        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_routing(t, p),
+        *_routing(t, p),
+        Streaming("norm 2 gradient", norm, 3),
+        *drop_1,
+        *_regather(p, whole, stack, "projection: input"),
+        Matmul("projection: input", T, h // w, h, weights=True),
+        Matmul("projection: weight", h // w, h, T, weights=True),
+        *_accumulate(gradients, float(h) * h / w),
+        Streaming("heads apart", 2 * E * whole / w),
+        *_core_backward(t, p, stack),
+        Streaming("qkv together", 2 * E * 3 * whole / w + E * 3 * whole / w, 2),
+        *_regather(p, whole, stack, "qkv: input"),
+        Matmul("qkv: input", T, h, 3 * h // w, weights=True),
+        Matmul("qkv: weight", 3 * h // w, h, T, weights=True),
+        *_back(p, whole, stack, "qkv: weight"),
+        *_accumulate(gradients, 3.0 * h * h / w),
+        Streaming("norm 1 gradient", norm, 3),
+    ]
+
+
+def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
+    """(tokens that one expert gets, experts of a rank), tokens spread evenly; without experts all tokens, and 1."""
+    tokens = p.micro_batch * t.sequence
+    if not t.experts:
+        return tokens, 1
+    return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
+
+
+def _routing(t: Transformer, p: Parallel) -> list[Op]:
+    """The choice of experts, and the copies of tokens to where they are sent from and put back (each read, written)."""
+    if not t.experts:
+        return []
+    tokens = p.micro_batch * t.sequence
+    copied = 2.0 * 2 * E * tokens * t.top * t.hidden
+    return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
+
+
+def _enter(p: Parallel, elements: float) -> list[Op]:
+    """Before a column-parallel product: nothing, or the gather of the sequence."""
+    return [Collective("gather", "all_gather", E * elements)] if p.sequence_parallel and p.tensor > 1 else []
+
+
+def _leave(p: Parallel, elements: float) -> list[Op]:
+    """After a row-parallel product: the sum, whole or scattered over the sequence."""
+    if p.tensor == 1:
+        return []
+    return [Collective("sum", "reduce_scatter" if p.sequence_parallel else "all_reduce", E * elements)]
+
+
+def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
+    """The sum of a column-parallel product's input gradient, behind its weight's gradient where the stack does that."""
+    if p.tensor == 1:
+        return []
+    kind = "reduce_scatter" if p.sequence_parallel else "all_reduce"
+    return [Collective("sum of gradients", kind, E * elements, (weight,) if stack.hides_tensor_parallel else ())]
+
+
+def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[Op]:
+    """With sequence parallelism a product's operand (or its output's gradient) is gathered again in the backward pass.
+
+    Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
+    which only the weight's gradient needs, behind the input's gradient.
+    """
+    if not p.sequence_parallel or p.tensor == 1:
+        return []
+    column = product.startswith(("feed forward 1", "qkv"))
+    over = (product,) if column and stack.hides_tensor_parallel else ()
+    return [Collective("gather again", "all_gather", E * elements, over)]
+
+
+def _bias(stack: Stack, elements: float) -> list[Op]:
+    return [Streaming("bias", 2 * E * elements)] if stack.separate_bias else []
+
+
+def _pointwise(name: str, moved_bytes: float, stack: Stack) -> list[Op]:
+    """One fused kernel, or as many as the stack runs for the same."""
+    return [Streaming(name, moved_bytes * stack.pointwise_passes, stack.pointwise_kernels)]
+
+
+def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
+    """The weight's gradient added to what earlier micro-batches gave."""
+    return [Streaming("accumulate", bytes_per_parameter * parameters)] if bytes_per_parameter else []
+
+
+def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Rows of the (split) table, their sum over ranks, positions, dropout."""
+    elements = float(p.micro_batch * t.sequence * t.hidden)
+    return [
+        Streaming("rows", 2 * E * elements, 4),
+        *_leave(p, elements),
+        Streaming("positions and dropout", (5 * E + 1) * elements, 3),
+    ]
+
+
+def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Gradients of rows added into a dense gradient of the table, which is zeroed first."""
+    elements = float(p.micro_batch * t.sequence * t.hidden)
+    table = float(t.vocabulary) * t.hidden / p.tensor
+    return [
+        *([Collective("gather", "all_gather", E * elements)] if p.sequence_parallel and p.tensor > 1 else []),
+        Streaming("rows gradient", 6 * E * elements + (E + stack.accumulate_bytes) * table, 5),
+    ]
+
+
+def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
+    T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
+    whole = float(T * t.hidden)
+    ops: list[Op] = [
+        Streaming("last norm", stack.norm_bytes * (whole / p.tensor if p.sequence_parallel else whole)),
+        *_enter(p, whole),
+        Matmul("logits", T, v, t.hidden),
+        Streaming("loss", stack.loss_forward_bytes * T * v, 8),
+    ]
+    if p.tensor > 1:
+        ops += [Collective(name, "all_reduce", 4.0 * T) for name in ("largest", "sum of exponentials", "label's logit")]
+    return ops
+
+
+def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
+    whole = float(T * t.hidden)
+    return [
+        Streaming("loss gradient", stack.loss_backward_bytes * T * v, 4),
+        Matmul("logits: input", T, t.hidden, v),
+        Matmul("logits: weight", v, t.hidden, T),
+        *_back(p, whole, stack, "logits: weight"),
+        *_accumulate(stack.accumulate_bytes, float(v) * t.hidden),
+        Streaming("last norm gradient", 2.5 * stack.norm_bytes * whole, 2),
+    ]
+
+
+def edges_forward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+    """The forward pass of a chunk besides its layers: the embedding of the first one, the head of the last one."""
+    return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
+
+
+def edges_backward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+    """The backward pass of a chunk besides its layers."""
+    return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

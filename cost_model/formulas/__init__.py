@@ -1,0 +1,1 @@
+"""Formulas of hardware alone: kernels, collectives, discrete events."""

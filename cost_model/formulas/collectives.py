@@ -1,0 +1,210 @@
+"""Seconds of communication between devices: alpha-beta models by algorithm, topology and concurrency.
+
+Names: p ranks, of which `per_host` share a host; T bytes is the whole tensor (all-reduce: each rank's tensor;
+all-gather: the result; reduce-scatter: the operand). Steps and protocols follow NCCL's own model (NCCL,
+src/graph/tuning.cc); for rings and trees see Thakur et al., "Optimization of collective communication operations in
+MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cost_model.hardware import Link, Network
+from cost_model.hardware.catalogue import StepTimes
+
+# (name, start of a collective in seconds, part of the bandwidth), same source: LL128 uses 120 of 128 bytes and LL half
+# of each line, and both keep fewer bytes in flight.
+PROTOCOLS = (("simple", 8.4e-6, 1.0), ("ll128", 14.0e-6, 0.92), ("ll", 6.6e-6, 0.25))
+TREE_FRACTION = 0.9  # of a ring's bandwidth, same source
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that communicate, and what they have for it.
+
+    Attributes:
+        size: ranks in the group.
+        per_host: how many of them share a host (the largest number).
+        link_bytes_per_s: what one device reaches inside its host, one direction.
+        link_steps: step times inside a host.
+        host_bytes_per_s: what the group's ranks of one host together get of the host's adapters; with several groups on
+            the host that communicate at once, each gets a share. Infinite where no network is used.
+        network_steps: step times between hosts.
+        in_network_reduction: factor by which a switch that reduces speeds up an all-reduce inside a host.
+    """
+
+    size: int
+    per_host: int
+    link_bytes_per_s: float
+    link_steps: StepTimes
+    host_bytes_per_s: float = math.inf
+    network_steps: StepTimes | None = None
+    in_network_reduction: float = 1.0
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.size // self.per_host)
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Bus bandwidth of rings: each rank sends and receives so much; the host's adapters carry the ring once."""
+        inside = self.link_bytes_per_s if self.per_host > 1 else math.inf
+        between = self.host_bytes_per_s if self.hosts > 1 else math.inf
+        return min(inside, between)
+
+
+def group(
+    size: int,
+    per_host: int,
+    link: Link,
+    network: Network | None = None,
+    nics: int = 1,
+    groups_per_host: int = 1,
+    oversubscription: float = 1.0,
+    adapter_bytes_per_s: float = math.inf,
+) -> Group:
+    """A group of `size` ranks, `per_host` on each host, of which `groups_per_host` communicate at the same time.
+
+    `adapter_bytes_per_s`: what an adapter can take of the ranks' memory, where that is less than it can send.
+    """
+    per_host = min(size, per_host)
+    if size == per_host or network is None:
+        return Group(size, size, link.bytes_per_s, link.step_us, in_network_reduction=link.in_network_reduction)
+    share = min(network.bytes_per_s / oversubscription, adapter_bytes_per_s) * nics / groups_per_host
+    return Group(size, per_host, link.bytes_per_s, link.step_us, share, network.step_us)
+
+
+def _steps_s(group: Group, protocol: str, rounds: int) -> float:
+    """Latency of `rounds` walks around the ring: so many steps between hosts, the others inside."""
+    total = rounds * (group.size - 1)
+    between = rounds * (group.hosts - 1)
+    inside_us = getattr(group.link_steps, protocol)
+    between_us = getattr(group.network_steps, protocol) if group.network_steps else inside_us
+    return 1e-6 * ((total - between) * inside_us + between * between_us)
+
+
+def _ring_s(group: Group, sent_bytes: float, rounds: int, bytes_per_s: float) -> float:
+    return min(
+        start + _steps_s(group, name, rounds) + sent_bytes / (bytes_per_s * part) for name, start, part in PROTOCOLS
+    )
+
+
+def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
+    """Reduce-scatter and all-gather around a ring: 2 (p-1) steps, each rank sends 2 (p-1)/p T."""
+    p = group.size
+    if p == 1:
+        return 0.0
+    return _ring_s(group, 2 * (p - 1) / p * tensor_bytes, 2, group.ring_bytes_per_s)
+
+
+def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
+    """All-reduce where the switch adds (NVLink SHARP): one step there and back, faster by a measured factor."""
+    if group.size == 1 or group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < 4:
+        return math.inf
+    p = group.size
+    sent = 2 * (p - 1) / p * tensor_bytes
+    return (
+        PROTOCOLS[0][1] + 4e-6 * group.link_steps.simple + sent / (group.ring_bytes_per_s * group.in_network_reduction)
+    )
+
+
+def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
+    """Double binary trees between hosts, chains inside: 2 (log2 hosts + per_host - 1) steps."""
+    if group.hosts == 1:
+        return math.inf
+    p = group.size
+    sent = 2 * (p - 1) / p * tensor_bytes
+    best = math.inf
+    for name, start, part in PROTOCOLS:
+        inside_us = getattr(group.link_steps, name)
+        between_us = getattr(group.network_steps, name)
+        steps = 2 * (math.ceil(math.log2(group.hosts)) * between_us + (group.per_host - 1) * inside_us)
+        best = min(best, start + 1e-6 * steps + sent / (group.ring_bytes_per_s * part * TREE_FRACTION))
+    return best
+
+
+def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
+    """Recursive halving and doubling: 2 log2 p steps; the first pairs cross the slowest link with half of it."""
+    p = group.size
+    if p == 1:
+        return 0.0
+    rounds = 2 * math.ceil(math.log2(p))
+    step_us = (group.network_steps or group.link_steps).simple if group.hosts > 1 else group.link_steps.simple
+    # Pairs between hosts use the host's adapters all at once, so each rank has a share of them.
+    slowest = min(group.link_bytes_per_s, group.host_bytes_per_s / group.per_host)
+    return PROTOCOLS[0][1] + rounds * step_us * 1e-6 + 2 * (p - 1) / p * tensor_bytes / slowest
+
+
+def hierarchical_all_reduce_s(group: Group, tensor_bytes: float) -> float:
+    """Reduce-scatter inside each host, all-reduce of the pieces between hosts, all-gather inside."""
+    if group.hosts == 1 or group.per_host == 1:
+        return math.inf
+    inside = Group(group.per_host, group.per_host, group.link_bytes_per_s, group.link_steps)
+    between = Group(
+        group.hosts,
+        1,
+        group.link_bytes_per_s,
+        group.link_steps,
+        group.host_bytes_per_s / group.per_host,
+        group.network_steps,
+    )
+    return 2 * reduce_scatter_s(inside, tensor_bytes) + ring_all_reduce_s(between, tensor_bytes / group.per_host)
+
+
+ALL_REDUCE = {
+    "ring": ring_all_reduce_s,
+    "tree": tree_all_reduce_s,
+    "switch": switch_all_reduce_s,
+    "halving-doubling": halving_doubling_all_reduce_s,
+    "hierarchical": hierarchical_all_reduce_s,
+}
+NCCL_ALGORITHMS = ("ring", "tree", "switch")
+
+
+def all_reduce_s(group: Group, tensor_bytes: float, algorithms: tuple[str, ...] = NCCL_ALGORITHMS) -> float:
+    """The fastest of the algorithms that a library has, as its own tuning would pick."""
+    if group.size == 1:
+        return 0.0
+    return min(ALL_REDUCE[name](group, tensor_bytes) for name in algorithms)
+
+
+def all_gather_s(group: Group, tensor_bytes: float) -> float:
+    """Ring: p-1 steps, each rank sends (p-1)/p T, where T is the gathered tensor."""
+    p = group.size
+    return 0.0 if p == 1 else _ring_s(group, (p - 1) / p * tensor_bytes, 1, group.ring_bytes_per_s)
+
+
+def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
+    """Ring: p-1 steps, each rank sends (p-1)/p T, where T is the tensor before."""
+    return all_gather_s(group, tensor_bytes)
+
+
+def broadcast_s(group: Group, tensor_bytes: float) -> float:
+    """Pipelined ring: T over the slowest link, and one walk of latency."""
+    return 0.0 if group.size == 1 else _ring_s(group, tensor_bytes, 1, group.ring_bytes_per_s)
+
+
+def all_to_all_s(group: Group, tensor_bytes: float) -> float:
+    """Every rank sends 1/p of its T bytes to every other: inside the host and between hosts at the same time."""
+    p = group.size
+    if p == 1:
+        return 0.0
+    inside_s = tensor_bytes * (group.per_host - 1) / p / group.link_bytes_per_s
+    between_s = tensor_bytes * (p - group.per_host) / p * group.per_host / group.host_bytes_per_s
+    return PROTOCOLS[0][1] + _steps_s(group, "simple", 1) + max(inside_s, between_s)
+
+
+def point_to_point_s(sent_bytes: float, bytes_per_s: float, step_us: float) -> float:
+    """One message: its latency and its bytes."""
+    return PROTOCOLS[0][1] + step_us * 1e-6 + sent_bytes / bytes_per_s
+
+
+COLLECTIVES = {
+    "all_reduce": all_reduce_s,
+    "all_gather": all_gather_s,
+    "reduce_scatter": reduce_scatter_s,
+    "broadcast": broadcast_s,
+    "all_to_all": all_to_all_s,
+}

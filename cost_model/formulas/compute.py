@@ -1,0 +1,116 @@
+"""Seconds of one kernel on one device: roofline with curves of size.
+
+A matrix product is computed in tiles of its result, one per multiprocessor at a time, so the last wave of tiles may
+leave multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication
+Background User's Guide" (tile and wave quantisation). Other kernels stream their operands through memory once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+from cost_model.hardware import Device, Efficiency, efficiencies
+
+# Output tiles that vendors' libraries have (CUTLASS and cuBLAS on Ampere and Hopper), largest first.
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+# A tile of m x n reads m + n operands per m n multiply-adds from on-chip memory. Slope by which the main loop slows
+# with that ratio, against 256 x 128: 128 x 128 runs at 0.95 of it, 64 x 64 at 0.79 (same guide, figure "tile
+# efficiency").
+TILE_SLOPE = 14.0
+# The inner dimension may be divided over several multiprocessors; partial results are added in float32 through memory.
+SPLITS = (1, 2, 4, 8)
+SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one device (or a share of it) does per second; made once per device and dtype."""
+
+    units: int
+    matmul_flops_per_s: float
+    fill_k: float
+    memory_bytes_per_s: float
+    kernel_s: float
+    attention_flops_per_s: float
+    attention_ramp: float
+    element_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def slowest_of(ranks: int, variation: float) -> float:
+    """How much longer the slowest of so many equal devices computes than the mean one; the others wait for it.
+
+    The mean of the largest of n normal values, by Blom's approximation (G. Blom, "Statistical estimates and transformed
+    beta-variables", 1958).
+    """
+    if ranks == 1:
+        return 1.0
+    return 1.0 + variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def rates_of(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
+    """The rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
+    curve: Efficiency = efficiencies()[device.efficiency]
+    peak = device.peak_flops_per_s(dtype) / slowest_of(ranks, curve.variation)
+    fraction = (curve.float8_fraction if dtype == "float8" else None) or curve.matmul_fraction
+    return Rates(
+        units=max(1, round(device.units * share)),
+        matmul_flops_per_s=peak * fraction * share,
+        fill_k=curve.matmul_fill_k,
+        memory_bytes_per_s=device.memory_bytes_per_s * curve.memory_fraction * share,
+        kernel_s=curve.kernel_us * 1e-6,
+        attention_flops_per_s=peak * curve.attention_fraction * share,
+        attention_ramp=curve.attention_ramp,
+        element_bytes=SIZE_BYTES[dtype],
+    )
+
+
+def matmul_flops(m: int, n: int, k: int, batch: int = 1) -> float:
+    """Multiply-adds of [m, k] x [k, n], counted as two operations, `batch` times."""
+    return 2.0 * m * n * k * batch
+
+
+@lru_cache(maxsize=65536)
+def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
+    """Seconds of `batch` products [m, k] x [k, n]: the fastest of the tiles and splits, but not faster than memory."""
+    per_unit = on.matmul_flops_per_s / on.units
+    e = on.element_bytes
+    best = float("inf")
+    for rows, columns in TILES:
+        slowdown = 1.0 + TILE_SLOPE * max(0.0, 1.0 / rows + 1.0 / columns - 3.0 / 256.0)
+        tiles = -(-m // rows) * -(-n // columns) * batch
+        for split in SPLITS:
+            if split > 1 and (k < 256 * split or tiles * split > 2 * on.units):
+                break
+            waves = -(-tiles * split // on.units)
+            main_s = waves * 2.0 * rows * columns * (k / split + on.fill_k) * slowdown / per_unit
+            partial_s = 8.0 * m * n * batch * split / on.memory_bytes_per_s if split > 1 else 0.0
+            best = min(best, main_s + partial_s)
+    memory_s = e * batch * (m * k + k * n + m * n) / on.memory_bytes_per_s
+    return max(best, memory_s) + on.kernel_s
+
+
+def streaming_s(on: Rates, moved_bytes: float) -> float:
+    """Seconds of a kernel that reads and writes so many bytes once (pointwise, normalisation, reduction, update)."""
+    return moved_bytes / on.memory_bytes_per_s + on.kernel_s
+
+
+def attention_s(on: Rates, flops: float, sequence: int) -> float:
+    """Seconds of fused attention; its efficiency grows with the sequence (Dao, "FlashAttention-2", 2023, figure 4)."""
+    return flops / (on.attention_flops_per_s * sequence / (sequence + on.attention_ramp)) + on.kernel_s
+
+
+def update_bytes(optimizer: str, parameter_bytes: int = 4) -> float:
+    """Bytes read and written per parameter by one fused update in one precision: gradient, parameter, and the state.
+
+    SGD reads gradient and parameter and writes the parameter; momentum and Adam also read and write one and two states.
+    """
+    states = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
+    return (3 + 2 * states) * parameter_bytes
+
+
+def load_s(sample_bytes: float, samples: int, bytes_per_s: float, work_s: float, workers: int) -> float:
+    """Seconds to load a batch: read from storage, or prepared by so many workers, whichever is slower."""
+    return max(sample_bytes * samples / bytes_per_s, work_s * samples / max(1, workers))

@@ -1,0 +1,86 @@
+"""YAML files that people write: every mistake is a ClusterError with line and key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from cost_model.hardware.catalogue import LOADER, nearest
+from whale.errors import ClusterError
+
+T = TypeVar("T")
+
+
+def text(path: str | Path, what: str) -> str:
+    """The text of a file; `what` names its kind in errors."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ClusterError(f"the {what} cannot be read", given=f"{path}: {error.strerror}") from error
+
+
+class File:
+    """The text of a YAML file and where each of its keys stands."""
+
+    def __init__(self, text: str, origin: str, what: str) -> None:
+        self.origin, self.what = origin, what
+        try:
+            self.tree: Any = yaml.compose(text, Loader=LOADER)
+            self.data: Any = yaml.load(text, Loader=LOADER)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{origin}:{mark.line + 1}" if mark else origin
+            problem = f"{where}: {getattr(error, 'problem', error)}"
+            raise ClusterError(f"the {what} is not YAML", given=problem) from None
+
+    def decode(self, kind: type[T]) -> T:
+        """The file's content as a struct."""
+        try:
+            return msgspec.convert(self.data, kind)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `")
+            unknown = re.search(r"unknown field `([^`]+)`", message)
+            facts = nearest(unknown[1], _fields(kind)) if unknown else {}
+            raise self.error(_keys(path.rstrip("`")), message, **facts) from None
+
+    def error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
+        """An error about the value that keys lead to, or the nearest one around it that the file has."""
+        node: Any = self.tree
+        known: list[str | int] = []
+        for key in keys:
+            found = None
+            if isinstance(node, yaml.MappingNode):
+                found = next((v for k, v in node.value if k.value == key), None)
+            elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+                found = node.value[key]
+            if found is None:
+                break
+            node, known = found, [*known, key]
+        unknown = re.search(r"unknown field `([^`]+)`", message)
+        if unknown and isinstance(node, yaml.MappingNode):
+            key_node = next((k for k, _ in node.value if k.value == unknown[1]), None)
+            node, known = (key_node or node), [*known, unknown[1]]
+        line = node.start_mark.line + 1 if node is not None else 1
+        name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in known).lstrip(".")
+        where = f"{self.origin}:{line}" + (f", key {name}" if name else "")
+        return ClusterError(
+            f"the {self.what} is wrong at {where}: {message[:1].lower()}{message[1:]}", action=action, **facts
+        )
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The names of all fields of a struct and of those in it."""
+    parts = msgspec.json.schema(kind)["$defs"].values()
+    return {name: None for part in parts for name in part.get("properties", ())}
+
+
+def _keys(path: str) -> list[str | int]:
+    """`$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
+    keys: list[str | int] = []
+    for name, index in re.findall(r"\.([A-Za-z_]\w*)|\[([^\]]*)\]", path):
+        keys.append(name or (int(index) if index.isdigit() else index))
+    return keys

@@ -1,0 +1,108 @@
+"""The list of passes as a whole: the plan of a training step, its text, its repetition, what is dumped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.lowering.compare import assert_equal_runs
+from tests.programs import Builder, mlp
+from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import B, FirstRank, split
+from whale.ir.plan import plan_from_json
+from whale.ir.plan_text import format_plan
+from whale.ir.program import Program
+from whale.ir.text import format_program, parse_program
+from whale.ir.values import TensorType
+from whale.passes.judge.check import check
+from whale.passes.order import NORMALISE, PlanSettings, make_plan, normalise
+
+TWO = PlanSettings(2, ("cpu:0", "cpu:1"), shares=(5, 3))
+
+
+def _normal(context: PlanSettings = TWO) -> Program:
+    return normalise(mlp(), context)
+
+
+def test_the_plan_of_a_training_step_reads_well(golden: Callable[[str, str], None]) -> None:
+    golden("plan_mlp", format_plan(make_plan(_normal(), TWO)))
+
+
+def test_a_plan_with_ungrouped_sums_and_ops_without_rules_reads_well(golden: Callable[[str, str], None]) -> None:
+    b = Builder("mixed")
+    x, w = b.input("x", (12, 64)), b.variable("w", (64, 64))
+    b.scope = "replica_0"
+    product = b.matmul(x, b.read(w, name="read"), name="product")
+    mixed = b.op("UnruledMix", product, name="mixed")
+    noisy = b.node("UnruledNoise", (mixed,), (TensorType("float64", (12, 64)),), "noisy", stateful=True)
+    b.scope = ""
+    gradient = b.matmul(x, noisy, a=True, name="gradient")
+    update = b.update("ResourceApplyGradientDescent", w, b.const(0.1), gradient, name="update")
+    top = b.reduce("Max", b.op("Tanh", product), 0, name="top")
+    context = PlanSettings(3, ("gpu:0", "gpu:1", "cpu:0"), shares=(6, 5, 1), group_bytes=1024)
+    program = normalise(b.build([b.reduce("Mean", noisy, 0, 1, name="mean"), top], [update]), context)
+    golden("plan_mixed", format_plan(make_plan(program, context)))
+
+
+def test_the_text_of_the_program_reads_well(golden: Callable[[str, str], None]) -> None:
+    text = format_program(_normal())
+    golden("program_mlp", text)
+    assert parse_program(text) == _normal()
+
+
+def test_planning_repeats_itself() -> None:
+    first, second = make_plan(_normal(), TWO), make_plan(_normal(), TWO)
+    assert first == second and first.to_json() == second.to_json()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_plans_are_legal_and_right(parts: int) -> None:
+    context = PlanSettings(parts)
+    program = _normal(context)
+    plan = make_plan(program, context)
+    assert plan.fingerprint == fingerprint(program) and plan.size == parts
+    assert plan.devices == tuple(f"rank {i}" for i in range(parts))
+    check(program, plan_from_json(plan.to_json()))
+    assert_equal_runs(program, plan)
+    assert (plan.logical_bytes > 0) == (parts > 1)
+    assert plan.split_flops_fraction == (1.0 if parts > 1 else 0.0)
+    # Three forward and backward products of layer 2 and two of layer 1, 2 FLOPs per multiply-add.
+    assert plan.total_flops == 2 * 8 * (3 * 6 * 3 + 2 * 4 * 6)
+
+
+def test_the_users_choices_are_kept() -> None:
+    plan = make_plan(_normal(), replace(TWO, shares=(2, 6), marked_inputs=("x", "y")))
+    assert [(b.name, b.placement, b.origin) for b in plan.batch_inputs] == [
+        ("x", split(0, (2, 6)), "user (batch.inputs)"), ("y", split(0, (2, 6)), "user (batch.inputs)"),
+    ]  # fmt: skip
+    assert make_plan(_normal(), replace(TWO, group_bytes=0)).groups == {}
+
+
+def test_shares_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"cannot be split as `replica.shares` asks"):
+        make_plan(_normal(), replace(TWO, shares=(5, 5, 5)))
+
+
+def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
+    b = Builder("alone")
+    program = b.build([b.op("Neg", b.input("rate", ()))])
+    plan = make_plan(program, TWO)
+    assert plan.batch_inputs == () and plan.logical_bytes == 0
+    assert {p for s in plan.strategies[""].values() for p in s.outputs} == {B}
+    assert not any(isinstance(p, FirstRank) for s in plan.strategies[""].values() for p in s.inputs)
+
+
+def test_each_pass_is_dumped_as_text(tmp_path: Path) -> None:
+    context = replace(TWO, dump=str(tmp_path))
+    program = normalise(mlp(), context)
+    make_plan(program, context)
+    files = sorted(p.name for p in (tmp_path / "mlp").iterdir())
+    names = ["captured", *(step.__name__ for step in NORMALISE)]
+    assert files[: len(names)] == [f"{i:02d}-{name}.txt" for i, name in enumerate(names)]
+    assert files[-1].endswith("-plan.txt")
+    assert parse_program((tmp_path / "mlp" / files[len(names) - 1]).read_text()) == program
+    assert (tmp_path / "mlp" / files[-1]).read_text() == format_plan(make_plan(program, TWO))

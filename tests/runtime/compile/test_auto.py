@@ -1,0 +1,280 @@
+"""`auto_parallel`: what is chosen under given speeds, and that it runs as one device, over ranks of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from cost_model.captured.table import write
+from tests.cost_model.test_captured import TABLE
+from tests.oracle.metric import difference, limit
+from tests.runtime.layouts.test_split import Classifier, double
+from whale.errors import ClusterError, PlanError
+from whale.ir.layout import Split
+from whale.planner.captured import pipelines
+from whale.planner.captured import ways as programs
+from whale.planner.captured.balance import balanced
+from whale.planner.captured.ways import Choice, Rates
+from whale.runtime.compile import auto
+from whale.runtime.measure.rates import of_kinds
+from whale.runtime.run import context
+
+__all__ = ["double"]
+
+FREE_LINK = Rates(2e8, 2e8, 0.0, 0.0, 1e15, "for the test")  # whatever is divided pays
+SLOW_LINK = Rates(1e12, 1e12, 0.0, 1.0, 1e6, "for the test")  # an exchange costs a second
+MIDDLE = Rates(1e10, 1e9, 0.0, 1e-6, 1e8, "for the test")  # a weight's gradient costs more than the work on it
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def of(rates: Rates, *others: Rates) -> None:
+        monkeypatch.setattr(
+            auto, "_measured", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
+        )
+        monkeypatch.setattr(programs, "LEAST_BYTES", 1)
+
+    return of
+
+
+def started(classifier: Classifier) -> Any:
+    return classifier.step.plan(*classifier.batch(0))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_large_classifier_is_split_without_a_scope(
+    ranks: Callable[..., None], speed: Callable[..., None], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = Classifier().train()
+    speed(MIDDLE)
+    ranks(count, auto_parallel=True)
+    classifier = Classifier(wh.function)
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    plan = started(classifier)
+    hand_made = Classifier(wh.function, wh.replica, wh.split).step.plan(*classifier.batch(0))
+    chosen = context.current().auto
+    assert chosen is not None and chosen.weights
+    inner = plan.inner or plan
+    assert any(isinstance(p, Split) for p in inner.variables.values())
+    if count == 2:
+        assert plan.logical_bytes <= 1.1 * hand_made.logical_bytes
+    text = capsys.readouterr().err
+    assert "auto_parallel: split from" in text and "data parallel: " in text
+
+
+def test_over_a_slow_link_every_rank_works_alone(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
+    expected = Classifier().train()
+    speed(SLOW_LINK)
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function)
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    assert started(classifier).logical_bytes == 0
+
+
+def test_scopes_are_kept(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
+    speed(SLOW_LINK)
+    ranks(2, auto_parallel=True)
+    scoped = Classifier(wh.function, wh.replica, wh.split)
+    held = [p for p in started(scoped).variables.values() if isinstance(p, Split)]
+    assert len(held) == 4
+
+
+def test_what_does_not_fit_is_not_chosen(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed(SLOW_LINK)
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function, adam=True)
+    # Weight, its two moments, gradient and logits take 2 MB: one of two parts fits, the whole does not.
+    monkeypatch.setattr(auto, "_memory_bytes", lambda context, size: 1.9e6)
+    started(classifier)
+    chosen = context.current().auto
+    assert chosen is not None and (chosen.weights or chosen.zero)
+    wh.shutdown()
+    monkeypatch.setattr(auto, "_memory_bytes", lambda context, size: 1e5)
+    ranks(2, auto_parallel=True)
+    with pytest.raises(PlanError, match="in no way"):
+        started(Classifier(wh.function, adam=True))
+
+
+def test_activations_are_computed_again_where_memory_binds(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Deep().train(512)
+    speed(FREE_LINK)
+    monkeypatch.setattr(auto, "choices", lambda *_: [Choice("data parallel")])
+    monkeypatch.setattr(auto, "pipelines", lambda *_: [])
+    taken: list[tuple[float, int]] = []
+    predict = auto._predicted
+
+    def predicted(*args: Any) -> tuple[float, int]:
+        taken.append(predict(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(auto, "_predicted", predicted)
+    ranks(2, auto_parallel=True)
+    deep = Deep(wh.function)
+    deep.step.plan(*deep.batch(0, 512))
+    wh.shutdown()
+    plain_s, plain_bytes = taken[0]
+    limit_bytes = 0.95 * min(size for _, size in taken)
+    monkeypatch.setattr(auto, "_memory_bytes", lambda *_: limit_bytes)
+    taken.clear()
+    ranks(2, auto_parallel=True)
+    deep = Deep(wh.function)
+    worst = difference(expected, deep.train(512), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and chosen.recompute == "auto", chosen
+    least = min(taken, key=lambda one: one[1])
+    assert least[1] <= limit_bytes < plain_bytes and chosen.predicted_s > plain_s  # memory for time
+    wh.shutdown()
+    monkeypatch.setattr(auto, "_memory_bytes", lambda *_: 1e3)
+    ranks(2, auto_parallel=True)
+    deep = Deep(wh.function)
+    with pytest.raises(PlanError, match="which takes the least") as error:
+        deep.step.plan(*deep.batch(0, 512))
+    assert "nothing that was tried makes it fit" in str(error.value)
+
+
+def test_unequal_ranks_get_rows_by_their_speed(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Classifier().train()
+    fast = replace(FREE_LINK, bytes_per_s=1e12)  # updates, which do not depend on rows, take next to nothing
+    speed(fast, replace(fast, flops_per_s=1e8))
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function)
+    found: list[Any] = []
+    looked_at = auto._looked_at
+
+    def rows_only(*args: Any) -> list[Choice]:
+        found.extend(choice for choice in looked_at(*args) if choice.shares)
+        return [Choice("equal"), *found]
+
+    monkeypatch.setattr(auto, "_looked_at", rows_only)
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    assert found[0].shares == (11, 5)
+    assert context.current().auto.shares == found[0].shares
+
+
+def test_all_ranks_end_together_whatever_they_do_once() -> None:
+    assert balanced(16, [0.0, 0.0], [1.0, 2.0]) == (11, 5)
+    assert balanced(90, [10.0, 20.0], [1.0, 2.0]) == (63, 27)  # 73 and 74 s
+    assert balanced(10, [1.0, 100.0], [1.0, 1.0]) == (10, 0)
+    assert balanced(7, [0.0], [1.0]) == (7,)
+
+
+def test_ranks_of_one_kind_have_one_speed() -> None:
+    assert of_kinds([100.0, 58.0, 110.0, 62.0]) == [105.0, 60.0, 105.0, 60.0]
+    assert of_kinds([100.0, 50.0]) == [100.0, 50.0]
+
+
+class Deep:
+    """A chain of layers with an optimizer's state, and an evaluation that no stage has."""
+
+    def __init__(self, function: Any = tf.function):
+        tf.keras.utils.set_random_seed(7)
+        self.layers = [tf.keras.layers.Dense(24, activation="tanh") for _ in range(4)] + [tf.keras.layers.Dense(3)]
+        for layer, size in zip(self.layers, (6, 24, 24, 24, 24)):
+            layer.build((None, size))
+        self.weights = [w for layer in self.layers for w in layer.trainable_variables]
+        self.optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+        self.optimizer.build(self.weights)
+
+        def predict(x: tf.Tensor) -> tf.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+        def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(predict(x) - y))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.weights), self.weights))
+            return loss
+
+        self.step = function(step)
+        self.evaluate = function(lambda x, y: tf.reduce_mean(tf.square(predict(x) - y)))
+
+    def batch(self, number: int, rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.default_rng(number)
+        return generator.normal(size=(rows, 6)), generator.normal(size=(rows, 3))
+
+    def train(self, rows: int = 16) -> dict[str, np.ndarray]:
+        found = {f"loss/{i}": np.asarray(self.step(*self.batch(i, rows))) for i in range(3)}
+        found["evaluated"] = np.asarray(self.evaluate(*self.batch(9)))
+        return found | {f"weight/{i}": np.asarray(w) for i, w in enumerate(self.weights)}
+
+
+# What travels costs by its bytes, and work next to nothing: a pipeline sends activations, not gradients of weights.
+THIN_LINK = Rates(1e10, 1e10, 0.0, 0.0, 1e5, "for the test")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_pipeline_is_found_without_a_scope(
+    ranks: Callable[..., None], speed: Callable[..., None], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Deep().train()
+    speed(THIN_LINK)
+    ways = auto.choices
+    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.alone and not c.weights])
+    ranks(count, auto_parallel=True)
+    deep = Deep(wh.function)
+    worst = difference(expected, deep.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and len(chosen.stages) == count, chosen
+    assert len(deep.step.plan(*deep.batch(0)).places) == count
+
+
+def test_stages_of_a_pipeline_follow_the_ranks_speed() -> None:
+    assert pipelines.cut([1.0] * 8, [1.0, 0.59]) == [5]
+    assert pipelines.cut([1.0, 1.0, 4.0], [1.0, 1.0, 1.0]) == [1, 2]
+    assert pipelines.cut([1.0], [1.0, 1.0]) is None
+    assert pipelines.groups_of([1.0, 0.5, 1.0, 0.5], 2) == ((0, 2), (1, 3))
+    assert pipelines.groups_of([0.5, 1.0], 2) == ((1,), (0,))
+
+
+def test_an_optimizers_state_is_divided_where_its_update_takes_long(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Classifier(adam=True).train()
+    speed(Rates(1e15, 1e6, 0.0, 0.0, 1e15, "for the test"))
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function, adam=True)
+    ways = auto.choices
+    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.weights])
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and chosen.zero == 1
+
+
+def test_ways_are_played_by_a_profile(
+    ranks: Callable[..., None], speed: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed(SLOW_LINK)  # these rates would send nothing
+    expected = Classifier().train()
+    path = tmp_path / "profile.json"
+    write(msgspec.structs.replace(TABLE, host="bench", call_s=0.0, node_s=1e-9), path)
+    ranks(2, auto_parallel=True, **{"cost_model.profile": str(path)})
+    classifier = Classifier(wh.function)
+    worst = difference(expected, classifier.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    said = capsys.readouterr().err
+    assert "(bench as `whale profile` measured it)" in said
+    wh.shutdown()
+    ranks(2, auto_parallel=True, **{"cost_model.profile": str(tmp_path / "none.json")})
+    with pytest.raises(ClusterError, match="the profile cannot be read"):
+        Classifier(wh.function).train()

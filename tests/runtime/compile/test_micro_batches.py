@@ -1,0 +1,272 @@
+"""pipeline.num_micro_batch: a rank's rows in parts, one after the other; gradients are summed, as on one device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from tests.runtime.compile.test_zero import batch, trained
+from whale.errors import PlanError
+from whale.ir.program import Program
+from whale.lowering.micro import Call, roll
+from whale.runtime.compile import compile as compiling
+from whale.runtime.compile import micro_batches as micro
+
+Start = Callable[..., None]
+
+
+@pytest.fixture
+def rolled(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The ranks' programs that are compiled from here on."""
+    found: list[Program] = []
+    compile_marked = compiling.compile_marked
+
+    def seen(program: Program) -> Program:
+        found.append(program)
+        return compile_marked(program)
+
+    monkeypatch.setattr(compiling, "compile_marked", seen)
+    return found
+
+
+def functions_called(program: Program) -> list[str]:
+    return [n.attrs["f"].name for n in program.nodes if n.op == "WhaleCall"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("count", "micro_batches", "config"),
+    [
+        (1, 2, {}),
+        (1, 7, {}),
+        (2, 4, {"replica.shares": [5, 3]}),
+        (2, 2, {"replica.shares": [0, 8]}),
+        (3, 7, {"zero.level": 1, "zero.min_bytes": 0}),
+    ],
+)
+def test_the_step_is_that_of_one_device(ranks: Start, count: int, micro_batches: int, config: dict[str, Any]) -> None:
+    plain, losses = trained(tf.function)
+    ranks(count, **{"pipeline.num_micro_batch": micro_batches}, **config)
+    model, found = trained(wh.function)
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-13)
+    for value, other in zip(model.values(), plain.values()):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-13)
+    assert model.step.plan(*batch(0)).micro_batches == micro_batches
+    np.testing.assert_allclose(model.evaluate(*batch(7)), plain.evaluate(*batch(7)), rtol=0, atol=1e-13)
+
+
+def test_a_micro_batch_costs_a_few_nodes_and_products_are_in_one_function(ranks: Start, rolled: list[Program]) -> None:
+    sizes = []
+    for micro_batches in (2, 4, 8):
+        rolled.clear()
+        ranks(2, **{"pipeline.num_micro_batch": micro_batches})
+        trained(wh.function)
+        program = rolled[0]  # the step's; then that of the evaluation
+        wh.shutdown()
+        calls = functions_called(program)
+        # 4 rows in 8 parts: four of one row, and four of none.
+        assert len(calls) == micro_batches and len(set(calls)) == (1 if micro_batches < 8 else 2)
+        assert not any(n.op == "MatMul" for n in program.nodes)
+        assert sum(n.op == "MatMul" for n in program.functions[calls[0]].nodes) == 5
+        assert not any(n.op == "WhaleAllReduce" for f in program.functions.values() for n in f.nodes)
+        sizes.append(len(program.nodes))
+    assert sizes[1] - sizes[0] <= 2 * 2 and sizes[2] - sizes[1] <= 2 * 4 + 2
+
+
+@pytest.mark.parametrize("order", ["F0 F1 F2 B2 B1 B0", "F0 F1 B0 F2 B1 B2"])
+def test_phases_hand_on_what_later_ones_read(
+    ranks: Start, rolled: list[Program], monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """Cut anywhere in two, and run in the order of a schedule, a step stays what it is."""
+    calls = [Call(word[0], int(word[1])) for word in order.split()]
+
+    def in_phases(program: Program, plan: Any, each: set[str]) -> Program:
+        names = [n.name for n in program.nodes if n.name in each]
+        phase = {name: "F" if i < len(names) // 2 else "B" for i, name in enumerate(names)}
+        return roll(program, plan, each, calls, phase)
+
+    monkeypatch.setattr(micro, "roll", in_phases)
+    plain, losses = trained(tf.function)
+    ranks(2, **{"pipeline.num_micro_batch": 3, "replica.shares": [5, 3]})
+    model, found = trained(wh.function)
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-13)
+    for value, other in zip(model.values(), plain.values()):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-13)
+    called = functions_called(rolled[0])
+    assert len(called) == 6 and len(set(called)) == 4  # 2, 2, 1 rows: two functions for each phase
+
+
+def test_what_depends_on_inputs_only_is_counted_before(ranks: Start, rolled: list[Program]) -> None:
+    """A loss is the mean over the rows that a mask leaves: how many these are is known before the first micro-batch."""
+
+    def trained_once(function: Any) -> tuple[float, np.ndarray]:
+        weight = tf.Variable(np.arange(12.0).reshape(3, 4) / 10)
+
+        def step(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                of_rows = tf.reduce_sum(tf.square(tf.tanh(x @ weight)), 1)
+                loss = tf.reduce_sum(of_rows * mask) / tf.reduce_sum(mask)
+            weight.assign_sub(0.1 * tape.gradient(loss, weight))
+            return loss
+
+        x = tf.constant(np.random.default_rng(1).standard_normal((8, 3)))
+        return float(function(step)(x, tf.constant([1.0, 0, 1, 1, 0, 0, 0, 1], tf.float64))), weight.numpy()
+
+    loss, weight = trained_once(tf.function)
+    for count in (1, 2):
+        ranks(count, **{"pipeline.num_micro_batch": 3})
+        found, other = trained_once(wh.function)
+        np.testing.assert_allclose(found, loss, rtol=1e-13)
+        np.testing.assert_allclose(other, weight, rtol=1e-13)
+        assert len(functions_called(rolled[-1])) == 3
+        wh.shutdown()
+
+
+class Normalised:
+    """A dense layer, a batch normalisation, and the mean of squares, in float64."""
+
+    def __init__(self, function: Any) -> None:
+        tf.keras.utils.set_random_seed(3)
+        self.model = tf.keras.Sequential(
+            [
+                tf.keras.layers.Input((3,), dtype="float64"),
+                tf.keras.layers.Dense(4, dtype="float64"),
+                tf.keras.layers.BatchNormalization(dtype="float64"),
+            ]
+        )
+        self.step = function(self._step)
+
+    def slopes(self, x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.relu(self.model(x, training=True)) ** 3)
+        return tape.gradient(loss, self.model.trainable_variables)
+
+    def _step(self, x: tf.Tensor) -> None:
+        for slope, weight in zip(self.slopes(x), self.model.trainable_variables):
+            weight.assign_sub(0.1 * slope)
+
+
+def test_statistics_of_the_batch_are_refused_or_of_each_micro_batch(ranks: Start) -> None:
+    x = tf.constant(np.random.default_rng(1).standard_normal((8, 3)))
+    ranks(1, **{"pipeline.num_micro_batch": 2})
+    with pytest.raises(PlanError, match="value of all micro-batches is needed") as refused:
+        Normalised(wh.function).step(x)
+    assert "moments" in str(refused.value) and "pipeline.micro_batch_statistics=true" in str(refused.value)
+    wh.shutdown()
+    ranks(1, **{"pipeline.num_micro_batch": 2, "pipeline.micro_batch_statistics": True})
+    model = Normalised(wh.function)
+    model.step(x)
+    by_hand = Normalised(lambda fn: fn)
+    parts = [by_hand.slopes(part) for part in (x[:4], x[4:])]
+    for slopes, weight in zip(zip(*parts), by_hand.model.trainable_variables):
+        weight.assign_sub(0.1 * (slopes[0] + slopes[1]) / 2)
+    for weight, other in zip(model.model.trainable_variables, by_hand.model.trainable_variables):
+        np.testing.assert_allclose(weight.numpy(), other.numpy(), rtol=0, atol=1e-13)
+
+
+def test_a_session_accumulates(ranks: Start) -> None:
+    def run(session_of: Any) -> list[Any]:
+        with tf.Graph().as_default() as graph:
+            x = tf.compat.v1.placeholder(tf.float64, [None, 3])
+            start = tf.constant_initializer(np.arange(12).reshape(3, 4) / 10)
+            w = tf.compat.v1.get_variable("w", [3, 4], tf.float64, start, use_resource=True)
+            loss = tf.reduce_mean(tf.square(tf.tanh(x @ w)))
+            counter = tf.compat.v1.train.get_or_create_global_step()
+            train = tf.compat.v1.train.AdamOptimizer(0.1).minimize(loss, counter)
+            initialise = tf.compat.v1.global_variables_initializer()
+        with session_of(graph) as session:
+            session.run(initialise)
+            values = np.random.default_rng(2).standard_normal((8, 3))
+            losses = [session.run([loss, train], {x: values})[0] for _ in range(3)]
+            return [*losses, session.run(w), session.run(counter)]
+
+    plain = run(lambda graph: tf.compat.v1.Session(graph=graph))
+    ranks(2, **{"pipeline.num_micro_batch": 3})
+    for value, other in zip(run(lambda graph: wh.Session(graph=graph)), plain):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-13)
+
+
+def test_activations_are_held_of_one_micro_batch(ranks: Start) -> None:
+    from whale_ops.memory import memory, reset_peak
+
+    rows, width, layers = 2048, 256, 6
+    weights = [tf.Variable(tf.random.stateless_normal([width, width], [1, i]) / 16) for i in range(layers)]
+    x = tf.random.stateless_normal([rows, width], [2, 3])
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            y = x
+            for weight in weights:
+                y = tf.tanh(y @ weight)
+            loss = tf.reduce_mean(tf.square(y))
+        for slope, weight in zip(tape.gradient(loss, weights), weights):
+            weight.assign_sub(0.01 * slope)
+        return loss
+
+    def peak_bytes(micro_batches: int) -> int:
+        ranks(1, **{"pipeline.num_micro_batch": micro_batches})
+        spread = wh.function(step)
+        spread(x)
+        gc.collect()
+        reset_peak()
+        before = memory().live_bytes
+        spread(x)
+        peak = memory().peak_bytes - before
+        wh.shutdown()
+        return peak
+
+    whole, parts = peak_bytes(1), peak_bytes(8)
+    activations = layers * rows * width * 4
+    gradients = layers * width * width * 4
+    assert whole >= activations
+    # An eighth of the activations, and their gradients; the sums come in and go out of each call.
+    assert parts <= activations / 8 * 1.7 + 3 * gradients, (whole, parts)
+
+
+def test_weights_as_large_as_the_batch(ranks: Start) -> None:
+    """A gradient with as many rows as the batch is no rows of it, whatever slicing it would cost."""
+    ranks(1, **{"pipeline.num_micro_batch": 4})
+    weight = tf.Variable(np.random.default_rng(0).standard_normal((6, 8, 3)))
+    slot = tf.Variable(tf.ones((6, 8, 3), tf.float64))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(tf.einsum("ri,ijk->rjk", x, weight)) ** 2)
+        slope = tape.gradient(loss, weight)
+        slot.assign_add(slope - slot)
+        weight.assign_sub(0.1 * slot)
+        return loss
+
+    x = tf.constant(np.random.default_rng(1).standard_normal((8, 6)))
+    wanted = weight.numpy()
+    with tf.GradientTape() as tape:
+        at = tf.Variable(wanted)
+        loss = tf.reduce_mean(tf.tanh(tf.einsum("ri,ijk->rjk", x, at)) ** 2)
+    wanted = wanted - 0.1 * tape.gradient(loss, at).numpy()
+    step(x)
+    np.testing.assert_allclose(weight.numpy(), wanted, atol=1e-12)
+
+
+def test_a_scope_around_some_layers_brings_rows_together(ranks: Start) -> None:
+    ranks(2, **{"pipeline.num_micro_batch": 2})
+    first, last = (tf.Variable(tf.ones((8, 8), tf.float64)) for _ in range(2))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            h = tf.tanh(x @ first)
+            with wh.split():
+                loss = tf.reduce_mean(tf.square(h @ last))
+        for weight, slope in zip((first, last), tape.gradient(loss, (first, last))):
+            weight.assign_sub(slope)
+        return loss
+
+    with pytest.raises(PlanError, match=r"put wh\.split around the rest of the forward pass too"):
+        step.plan(tf.ones((8, 8), tf.float64))

@@ -1,0 +1,57 @@
+"""communication.wire_dtype: gradients travel with 16 bits; the result is that of one device to their precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from whale.errors import PlanError
+from whale.runtime.run.context import current
+
+Start = Callable[..., None]
+STEPS, RATE = 3, 0.5
+
+
+def trained(function: Any) -> tuple[list[np.ndarray], list[float]]:
+    """Weights and losses after some steps of gradient descent."""
+    generator = np.random.default_rng(1)
+    shapes = ((30, 40), (40, 1))
+    weights = [tf.Variable(generator.standard_normal(s).astype(np.float32) / 8) for s in shapes]
+    x, y = generator.standard_normal((12, 30)).astype(np.float32), np.ones((12, 1), np.float32)
+
+    @function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.tanh(x @ weights[0]) @ weights[1] - y))
+        for weight, slope in zip(weights, tape.gradient(loss, weights)):
+            weight.assign_sub(RATE * slope)
+        return loss
+
+    losses = [float(step(tf.constant(x), tf.constant(y))) for _ in range(STEPS)]
+    return [w.numpy() for w in weights], losses
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_the_result_is_that_of_one_device_to_the_precision_of_the_wire(ranks: Start, dtype: str, bits: int) -> None:
+    one, losses_of_one = trained(tf.function)
+    ranks(3, **{"communication.wire_dtype": dtype})
+    weights, losses = trained(wh.function)
+    assert losses[0] == pytest.approx(losses_of_one[0], rel=1e-6)  # the loss itself is not rounded
+    np.testing.assert_allclose(losses, losses_of_one, rtol=4 * 2.0**-bits)
+    for weight, other in zip(weights, one):
+        error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
+        assert 2.0 ** -(bits + 8) < error < 2 * 2.0**-bits, "rounded, and no more than the wire rounds"
+    (sent,) = {c.logical_bytes // c.calls for c in current("test").comms[0].counters() if "group" in c.key}
+    assert sent == pytest.approx(2 * 2 * 2 * (30 * 40 + 40) / 3, abs=2)
+
+
+def test_with_state_that_lies_split_it_is_refused(ranks: Start) -> None:
+    ranks(2, **{"communication.wire_dtype": "bfloat16", "zero.level": 1})
+    with pytest.raises(PlanError, match=r"zero\.level"):
+        trained(wh.function)

@@ -1,0 +1,221 @@
+"""A rank's rows of a dataset: together they are the batches of one device, and maps see a rank's samples only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from whale.capture.sharded import ShardedTensor
+from whale.config import Config
+from whale.errors import ProgramError
+from whale.runtime.input.data import ShardedDataset
+
+Make = Callable[[], tf.data.Dataset]
+
+
+class _Comm:
+    """Stands for processes that all say what the first one says."""
+
+    def __init__(self, size: int, said: dict[str, bytes]) -> None:
+        self.size, self.said = size, said
+
+    def allgather_bytes(self, key: str, data: bytes, timeout_s: float) -> list[bytes]:
+        return [self.said.setdefault(key, data)] * self.size
+
+
+@dataclass
+class _Rank:
+    """What a dataset asks a context for."""
+
+    rank: int
+    size: int
+    comms: list[_Comm]
+    config: Config
+    elements: int = 0
+    between_processes: bool = True
+    trace: None = None
+    dry: Any = field(default=None)
+
+
+def of_ranks(make: Make, size: int, shares: tuple[int, ...] = ()) -> list[ShardedDataset]:
+    """The dataset as each rank has it; every rank builds its own, as every process does."""
+    said: dict[str, bytes] = {}
+    config = Config({"replica.shares": shares}, environment={})
+    return [ShardedDataset(make(), _Rank(r, size, [_Comm(size, said)], config), "row") for r in range(size)]
+
+
+def joined(parts: list[Any]) -> Any:
+    """A batch of the ranks' parts."""
+    if not isinstance(parts[0], ShardedTensor):
+        return parts[0].numpy()
+    assert [p.rank for p in parts] == list(range(len(parts)))
+    assert len({p.sizes for p in parts}) == 1
+    whole = np.concatenate([p.local.numpy() for p in parts])
+    assert whole.shape == tuple(parts[0].shape)
+    return whole
+
+
+def same_batches(make: Make, size: int, shares: tuple[int, ...] = (), epochs: int = 2) -> list[ShardedDataset]:
+    """Asserts that the ranks read the batches of one device; returns their datasets."""
+    ranks, plain = of_ranks(make, size, shares), make()
+    for _ in range(epochs):
+        wanted = [tf.nest.map_structure(lambda t: t.numpy(), element) for element in plain.take(40)]
+        found = [list(zip(range(40), dataset)) for dataset in ranks]
+        assert [len(f) for f in found] == [len(wanted)] * size
+        for parts, element in zip(zip(*found), wanted):
+            whole = tf.nest.map_structure(lambda *p: joined(list(p)), *(part for _, part in parts))
+            tf.nest.assert_same_structure(whole, element)
+            for a, b in zip(tf.nest.flatten(whole), tf.nest.flatten(element)):
+                np.testing.assert_array_equal(a, b)
+    return ranks
+
+
+def samples(count: int) -> tf.data.Dataset:
+    x = np.random.default_rng(0).normal(size=(count, 3))
+    return tf.data.Dataset.from_tensor_slices({"x": x, "y": np.arange(count)})
+
+
+def double(sample: Any) -> Any:
+    return {"x": 2 * sample["x"], "y": sample["y"]}
+
+
+def jitter(sample: Any) -> Any:
+    return {"x": sample["x"] + tf.random.uniform([3], seed=4, dtype=tf.float64), "y": sample["y"]}
+
+
+def odd(sample: Any) -> Any:
+    return sample["y"] % 2 == 1
+
+
+CHAINS: dict[str, tuple[Make, int, str]] = {
+    # name -> (dataset, maps that see a rank's samples only, or -1 where all rows are read; what the report says)
+    "plain": (lambda: samples(21).batch(8), 0, "its rows"),
+    "dropped rest": (lambda: samples(21).map(double).batch(8, drop_remainder=True), 1, "its rows"),
+    "a rest of one row": (lambda: samples(17).map(double).batch(8), 1, "its rows"),
+    "less than a batch": (lambda: samples(2).map(double).batch(8), 1, "its rows"),
+    "over a shuffle": (lambda: samples(21).map(double).shuffle(9, seed=3).map(double).batch(8), 2, "its rows"),
+    "same order again": (
+        lambda: samples(21).map(double).shuffle(9, 3, reshuffle_each_iteration=False).batch(8), 1, "its rows"),
+    "over a repeat": (lambda: samples(7).map(double).repeat(3).skip(2).take(17).batch(8), 1, "its rows"),
+    "without end": (lambda: samples(7).map(double).repeat().batch(4).prefetch(1), 1, "its rows"),
+    "repeated batches": (lambda: samples(10).map(double).batch(4).repeat(3).take(8).prefetch(2), 1, "its rows"),
+    "parallel": (lambda: samples(21).map(double, num_parallel_calls=3).batch(8, num_parallel_calls=2), 1, "its rows"),
+    "kept in memory": (lambda: samples(21).map(double).cache().map(double).batch(8), 1, "double run for all samples"),
+    "draws with a seed": (lambda: samples(21).map(jitter).map(double).batch(8), 1, "jitter run for all samples"),
+    "known count": (
+        lambda: samples(21).filter(odd).apply(tf.data.experimental.assert_cardinality(10)).map(double).batch(4),
+        1, "its rows"),
+    "unknown count": (lambda: samples(21).filter(odd).map(double).batch(4), -1, "assert_cardinality"),
+    "batch statistics": (lambda: samples(21).batch(8).map(lambda b: b["x"] - tf.reduce_mean(b["x"])), -1, "MapDataset"),
+    "padded": (
+        lambda: tf.data.Dataset.range(1, 12).map(lambda n: tf.fill([n], n)).padded_batch(4), -1, "PaddedBatch"),
+    "strings": (lambda: samples(9).map(lambda s: (s["x"], tf.as_string(s["y"]))).batch(4), -1, "strings"),
+    "arrays of batches": (
+        lambda: tf.data.Dataset.from_tensor_slices((np.ones((3, 4, 2)), np.arange(3.0))), -1, "TensorSlice"),
+}  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", CHAINS)
+def test_ranks_read_the_batches_of_one_device(name: str) -> None:
+    make, moved, says = CHAINS[name]
+    for size, shares in ((2, ()), (3, (5, 0, 3))):
+        for dataset in same_batches(make, size, shares):
+            assert (dataset._own.moved if dataset._own else -1) == moved
+            assert says in dataset.report
+
+
+def test_shuffles_without_a_seed_are_equal_on_all_ranks() -> None:
+    def make() -> tf.data.Dataset:
+        return samples(21).map(double).shuffle(21).batch(8)
+
+    ranks, seen = of_ranks(make, 2), []
+    for _ in range(2):
+        parts = list(zip(*ranks))
+        epoch = np.concatenate([joined([a["y"], b["y"]]) for a, b in parts])
+        assert sorted(epoch) == list(range(21))
+        seen.append(list(epoch))
+    assert seen[0] != seen[1] != sorted(seen[1])
+
+
+@pytest.mark.parametrize("shares", [(4, 4), (6, 2), (0, 8)])
+def test_a_rank_transforms_its_samples_only(shares: tuple[int, ...]) -> None:
+    counts = [0, 0]
+
+    def make(rank: int) -> tf.data.Dataset:
+        def costly(y: np.ndarray) -> np.ndarray:
+            counts[rank] += 1
+            return y
+
+        def counted(sample: Any) -> Any:
+            y = tf.numpy_function(costly, [sample["y"]], tf.int64, stateful=False)
+            return {"x": sample["x"], "y": tf.ensure_shape(y, [])}
+
+        return samples(21).map(counted).shuffle(5, seed=1).batch(8)
+
+    made = iter(range(2))
+    for dataset in of_ranks(lambda: make(next(made)), 2, shares):
+        assert len(list(dataset)) == 3
+    rest = {(4, 4): (3, 2), (6, 2): (4, 1), (0, 8): (0, 5)}[shares]
+    assert counts == [2 * full + last for full, last in zip(shares, rest)]
+
+
+@pytest.mark.parametrize("asked", [None, 3])
+def test_functions_of_the_dataset_do_not_queue_behind_the_kernels_of_a_step(asked: int | None) -> None:
+    options = tf.data.Options()
+    if asked is not None:
+        options.threading.private_threadpool_size = asked
+    context = _Rank(0, 1, [], Config({"input.threads": 2}, environment={}), between_processes=False)
+    shared = ShardedDataset(samples(8).map(double).batch(4).with_options(options), context, "row")
+    assert shared._read.options().threading.private_threadpool_size == (asked or 2)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_the_queue_is_bounded(prefetch: int) -> None:
+    import time
+
+    made: list[int] = []
+
+    def count(y: np.ndarray) -> np.ndarray:
+        made.append(int(y))
+        return y
+
+    source = tf.data.Dataset.range(200).map(lambda y: tf.numpy_function(count, [y], tf.int64)).batch(2)
+    # The stages that tf.data adds by itself hold one or two batches more, and not always as many.
+    plain = tf.data.Options()
+    plain.experimental_optimization.apply_default_optimizations = False
+    source = source.with_options(plain)
+    config = Config({"input.prefetch": prefetch}, environment={})
+    context = _Rank(0, 1, [], config, between_processes=False)
+    for taken, _ in enumerate(ShardedDataset(source, context, "row"), 1):
+        deadline_s = time.monotonic() + 10
+        while len(made) < 2 * (taken + prefetch) and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        time.sleep(0.02)
+        assert len(made) == 2 * (taken + prefetch)
+        if taken == 5:
+            break
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda: samples(9).shuffle(9).filter(odd).batch(4), "ShuffleDataset without a seed"),
+        (lambda: samples(9).map(double, num_parallel_calls=2, deterministic=False).batch(4), "deterministic=False"),
+        (
+            lambda: samples(9).interleave(lambda s: tf.data.Dataset.range(4).shuffle(4)).batch(4),
+            "InterleaveDataset of ShuffleDatasetV3",
+        ),
+        (lambda: samples(9).filter(lambda s: tf.random.uniform([]) < 0.5).batch(4), "FilterDataset of RandomUniform"),
+    ],
+)
+def test_orders_that_would_differ_are_refused(make: Make, given: str) -> None:
+    with pytest.raises(ProgramError, match="another order") as caught:
+        of_ranks(make, 2)
+    assert given in caught.value.facts["given"]
+    assert 'by="file"' in str(caught.value.action)

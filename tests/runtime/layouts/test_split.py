@@ -1,0 +1,240 @@
+"""Programs with split scopes over ranks of one process: as one device, with less movement, in the expected layouts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+import whale as wh
+from tests.oracle.metric import difference, limit
+from tests.zoo.case import Setting, build
+from tests.zoo.catalogue import case_named
+from whale.errors import PlanError
+from whale.ir.layout import P_SUM, B, Split
+from whale.ir.plan import Plan
+from whale.runtime.run.context import check_replicas
+from whale.runtime.variables import split_variable
+
+Values = dict[str, np.ndarray]
+CLASSES, WIDTH, ROWS = 2000, 24, 16
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    tf.keras.backend.clear_session()
+    tf.keras.backend.set_floatx("float64")
+    tf.keras.mixed_precision.set_global_policy("float64")
+    yield
+    tf.keras.backend.set_floatx("float32")
+    tf.keras.mixed_precision.set_global_policy("float32")
+
+
+class Classifier:
+    """Features, and a classifier of many classes, with clipped gradients and an evaluation step."""
+
+    def __init__(self, function: Any = tf.function, features: Any = contextlib.nullcontext,
+                 classes: Any = contextlib.nullcontext, adam: bool = False):  # fmt: skip
+        tf.keras.utils.set_random_seed(5)
+        layers, optimizers = tf.keras.layers, tf.keras.optimizers
+        self.hidden, self.last = layers.Dense(WIDTH, activation="tanh"), layers.Dense(CLASSES)
+        self.hidden.build((None, 6))
+        self.last.build((None, WIDTH))
+        self.weights = self.hidden.trainable_variables + self.last.trainable_variables
+        self.optimizer = optimizers.Adam(0.01, epsilon=1e-3) if adam else optimizers.SGD(0.5, momentum=0.9)
+        self.optimizer.build(self.weights)
+
+        def predict(x: tf.Tensor) -> tf.Tensor:
+            with features():
+                h = self.hidden(x)
+            with classes():
+                return self.last(h)
+
+        def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                logits = predict(x)
+                with classes():
+                    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+                    loss = tf.reduce_mean(loss)
+            slopes, _ = tf.clip_by_global_norm(tape.gradient(loss, self.weights), 0.5)
+            self.optimizer.apply_gradients(zip(slopes, self.weights))
+            return loss
+
+        def evaluate(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            logits = predict(x)
+            with classes():
+                right = tf.equal(tf.argmax(logits, axis=-1, output_type=tf.int32), y)
+                return tf.reduce_mean(tf.cast(right, tf.float64))
+
+        self.step, self.evaluate = function(step), function(evaluate)
+
+    def batch(self, number: int, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.default_rng(number)
+        return generator.normal(size=(rows, 6)), generator.integers(4, size=rows).astype(np.int32)
+
+    def variables(self) -> list[Any]:
+        kept = self.optimizer.variables
+        return [*self.hidden.variables, *self.last.variables, *(kept() if callable(kept) else kept)]
+
+    def values(self) -> Values:
+        return {f"variable/{i}": np.asarray(v) for i, v in enumerate(self.variables())}
+
+    def train(self) -> Values:
+        """Steps, an evaluation in between, a smaller batch, and weights that the script changes."""
+        found = {f"loss/{i}": np.asarray(self.step(*self.batch(i))) for i in range(3)}
+        found["right"] = np.asarray(self.evaluate(*self.batch(0)))
+        found["smaller"] = np.asarray(self.step(*self.batch(3, ROWS - 5)))
+        kernel = self.last.kernel
+        kernel.assign(kernel.numpy() * 0.5)
+        found["changed"] = np.asarray(self.step(*self.batch(4)))
+        return found | self.values()
+
+
+def moves(plan: Plan) -> list[tuple[str, str]]:
+    return [(str(r.source), str(r.target)) for r in plan.reshards if r.bytes]
+
+
+@pytest.mark.parametrize("adam", [False, True], ids=["momentum", "adam"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.core
+def test_a_classifier_of_many_classes(ranks: Callable[..., None], count: int, adam: bool) -> None:
+    expected = Classifier(adam=adam).train()
+    ranks(count)
+    spread = Classifier(wh.function, wh.replica, wh.split, adam)
+    found = spread.train()
+    check_replicas()
+    worst = difference(expected, found, 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    plan = spread.step.plan(*spread.batch(0))
+    assert plan.split_flops_fraction == 1.0
+    assert plan.logical_bytes * 20 < Classifier(wh.function).step.plan(*spread.batch(0)).logical_bytes
+    held = {name: p for name, p in plan.variables.items() if isinstance(p, Split)}
+    assert len(held) == (6 if adam else 4)  # the classifier's weight and bias, and the optimizer's variables for them
+    assert all(sum(p.sizes) == CLASSES for p in held.values())
+
+
+def test_code_outside_of_all_scopes_divides_rows(ranks: Callable[..., None]) -> None:
+    """Neither features nor their gradients join the split scope whose tensors they exchange."""
+    ranks(2)
+    scoped, bare = Classifier(wh.function, wh.replica, wh.split), Classifier(wh.function, classes=wh.split)
+    plans = [c.step.plan(*c.batch(0)) for c in (scoped, bare)]
+    assert plans[0].logical_bytes == plans[1].logical_bytes
+    assert sorted(map(str, plans[0].variables.values())) == sorted(map(str, plans[1].variables.values()))
+
+
+def test_a_transformer_under_one_scope_sums_twice_forward_and_twice_backward_in_each_layer(
+    ranks: Callable[..., None],
+) -> None:
+    """Megatron-LM's layout: attention by heads, the feed-forward layers by columns and then rows."""
+    ranks(2, random="global")
+    program = build(case_named("gpt"), Setting("float64", "sgd", wh.function, scope=wh.split, gradients=False))
+    plan = program.plan(program.batches(1)[0])
+    sums = [r.ref.node for r in plan.reshards if r.source == P_SUM and r.target == B and r.bytes > 100]
+    backward = [name for name in sums if "gradient_tape" in name or name.startswith("AddN")]
+    layers = 2
+    assert len(sums) - len(backward) == 2 * layers, sums
+    assert len(backward) == 2 * layers + 1, sums  # one for the words of the last layer, which are split as well
+    assert sum("attention_output" in name for name in sums) == layers
+    assert plan.split_flops_fraction == 1.0
+    weights = {name: p for name, p in plan.variables.items() if isinstance(p, Split)}
+    assert len(weights) >= 8 * layers
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "scatter"])
+def test_an_embedding_whose_vocabulary_is_split(ranks: Callable[..., None], sparse: bool) -> None:
+    """Rows too narrow to be cut: each rank looks up, and updates, the words that it has."""
+
+    def train(function: Any, scope: Any) -> Values:
+        table = tf.Variable(np.random.default_rng(0).normal(size=(50, 3)), name="table")
+        out = tf.Variable(np.random.default_rng(1).normal(size=(3, 8)), name="out")
+
+        @function
+        def step(words: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                with scope():
+                    rows = tf.nn.embedding_lookup(table, words)
+                loss = tf.reduce_mean(tf.square(tf.matmul(tf.reduce_sum(rows, axis=1), out)))
+            slopes = tape.gradient(loss, [table, out])
+            out.assign_sub(0.1 * slopes[1])
+            if sparse:
+                table.scatter_sub(tf.IndexedSlices(0.1 * slopes[0].values, slopes[0].indices))
+            else:
+                table.assign_sub(0.1 * tf.convert_to_tensor(slopes[0]))
+            return loss
+
+        words = [np.random.default_rng(i).integers(50, size=(8, 5)) for i in range(3)]
+        found = {f"loss/{i}": np.asarray(step(w)) for i, w in enumerate(words)}
+        if scope is wh.split:
+            assert [str(p) for p in step.plan(words[0]).variables.values()] == ["S(0)[13,13,12,12]"]
+        return found | {"variable/table": table.numpy(), "variable/out": out.numpy()}
+
+    expected = train(tf.function, contextlib.nullcontext)
+    ranks(4)
+    worst = difference(expected, train(wh.function, wh.split), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_does_not_lie_in_the_whole_ones_memory(dim: int) -> None:
+    """A variable of it would hold on to all of that."""
+    whole = tf.ones((4, 4))
+    parts = [split_variable.cut(whole, Split(dim, (2, 2)), i) for i in range(2)]
+    assert not any(np.shares_memory(memoryview(whole), memoryview(part)) for part in parts)  # type: ignore[arg-type]
+
+
+def test_a_split_variable_is_read_and_changed_as_a_whole(ranks: Callable[..., None], tmp_path: Path) -> None:
+    ranks(3)
+    spread = Classifier(wh.function, wh.replica, wh.split)
+    kernel = spread.last.kernel
+    kernel = getattr(kernel, "value", kernel) if not isinstance(kernel, tf.Variable) else kernel
+    before = kernel.numpy().copy()
+    spread.step(*spread.batch(0))
+    after = kernel.numpy()
+    assert after.shape == (WIDTH, CLASSES) and not np.array_equal(before, after)
+    assert isinstance(kernel, tf.Variable) and np.array_equal(np.asarray(tf.identity(kernel)), after)
+    held = gen_resource_variable_ops.read_variable_op(kernel.handle, kernel.dtype)
+    assert np.size(held) == 1, "between steps only the parts take memory"
+    assert np.isnan(tf.nn.l2_loss(kernel)), "an eager operation reads past the methods: no number that looks right"
+    kernel.assign_add(np.ones_like(after))
+    np.testing.assert_array_equal(kernel.numpy(), after + 1)
+    spread.evaluate(*spread.batch(0))
+    np.testing.assert_array_equal(kernel.numpy(), after + 1)
+    manager = wh.CheckpointManager(tf.train.Checkpoint(kernel=kernel), str(tmp_path), max_to_keep=1)
+    path = manager.save()
+    spread.step(*spread.batch(1))
+    plain = tf.Variable(np.zeros_like(after))
+    tf.train.Checkpoint(kernel=plain).restore(path).assert_consumed()
+    np.testing.assert_array_equal(plain.numpy(), after + 1)
+    manager.restore_or_initialize()
+    np.testing.assert_array_equal(kernel.numpy(), after + 1)
+    spread.evaluate(*spread.batch(0))
+    np.testing.assert_array_equal(kernel.numpy(), after + 1)
+
+
+def test_labels_that_are_no_class_give_nan(ranks: Callable[..., None]) -> None:
+    ranks(2)
+    spread = Classifier(wh.function, wh.replica, wh.split)
+    x, y = spread.batch(0)
+    y[3] = CLASSES
+    assert np.isnan(float(spread.step(x, y)))
+
+
+def test_mistakes_name_what_to_do(ranks: Callable[..., None]) -> None:
+    ranks(2)
+    wide = Classifier(wh.function, wh.replica, lambda: wh.split(dim=3))
+    with pytest.raises(PlanError, match=r"dim=3 of \[16, 2000\](.|\n)*one of dimensions \[1\]"):
+        wide.step(*wide.batch(0))
+
+    @wh.function
+    def nothing(x: tf.Tensor) -> tf.Tensor:
+        with wh.split():
+            return tf.nn.relu(x)
+
+    with pytest.raises(PlanError, match="no product or lookup that reads a variable"):
+        nothing(np.ones((4, 4)))

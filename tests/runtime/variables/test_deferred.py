@@ -1,0 +1,265 @@
+"""Variables that are born split: parts of initial values equal the whole bit by bit, and nothing whole is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+import whale.runtime.variables.partial_initializers as initial_values
+from whale.ir.layout import even_sizes, split
+from whale.runtime.variables.deferred import deferred_of, restore_from
+from whale.runtime.variables.initializer_recording import record
+from whale.runtime.variables.partial_initializers import Initial, uniform_value
+
+Start = Callable[..., None]
+INPUTS, OUTPUTS = 33, 47
+NAMES = (
+    "zeros", "ones", "random_normal", "random_uniform", "truncated_normal", "glorot_normal", "glorot_uniform",
+    "he_normal", "he_uniform", "lecun_normal", "lecun_uniform", "variance_scaling", "orthogonal", "identity",
+)  # fmt: skip
+
+
+def raw(value: Any) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(value)).view(np.uint8)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_an_initial_value_are_those_of_the_whole(name: str) -> None:
+    initializer = tf.keras.initializers.get(name)
+    for shape in ((INPUTS, OUTPUTS), (3, 3, 5, 29)):
+        if name == "identity" and len(shape) > 2:
+            continue
+        for dtype in ("float32", "float64"):
+            initial = record(lambda shape=shape, dtype=dtype: initializer(shape, dtype=dtype))
+            assert isinstance(initial, Initial)
+            assert initial.is_divisible == (name not in ("orthogonal", "identity"))
+            whole = np.asarray(initializer(shape, dtype=dtype))
+            for dim, size in enumerate(shape):
+                placement = split(dim, even_sizes(size, 3))
+                parts = [np.asarray(initial.part(placement, i)) for i in range(3)]
+                assert (raw(np.concatenate(parts, dim)) == raw(whole)).all(), (shape, dtype, dim)
+
+
+def test_a_large_part_is_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_values, "_BLOCK_BYTES", 3000)
+    for draw in (tf.random.stateless_normal, tf.random.stateless_truncated_normal):
+        for shape in ((67, 45), (3, 5, 17, 22)):
+            initial = record(lambda draw=draw, shape=shape: draw(shape, (1, 2)) * 0.3 + 0.1)
+            assert isinstance(initial, Initial)
+            whole = (draw(shape, (1, 2)) * 0.3 + 0.1).numpy()
+            for dim, size in enumerate(shape):
+                placement = split(dim, even_sizes(size, 3))
+                parts = [initial.part(placement, i).numpy() for i in range(3)]
+                np.testing.assert_array_equal(np.concatenate(parts, dim), whole)
+
+
+def test_a_part_in_runs_is_each_run_s_part() -> None:
+    initial = record(lambda: tf.random.stateless_normal((24, 64), (1, 2)))
+    assert isinstance(initial, Initial)
+    placement = split(0, (5, 3), 3)
+    np.testing.assert_array_equal(initial.part(placement, 1), initial.whole().numpy()[placement.indices(1)])
+
+
+def test_tensors_of_equal_elements_are_made_again() -> None:
+    zeros = uniform_value(tf.zeros((100, 20)))
+    assert zeros is not None
+    assert np.asarray(zeros.part(split(0, (60, 40)), 1)).shape == (40, 20)
+    assert uniform_value(tf.concat([tf.zeros((100, 20)), [[-0.0] * 20]], 0)) is None
+
+
+class Net:
+    """Two dense layers under Adam, in float64."""
+
+    def __init__(self) -> None:
+        tf.keras.utils.set_random_seed(4)
+        sizes = ((INPUTS, OUTPUTS), (OUTPUTS, INPUTS))
+        self.layers = [tf.keras.layers.Dense(n, dtype="float64") for _, n in sizes]
+        for layer, (before, _) in zip(self.layers, sizes):
+            layer.build((None, before))
+        self.kernels = [layer.kernel for layer in self.layers]
+        self.optimizer = tf.keras.optimizers.Adam(0.01, epsilon=1e-3)
+        self.optimizer.build(self.kernels)
+
+    def step(self, x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.layers[1](tf.tanh(self.layers[0](x))) - x))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.kernels), self.kernels))
+        return loss
+
+    def large(self) -> list[Any]:
+        every = [tf_variable(v) for v in (*self.kernels, *self.optimizer.variables)]
+        return [v for v in every if v.shape.num_elements() == INPUTS * OUTPUTS]
+
+
+def tf_variable(v: Any) -> Any:
+    return v if isinstance(v, tf.Variable) else v.value
+
+
+def batch() -> tf.Tensor:
+    return tf.constant(np.random.default_rng(0).standard_normal((8, INPUTS)))
+
+
+def alone() -> tuple[list[np.ndarray], float]:
+    net = Net()
+    first = [v.numpy() for v in net.large()]
+    tf.function(net.step)(batch())
+    return first, float(tf.function(net.step)(batch()))
+
+
+@pytest.mark.core
+def test_no_rank_ever_holds_a_split_variable_whole(ranks: Start) -> None:
+    first, loss = alone()
+    ranks(3)
+    with wh.split():
+        net = Net()
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with wh.split():
+            return net.step(x)
+
+    assert len(net.large()) == 6
+    assert all(deferred_of(v) is not None for v in net.large())
+    step.plan(batch())
+    for variable, whole in zip(net.large(), first):
+        parts = variable._whale_parts
+        assert deferred_of(variable) is None
+        shapes = [p.shape.as_list() for p in parts._parts.values()]
+        assert sum(int(np.prod(s)) for s in shapes) == whole.size
+        assert max(int(np.prod(s)) for s in shapes) <= 17 / 47 * whole.size
+        np.testing.assert_array_equal(parts.whole(), whole)
+    step(batch())
+    assert float(step(batch())) == pytest.approx(loss, rel=1e-12)
+
+
+def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
+    first, _ = alone()
+    ranks(2, **{"zero.level": 1})
+    net = Net()
+    read, assigned, traced, kept = net.large()[:4]
+    np.testing.assert_array_equal(read.numpy(), first[0])
+    assigned.assign(2 * first[1])
+    np.testing.assert_array_equal(assigned, 2 * first[1])
+    np.testing.assert_array_equal(tf.function(lambda: traced + 0.0)(), first[2])
+    assert [deferred_of(v) is None for v in (read, assigned, traced, kept)] == [True, True, True, False]
+    wh.shutdown()
+    np.testing.assert_array_equal(kept, first[3])
+
+
+def test_a_value_may_come_from_elsewhere_region_by_region(ranks: Start) -> None:
+    ranks(2)
+    value = np.arange(INPUTS * OUTPUTS, dtype=np.float32).reshape(INPUTS, OUTPUTS) / 1000
+    with wh.split():
+        dense = tf.keras.layers.Dense(OUTPUTS, use_bias=False)
+        dense.build((None, INPUTS))
+    asked = []
+
+    def reader(begin: tuple[int, ...], size: tuple[int, ...]) -> np.ndarray:
+        asked.append(size)
+        return value[tuple(slice(b, b + n) for b, n in zip(begin, size))]
+
+    restore_from(tf_variable(dense.kernel), reader)
+
+    @wh.function
+    def product(x: tf.Tensor) -> tf.Tensor:
+        with wh.split(dim=-1):
+            return dense(x)
+
+    x = np.ones((4, INPUTS), np.float32)
+    np.testing.assert_allclose(product(tf.constant(x)), x @ value, rtol=1e-5)
+    assert asked == [(INPUTS, 24), (INPUTS, 23)]
+
+
+def test_what_cannot_be_recorded_is_run_once(ranks: Start) -> None:
+    ranks(2, **{"zero.level": 1})
+    np.random.seed(7)
+    drawn = tf.Variable(lambda: np.random.randn(50, 50))
+    np.random.seed(7)
+    np.testing.assert_array_equal(drawn, np.random.randn(50, 50))
+    for _ in range(2):  # the second time, the stream of these seeds goes on
+        seeded = tf.Variable(lambda: tf.random.normal((50, 50), seed=3))
+        assert deferred_of(seeded) is None
+
+
+def test_random_numbers_of_version_1_are_part_of_their_stream(ranks: Start) -> None:
+    ranks(2, **{"zero.level": 1})
+    tf.random.set_seed(5)
+    variables = [tf.Variable(lambda: tf.random.normal((50, 50), stddev=2.0)) for _ in range(2)]
+    after = tf.random.uniform((3,))
+    assert all(deferred_of(v) is not None and deferred_of(v).is_divisible for v in variables)
+    tf.random.set_seed(5)
+    for variable in variables:
+        np.testing.assert_array_equal(variable, tf.random.normal((50, 50), stddev=2.0))
+    np.testing.assert_array_equal(after, tf.random.uniform((3,)))
+
+
+def test_slots_of_version_1_are_born_split(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(function: Callable[[Any], Any]) -> tuple[list[np.ndarray], Any]:
+        tf.keras.utils.set_random_seed(4)
+        kernel = tf.Variable(lambda: tf.random.stateless_normal((INPUTS, OUTPUTS), (1, 2), dtype=tf.float64))
+        optimizer = tf.compat.v1.train.AdamOptimizer(0.01, epsilon=1e-3)
+
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ kernel - 1))
+            optimizer.apply_gradients([(tape.gradient(loss, kernel), kernel)])
+            return loss
+
+        run = function(step)
+        losses = [run(batch()).numpy() for _ in range(3)]
+        return losses, [optimizer.get_slot(kernel, name) for name in optimizer.get_slot_names()]
+
+    wanted, _ = trained(tf.function)
+    ranks(3, **{"zero.level": 1, "zero.min_bytes": 0})
+    monkeypatch.setattr(Initial, "whole", None)  # nobody makes one
+    found, slots = trained(wh.function)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    for slot in slots:
+        assert [part.shape for _, part in sorted(slot._whale_parts._parts.items())] == [(11, OUTPUTS)] * 3
+
+
+V1_NAMES = (
+    "zeros", "ones", "constant", "random_uniform", "random_normal", "truncated_normal", "uniform_unit_scaling",
+    "variance_scaling", "orthogonal", "identity", "glorot_uniform", "glorot_normal", "he_normal", "he_uniform",
+    "lecun_normal", "lecun_uniform",
+)  # fmt: skip
+
+
+def v1_initializers() -> dict[str, Any]:
+    """Initializers of TensorFlow 1 by name."""
+    made = tf.compat.v1.initializers
+    return {name: made.constant(2.5) if name == "constant" else getattr(made, name)() for name in V1_NAMES}
+
+
+@pytest.mark.core
+def test_parts_of_initial_values_of_version_1_are_those_of_the_whole(ranks: Start) -> None:
+    def variables() -> list[tf.Variable]:
+        tf.random.set_seed(11)
+        return [
+            tf.Variable(lambda make=make: make((INPUTS, OUTPUTS), dtype=tf.float32), name=name)
+            for name, make in v1_initializers().items()
+        ]
+
+    whole = [v.numpy() for v in variables()]
+    ranks(3, **{"zero.level": 3, "zero.min_bytes": 0})
+    made = variables()
+
+    @wh.function
+    def product(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_mean(tf.square(x @ v)) for v in made])
+        for variable, slope in zip(made, tape.gradient(loss, made)):
+            variable.assign_sub(slope)
+        return loss
+
+    product.plan(tf.ones((4, INPUTS)))
+    for name, variable, value in zip(V1_NAMES, made, whole):
+        parts = [part.numpy() for _, part in sorted(variable._whale_parts._parts.items())]
+        assert [len(part) for part in parts] == [11, 11, 11]
+        assert (raw(np.concatenate(parts)) == raw(value)).all(), name

@@ -1,0 +1,88 @@
+"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time.
+
+Members of a group are ready at about the same time and none waits for another: the *depth* of a collective is the
+number of collectives on the longest path into it, and only equal depths join (a member that needed another's result
+would be deeper). Order is that of the producers in the program, which for gradients is the order of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from whale.ir.layout import Broadcast, Partial, PerRank, Placement
+from whale.ir.plan import Reshard
+from whale.ir.program import Program, Ref
+from whale.passes.layout.propagate import GraphLayout
+
+
+def group(
+    program: Program,
+    layouts: Mapping[str, GraphLayout],
+    reshards: tuple[Reshard, ...],
+    group_bytes: int,
+    apart: Collection[int] = (),
+) -> tuple[Reshard, ...]:
+    """``reshards`` with group numbers; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
+
+    Args:
+      group_bytes: largest sum of tensor bytes of one group.
+      apart: sizes; tensors with a dimension that is a multiple of one, and scalars, travel alone. None: all may join.
+    """
+    numbers: dict[str, int] = {}
+    open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
+    closed: list[list[str]] = []
+    for graph in layouts:
+        body = program if graph == "" else program.functions[graph]
+        mine = [r for r in reshards if r.graph == graph]
+        depth = _depths(body, layouts[graph], mine)
+        position = {node.name: i for i, node in enumerate(body.nodes)}
+        reductions = [r for r in mine if isinstance(r.source, Partial) and isinstance(r.target, Broadcast)]
+        for r in sorted(reductions, key=lambda r: position[r.ref.node]):
+            tensor = body.type_of(r.ref)
+            kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend, r.wire_dtype)
+            if not tensor.is_static or tensor.bytes > group_bytes:
+                continue
+            if apart and (not tensor.shape or any(n and n % rows == 0 for n in tensor.shape for rows in apart)):
+                continue
+            _, used, members = open_groups.get(kind, (0, 0, []))
+            if members and used + tensor.bytes > group_bytes:
+                closed.append(members)
+                used, members = 0, []
+            members.append(r.key)
+            open_groups[kind] = (0, used + tensor.bytes, members)
+    closed += [members for _, _, members in open_groups.values()]
+    for number, members in enumerate(m for m in closed if len(m) > 1):
+        numbers.update((key, number) for key in members)
+    return tuple(replace(r, group=numbers.get(r.key, -1)) for r in reshards)
+
+
+def moves(r: Reshard) -> bool:
+    """Whether data travel. (A sum of unknown size has no bytes in the plan, but moves some.)"""
+    return r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, PerRank | Partial))
+
+
+def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> dict[str, int]:
+    """Reshard key -> number of moving collectives on the longest path that ends with it."""
+    by_target = {(r.ref, r.target): r for r in reshards}
+    tensor_depth: dict[str, int] = {}
+    result: dict[str, int] = {}
+
+    def through(ref: Ref, placement: Placement) -> int:
+        base = tensor_depth[ref.node]
+        r = by_target.get((ref, placement))
+        if r is None:
+            return base
+        if r.key not in result:
+            start = base if r.source == layout.produced[ref] else through(ref, r.source)
+            result[r.key] = start + moves(r)
+        return result[r.key]
+
+    for node in program.nodes:
+        depth = max((tensor_depth[c] for c in node.controls), default=0)
+        for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
+            depth = max(depth, through(ref, placement))
+        tensor_depth[node.name] = depth
+    for ref, placement in zip(program.outputs, layout.outputs):
+        through(ref, placement)
+    return result

@@ -1,0 +1,61 @@
+"""Which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
+
+Gradients: float32 sums of the step itself with at least one dimension that end in an update of a variable and that no
+other movement waits for. The loss and metrics are numbers that a user reads, statistics of the batch are what the
+computation goes on with; both stay as they are. What Horovod sums is Horovod's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.layout import P_SUM, Broadcast, moved_bytes
+from whale.ir.plan import DEVICE, Reshard
+from whale.ir.program import Program
+from whale.ir.values import TensorType, numpy_dtype
+from whale.passes.exchange.horovod import waited_for
+from whale.passes.layout.propagate import GraphLayout
+
+# Op types that change variables, by how their names begin.
+_UPDATES = ("Assign", "Apply", "ResourceApply", "ResourceScatter", "Scatter", "ResourceSparseApply", "SparseApply")
+
+
+def can_narrow(program: Program, r: Reshard) -> bool:
+    """Whether Whale, or an accelerator, can send this sum with fewer bits."""
+    return (
+        r.graph == ""
+        and r.backend in ("whale", DEVICE)
+        and r.source == P_SUM
+        and isinstance(r.target, Broadcast)
+        and program.type_of(r.ref).dtype == "float32"
+    )
+
+
+def narrow(
+    program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...], dtype: str, size: int
+) -> tuple[Reshard, ...]:
+    """``reshards`` with the gradients' sums as ``dtype``, over ``size`` ranks."""
+    moves_after = waited_for(program, layout, reshards)
+    updating: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.op.startswith(_UPDATES) or node.name in updating:
+            updating.update(ref.node for ref in node.inputs)
+
+    def narrowed(r: Reshard) -> Reshard:
+        if not can_narrow(program, r) or r.key in moves_after or r.ref.node not in updating:
+            return r
+        tensor = program.type_of(r.ref)
+        if tensor.shape == ():
+            return r
+        r = replace(r, wire_dtype=dtype)
+        return replace(r, bytes=bytes_on_wire(r, tensor, size))
+
+    return tuple(map(narrowed, reshards))
+
+
+def bytes_on_wire(r: Reshard, tensor: TensorType, size: int) -> int:
+    """Bytes that a change of layout of ``tensor`` moves between ``size`` ranks, in total."""
+    tensor_bytes = tensor.bytes
+    if r.wire_dtype:
+        tensor_bytes = tensor_bytes // numpy_dtype(tensor.dtype).itemsize * numpy_dtype(r.wire_dtype).itemsize
+    return moved_bytes(r.source, r.target, tensor_bytes, size)

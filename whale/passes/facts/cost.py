@@ -1,0 +1,78 @@
+"""The costs by which propagation chooses: one unit, the time to move one byte over a link of 1 GB/s.
+
+These constants only have to order alternatives (move a tensor or compute it twice); the calibrated model of time and
+memory is cost_model's, and so are the FLOPs of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from cost_model.ops import matmul_flops
+from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, in_runs, moved_bytes
+from whale.ir.values import Dims, TensorType
+
+__all__ = ["LOOKUPS", "change_cost", "compute_cost", "fraction", "is_shared", "matmul_flops", "move_cost"]
+
+# Reads of rows of a table: like products they are where a model uses a weight, but they compute nothing.
+LOOKUPS = frozenset({"GatherV2", "Gather", "ResourceGather"})
+
+LATENCY = 10_000.0  # 10 us: one more collective
+PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s
+PER_FLOP = 0.02  # a core at 50 GFLOP/s
+
+
+def fraction(placements: Sequence[Placement]) -> float:
+    """Largest share of the work that one coordinate has, given how operands and results lie."""
+    best = 1.0
+    for p in placements:
+        if isinstance(p, Split):
+            total = p.run
+            if total:
+                best = min(best, p.largest / total)
+    return best
+
+
+def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
+    """Cost of computing one node under ``strategy`` on the coordinate that has most to do."""
+    return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
+
+
+def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:
+    """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change."""
+    if source == wanted:
+        return 0.0
+    if isinstance(wanted, FirstRank):
+        return 0.0 if isinstance(source, Broadcast) else inf
+    if isinstance(wanted, PerRank) or (isinstance(source, Partial) and isinstance(wanted, Partial)):
+        return inf
+    if isinstance(wanted, Split) and not _fits(wanted, tensor.shape):
+        return inf
+    if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
+        return inf
+    if not tensor.is_static and not isinstance(source, Broadcast) and not isinstance(wanted, Broadcast):
+        return inf  # sizes that only the run knows can be gathered or reduced whole, nothing finer
+    if isinstance(source, Split) and isinstance(wanted, Partial):
+        wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
+    return move_cost(source, wanted, max(1, tensor.bytes), parts)
+
+
+def _fits(wanted: Split, shape: Dims | None) -> bool:
+    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent
+
+
+def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
+    """Cost of one reshard: bytes per coordinate, and a latency when anything moves."""
+    moved = moved_bytes(source, target, tensor_bytes, parts)
+    if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
+        return 0.0
+    return LATENCY + moved / parts
+
+
+_SHARED = frozenset({"Identity", "StopGradient", "Reshape", "ExpandDims", "Squeeze", "Snapshot", "PreventGradient"})
+
+
+def is_shared(op: str) -> bool:
+    """Whether the op's first result is its first operand's memory."""
+    return op in _SHARED

@@ -1,0 +1,338 @@
+"""Micro-batches: time as one more mesh axis, whose coordinates run one after the other.
+
+The program of a rank (lowered already for the axes of ranks) is planned over ``micro_batches`` coordinates like over
+ranks: ``S`` in time are slices, ``P`` is accumulated, ``B`` is computed once. Three regions follow:
+
+    before   what does not depend on the micro-batch: variables as they are read, constants
+    each     what is computed once for each micro-batch
+    after    what needs all of them: reductions over ranks, updates, metrics
+
+A second round is not made. What is summed over the micro-batches and read again by ``each`` is computed on the whole
+batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on the
+whole batch after, if no update depends on it (the deviation of a metric); everything else is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from whale.errors import PlanError
+from whale.ir.collector import no_garbage_collection
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.plan import BatchInput, Plan, Reshard
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
+from whale.ir.values import UNMOVABLE, DType, numpy_dtype
+from whale.passes.exchange.reshards import explicit_reshards
+from whale.passes.judge.check import check
+from whale.passes.layout.in_place import make_in_place
+from whale.passes.layout.local_statistics import half_own, own_statistics
+from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.per_rank import Semantics
+from whale.passes.layout.propagate import GraphLayout, propagate
+from whale.rules.graph import BRANCHES, LOOPS, called_functions
+from whale.rules.structure.communication import communicates
+
+BEFORE, EACH, AFTER = "before", "each", "after"
+_LIKE = {"OnesLike": 1, "ZerosLike": 0}
+_READS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "VariableShape", "WhaleCommunicator"})
+
+
+def prepared(program: Program) -> Program:
+    """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
+    something without effects waits for something without effects, what ones and zeros are like. What is computed again
+    for the backward pass waits for it.
+    """
+    nodes: list[Node] = []
+    behind_effects: set[str] = set()
+    for node in program.nodes:
+        if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
+            node = replace(node, controls=tuple(c for c in node.controls if c in behind_effects))
+        acts = node.stateful and node.op not in _READS and not communicates(node.op)
+        if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
+            behind_effects.add(node.name)
+        if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
+            (t,) = node.outputs
+            value = np.full((), _LIKE[node.op], numpy_dtype(t.dtype))
+            names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
+            nodes += [const_node(names[0], np.array(t.shape, np.int32)), const_node(names[1], value)]
+            attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
+            node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
+        nodes.append(node)
+    return program.with_nodes(tuple(nodes))
+
+
+def time_plan(
+    program: Program, micro_batches: int, rows: Mapping[str, Split], streams: bool = False, statistics: bool = False
+) -> Plan:
+    """The plan of a rank's program over an axis of ``micro_batches`` coordinates in time.
+
+    Args:
+      program: as ``prepared`` returns it.
+      rows: nodes that yield rows of the batch -> how these are cut into micro-batches: inputs, slices of inputs, and
+        receives of rows from other stages.
+      streams: random tensors with the batch's rows are drawn for each micro-batch; else whole, before.
+      statistics: batch statistics are those of each micro-batch's rows.
+
+    Raises:
+      PlanError: a value of all micro-batches is needed before the last one is through.
+    """
+    fixed = {
+        name: Strategy((B,) * len(program.by_name[name].inputs), (cut,), "rows of a micro-batch")
+        for name, cut in rows.items()
+        if program.by_name[name].op == "WhaleRecv"
+    }
+    devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
+    inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
+    with no_garbage_collection():
+        while True:
+            layouts = _layouts(program, micro_batches, rows, Semantics(None, streams), statistics, fixed)
+            plan = Plan(
+                program=program.name,
+                fingerprint="",
+                size=micro_batches,
+                devices=devices,
+                batch_inputs=inputs,
+                strategies={g: layout.strategies for g, layout in layouts.items()},
+                returned={g: layout.outputs for g, layout in layouts.items()},
+                reshards=explicit_reshards(program, layouts, micro_batches),
+                in_time=True,
+            )
+            corrected = _corrections(program, plan)
+            if not corrected:
+                check(program, plan)
+                return plan
+            fixed.update(corrected)
+
+
+def regions(program: Program, plan: Plan) -> dict[str, str]:
+    """Node -> ``before``, ``each`` or ``after``."""
+    return {name: (BEFORE, EACH, AFTER)[level] for name, level in _levels(program, plan).items()}
+
+
+def _layouts(
+    program: Program,
+    parts: int,
+    rows: Mapping[str, Split],
+    semantics: Semantics,
+    statistics: bool,
+    fixed: Mapping[str, Strategy],
+) -> dict[str, GraphLayout]:
+    whole: set[Ref] = set()
+    while True:
+        found = own_statistics(program, whole) if statistics else None
+        layouts = propagate(program, parts, rows, replace(semantics, statistics=found), (), fixed)
+        mixed = half_own(program, layouts[""], found) if found is not None else set()
+        if not mixed:
+            break
+        whole |= mixed
+    result = {}
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        result[graph] = make_in_place(body, place_reductions(body, _computed_once(layout), parts), parts)
+    return result
+
+
+def _computed_once(layout: GraphLayout) -> GraphLayout:
+    """What runs on the first coordinate only is, in time, what runs once."""
+
+    def of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        return tuple(B if p == FIRST else p for p in placements)
+
+    strategies = {
+        name: Strategy(of(s.inputs), of(s.outputs), s.why) if s.once or FIRST in s.inputs else s
+        for name, s in layout.strategies.items()
+    }
+    produced = {ref: B if p == FIRST else p for ref, p in layout.produced.items()}
+    return GraphLayout(strategies, produced, layout.preferred, of(layout.outputs), layout.unruled)
+
+
+def _crosses(r: Reshard) -> bool:
+    """Whether the change needs what all micro-batches have made."""
+    if isinstance(r.source, Broadcast):
+        return False
+    return not (isinstance(r.source, Split | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
+        isinstance(r.source, Partial) and isinstance(r.target, PerRank)
+    )
+
+
+def _level_of(plan: Plan, level: Mapping[str, int], ref: Ref, wanted: Placement) -> int:
+    """Level at which a tensor is there as ``wanted``."""
+    if plan.strategies[""][ref.node].outputs[ref.index] == wanted:
+        return level[ref.node]
+    r = plan.reshard_of["", ref, wanted]
+    base = _level_of(plan, level, ref, r.source)
+    return base + base % 2 if _crosses(r) else base
+
+
+def _is_each(strategy: Strategy) -> bool:
+    return any(not isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+
+
+def _levels(program: Program, plan: Plan) -> dict[str, int]:
+    """Node -> how often the micro-batches have begun (odd) and have ended (even) before it."""
+    strategies, level = plan.strategies[""], dict[str, int]()
+    for node in program.nodes:
+        strategy = strategies[node.name]
+        # What is computed again goes where its operands are: it waits for gradients of its own micro-batch.
+        waits_for = () if RECOMPUTED in node.attrs else node.controls
+        base = max((level[c] for c in waits_for), default=0)
+        for ref, wanted in zip(node.inputs, strategy.inputs):
+            base = max(base, _level_of(plan, level, ref, wanted))
+        acts = node.stateful and node.op not in _READS and not communicates(node.op)
+        if _is_each(strategy) or base % 2 == 0 or acts:
+            level[node.name] = base + (base % 2 != _is_each(strategy))
+        else:
+            # Alike in each micro-batch, and made for each: a loop's counter, a weight that is gathered for its use.
+            level[node.name] = base
+    return level
+
+
+def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
+    """Nodes that have to be computed once, so that the micro-batches are gone through once; none: they are.
+
+    Raises:
+      PlanError: there is no such way.
+    """
+    strategies = plan.strategies[""]
+    found: dict[str, Strategy] = {}
+    for node in program.nodes:
+        strategy = strategies[node.name]
+        if communicates(node.op) and any(isinstance(p, Partial | PerRank) for p in strategy.inputs):
+            found[node.name] = _once(node, "moved once, after the last micro-batch")
+    if found:
+        return found
+    level = _levels(program, plan)
+    updating = _leading_to_updates(program)
+    for node in program.nodes:
+        if level[node.name] == 1 and (node.op in LOOPS or node.op in BRANCHES):
+            _refuse_sums_inside(plan, node)
+        if level[node.name] != 3:
+            continue
+        if not any(
+            isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
+        ):
+            found[node.name] = _once(node, "linear in what is summed before")
+            continue
+        if (
+            node.inputs
+            and node.outputs
+            and all(r.node in found or strategies[r.node].outputs[r.index] == B for r in node.inputs)
+        ):
+            found[node.name] = _once(node, "of what is whole, or computed once")
+            continue
+        if node.op not in LOOPS and node.op not in BRANCHES and _has_no_rows(node, strategies, found):
+            found[node.name] = _once(node, "of sums, which happen to be as large as the batch")
+            continue
+        if node.name not in updating and node.op not in LOOPS and node.op not in BRANCHES:
+            found[node.name] = _once(node, "only looked at, after the last micro-batch")
+            continue
+        for ref in _summed_before(program, plan, level, node):
+            found.update(_on_whole_batch(program, strategies, ref, node, plan.size))
+    return found
+
+
+def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
+    """Whether nothing that it reads is made in rows: it was divided only because that costs nothing."""
+    made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
+    return not any(isinstance(p, Split | PerRank) for p in made)
+
+
+def _leading_to_updates(program: Program) -> set[str]:
+    """What some effect of the program depends on: an update, a message."""
+    found: set[str] = set()
+    stack = list(program.effects)
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
+            stack += program.by_name[name].controls
+    return found
+
+
+def _once(node: Node, why: str) -> Strategy:
+    return Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), why)
+
+
+def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
+    """What the micro-batches make, all together, that leads to ``node`` of a second round."""
+    strategies = plan.strategies[""]
+    found, seen, stack = dict[Ref, None](), {node.name}, [node]
+    while stack:
+        reader = stack.pop()
+        for ref, wanted in zip(reader.inputs, strategies[reader.name].inputs):
+            if level[ref.node] == 1 and _level_of(plan, level, ref, wanted) == 2:
+                found[ref] = None
+            elif level[ref.node] in (2, 3) and ref.node not in seen:
+                seen.add(ref.node)
+                stack.append(program.by_name[ref.node])
+    if not found:
+        after = ", ".join(c for c in node.controls if level[c] > 1) or "a node that runs once, at the end"
+        raise _second_round(node, f"runs after {after}", plan.size)
+    return list(found)
+
+
+def _on_whole_batch(
+    program: Program, strategies: Mapping[str, Strategy], ref: Ref, reader: Node, parts: int
+) -> dict[str, Strategy]:
+    """``ref`` and all that it is made from, computed on the whole batch before the first micro-batch.
+
+    Raises:
+      PlanError: it depends on more than inputs.
+    """
+    found: dict[str, Strategy] = {}
+    stack, seen = [ref.node], {ref.node}
+    while stack:
+        node = program.by_name[stack.pop()]
+        strategy = strategies[node.name]
+        carries = any(program.type_of(r).dtype in UNMOVABLE for r in node.inputs) or any(
+            t.dtype in UNMOVABLE for t in node.outputs
+        )
+        if not communicates(node.op) and (node.stateful or carries or node.op in LOOPS or node.op in BRANCHES):
+            made = program.by_name[ref.node]
+            _refuse_joined_rows(program, ref, parts)
+            raise _second_round(
+                reader, f"reads {ref} ({made.op}) of the whole batch, which depends on {node.name} ({node.op})", parts
+            )
+        if _is_each(strategy):
+            found[node.name] = _once(node, "of the whole batch, before the micro-batches")
+        for operand in node.inputs:
+            if operand.node not in seen:
+                seen.add(operand.node)
+                stack.append(operand.node)
+    return found
+
+
+def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
+    """Raises PlanError for rows that ranks bring together, which a scope around some of the layers does."""
+    for reader, _ in program.consumers.get(ref, ()):
+        if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
+            raise PlanError(
+                "the rows of a micro-batch would be brought together at the border of a scope that divides otherwise",
+                op=f"{reader.name} ({reader.op})",
+                given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
+                expected="a wh.split scope around the whole model and its loss, or none",
+                action="put wh.split around the rest of the forward pass too, or set pipeline.num_micro_batch=1",
+            )
+
+
+def _refuse_sums_inside(plan: Plan, node: Node) -> None:
+    """A loop or branch of a micro-batch cannot wait for the others."""
+    bodies = {func.name for func in called_functions(node)}
+    for r in plan.reshards:
+        if r.graph in bodies and _crosses(r):
+            raise _second_round(node, f"has inside {r.ref}, which is wanted of the whole batch", plan.size)
+
+
+def _second_round(node: Node, given: str, parts: int) -> PlanError:
+    return PlanError(
+        "a value of all micro-batches is needed before the last one is through",
+        op=f"{node.name} ({node.op})",
+        given=f"{parts} micro-batches; it {given}",
+        expected="until the gradients are summed, values that each micro-batch computes by itself",
+        action="set pipeline.num_micro_batch=1; if it is a batch statistic that each micro-batch may take of its own "
+        "rows, set pipeline.micro_batch_statistics=true",
+    )

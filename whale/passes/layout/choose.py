@@ -1,0 +1,85 @@
+"""The choice behind a split scope: one option for each node, so that the changes of layout cost least.
+
+A tensor lies as its producer's option says and is wanted as its readers' options say. A change from one form to another
+is paid once, however many readers want it; and a form that can be cut from the whole tensor costs nothing where the
+whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after the other (dynamic
+programming, ``whale.passes.layout.eliminate``), which takes a moment for the chains and blocks that models consist of;
+by an integer program (``whale.passes.layout.integer_program``) where a graph is too wide for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One tensor.
+
+    Attributes:
+      forms: how it lies, per option of the producer; one form when the producer is fixed.
+      producer: number of the node; None when it is fixed.
+      readers: (number of the node or None when fixed, form wanted per option).
+      price: cost of a change of form; infinite when it cannot be made.
+    """
+
+    forms: tuple[Placement, ...]
+    producer: int | None
+    readers: tuple[tuple[int | None, tuple[Placement, ...]], ...]
+    price: Callable[[Placement, Placement], float]
+
+
+def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]:
+    """The option of every node.
+
+    Args:
+      costs: per node the cost of each of its options by itself.
+
+    Raises:
+      PlanError: no assignment is possible, or the solver found none in its time.
+    """
+    from whale.passes.layout import eliminate, integer_program
+
+    needed = [simple for edge in edges if (simple := _simplified(edge)) is not None]
+    chosen = eliminate.solve(costs, needed)
+    if chosen is None:
+        chosen = integer_program.solve(costs, needed)
+    if math.isinf(total_cost(costs, edges, chosen)):
+        raise PlanError(
+            "no layouts were found for a split scope",
+            given="operations whose layouts exclude each other",
+            expected="a layout for every operation",
+            action="put fewer operations under the scope, or name the dimension (`dim=`)",
+        )
+    return chosen
+
+
+def _simplified(edge: Edge) -> Edge | None:
+    """The edge without readers that never cost anything; those that want one form only are fixed. None: it is free."""
+    sources = dict.fromkeys(edge.forms)
+    readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
+    for reader, forms in edge.readers:
+        wanted = dict.fromkeys(forms)
+        if any(edge.price(p, q) for p in sources for q in wanted):
+            readers[(reader, forms) if len(wanted) > 1 else (None, forms[:1])] = None
+    if not readers:
+        return None
+    producer, made = (edge.producer, edge.forms) if len(sources) > 1 else (None, edge.forms[:1])
+    return replace(edge, forms=made, producer=producer, readers=tuple(readers))
+
+
+def total_cost(costs: Sequence[Sequence[float]], edges: Sequence[Edge], chosen: Sequence[int]) -> float:
+    """What an assignment costs, computed without the solver."""
+    total = sum(options[i] for options, i in zip(costs, chosen))
+    for edge in edges:
+        source = edge.forms[0 if edge.producer is None else chosen[edge.producer]]
+        wanted = {forms[0 if reader is None else chosen[reader]] for reader, forms in edge.readers}
+        apart = sum(edge.price(source, q) for q in wanted)
+        whole = edge.price(source, B) if any(B in forms for _, forms in edge.readers) else math.inf
+        total += min(apart, whole) if 0 < whole < math.inf and apart < math.inf else apart
+    return total

@@ -1,0 +1,1 @@
+"""What is held, where, and for how long: ZeRO, gathering at use, offload, recomputation, categories of memory."""

@@ -1,0 +1,84 @@
+"""What memory is for: the categories of a rank's variables and tensors.
+
+parameters (what a model computes with), slots (what only updates read), buffers (other variables; a step's inputs; what
+communication keeps), gradients (with the sums of micro-batches, and what updates make of them on their way), gathered
+(weights that lie split, put together for their use), activations (all else, scratch memory of kernels as well).
+"""
+
+from __future__ import annotations
+
+from whale.ir.program import Program, Ref
+from whale.passes.facts.cost import is_shared
+from whale.passes.memory.zero import is_model, is_state
+
+CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
+_REDUCTIONS = frozenset({"WhaleAllReduce", "WhaleDeviceAllReduce", "WhaleReduceScatter", "HorovodGroupedAllreduce"})
+# What makes a gradient of activations; what it reads is none.
+_MADE_BY = frozenset(
+    "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2DBackpropFilter Conv3DBackpropFilterV2 BiasAddGrad Sum "
+    "DepthwiseConv2dNativeBackpropFilter UnsortedSegmentSum FusedBatchNormGradV3 ReadVariableOp".split()
+)
+
+
+def variable_kinds(program: Program) -> dict[str, str]:
+    """Handle node -> parameters (what a model computes with), slots (what only updates read), or buffers (the rest)."""
+    found = {}
+    for variable in program.variables:
+        if is_state(program, variable.node):
+            found[variable.node] = "slots" if variable.type.shape else "buffers"
+        else:
+            found[variable.node] = "parameters" if _reaches_model(program, variable.node) else "buffers"
+    return found
+
+
+def tensor_kinds(program: Program) -> dict[Ref, str]:
+    """Category of the tensors that are no activations, in a rank's program or the function of a micro-batch.
+
+    Gradients are what is reduced over ranks or summed over micro-batches, and what of a variable's shape leads to its
+    update.
+    """
+    found: dict[Ref, str] = {}
+    waiting: list[Ref] = []
+    for node in program.nodes:
+        if node.op in _REDUCTIONS:
+            waiting += [ref for ref in (*node.refs(), *node.inputs) if program.type_of(ref).dtype != "resource"]
+        elif node.op == "WhaleAllGather" and _is_read(program, node.inputs[-1]):
+            found[Ref(node.name)] = "gathered"
+        elif node.name.endswith("/and_before"):
+            waiting.append(Ref(node.name))
+        elif node.inputs and node.inputs[0].node in program.variable_of and node.op != "ReadVariableOp":
+            shape = program.variable_of[node.inputs[0].node].type.shape
+            waiting += [ref for ref in node.inputs[1:] if program.type_of(ref).shape == shape and shape]
+    while waiting:
+        ref = waiting.pop()
+        if ref in found or ref.node in program.variable_of:
+            continue
+        node = program.by_name[ref.node]
+        if node.op != "ReadVariableOp":
+            found[ref] = "gradients"
+        if node.op not in _MADE_BY:
+            alike = program.type_of(ref)
+            waiting += [r for r in node.inputs if is_shared(node.op) or program.type_of(r) == alike]
+    return found
+
+
+def _is_read(program: Program, ref: Ref) -> bool:
+    node = program.by_name[ref.node]
+    while is_shared(node.op) and node.inputs:
+        node = program.by_name[node.inputs[0].node]
+    return node.op == "ReadVariableOp"
+
+
+def _reaches_model(program: Program, handle: str) -> bool:
+    """Whether a product, lookup, loop or branch takes what is read of the variable, however far behind."""
+    waiting, seen = [handle], {handle}
+    while waiting:
+        node = program.by_name[waiting.pop()]
+        if is_model(program, node):
+            return True
+        for ref in node.refs():
+            for reader, _ in program.consumers.get(ref, ()):
+                if reader.name not in seen:
+                    seen.add(reader.name)
+                    waiting.append(reader.name)
+    return False

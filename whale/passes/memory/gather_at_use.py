@@ -1,0 +1,131 @@
+"""Weights that lie split and are gathered at use (ZeRO-3): every use gets a value of its own, which goes after it.
+
+A program reads a weight once and uses the value twice or more: in the forward product, and in the backward one.
+Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, so that there
+is a gathering for each, but where parts serve as well; and it waits for the product before the last one, or all weights
+would be gathered when the step begins. The order is that of the program, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, Func
+from whale.passes.facts.scopes import PASSED_ON, split_scope
+from whale.passes.memory.zero import is_model
+from whale.rules.graph import USE
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A reader of a variable's value, and the nodes that pass the value on to it, in order."""
+
+    read: Node
+    chain: tuple[Node, ...]
+    reader: Node
+    operand: int
+
+
+def separate_uses(program: Program, min_bytes: int, ahead: int) -> Program:
+    """``program`` in which each use of a variable's value has a copy of it.
+
+    Args:
+      min_bytes: smaller variables stay whole and keep one value.
+      ahead: how many weights may be gathered while another is used.
+    """
+    position = {node.name: i for i, node in enumerate(program.nodes)}
+    kept = {c for n in program.nodes for c in n.controls} | {*program.effects, *(r.node for r in program.outputs)}
+    large = [node for node in program.nodes if _is_large(program, node, min_bytes)]
+    uses = [use for node in large for use in _uses(program, node, (), kept) if not _is_of_parts(program, use.reader)]
+    if not uses:
+        return program
+    uses.sort(key=lambda use: (position[use.reader.name], use.operand))
+    operands: dict[tuple[str, int], Ref] = {}
+    before: dict[str, list[Node]] = {}
+    paced: list[str] = []
+    for number, use in enumerate(uses):
+        controls: tuple[str, ...] = ()
+        if is_model(program, use.reader):
+            waits_for = paced[-ahead - 1] if len(paced) > ahead else use.reader.name
+            controls = (waits_for,) if waits_for != use.reader.name else ()
+            paced += [use.reader.name] if paced[-1:] != [use.reader.name] else []
+        *made, last = _copies(use, number, controls)
+        before.setdefault(use.reader.name, []).extend([*made, last])
+        operands[use.reader.name, use.operand] = Ref(last.name)
+    nodes: list[Node] = []
+    for node in program.nodes:
+        nodes += before.get(node.name, [])
+        inputs = tuple(operands.get((node.name, i), ref) for i, ref in enumerate(node.inputs))
+        nodes.append(node if inputs == node.inputs else replace(node, inputs=inputs))
+    return program.with_nodes(_without_unread(program, nodes, {n.name for use in uses for n in use.chain}))
+
+
+def _is_large(program: Program, node: Node, min_bytes: int) -> bool:
+    if node.op != "ReadVariableOp" or not node.inputs:
+        return False
+    variable = program.variable_of.get(node.inputs[0].node)
+    if variable is None or split_scope(variable.scope) or split_scope(node.scope):
+        return False
+    t = variable.type
+    return bool(t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes)
+
+
+def _is_of_parts(program: Program, reader: Node) -> bool:
+    """Whether parts serve ``reader`` as well: no product or lookup comes of it but by way of a single number.
+
+    So it is with the norm of a weight in a loss, and with the gradient of that.
+    """
+    waiting, seen = [reader], {reader.name}
+    while waiting:
+        node = waiting.pop()
+        if is_model(program, node) or any(isinstance(v, Func) for v in node.attrs.values()):
+            return False
+        for ref in node.refs():
+            if program.type_of(ref).shape == ():
+                continue
+            for other, _ in program.consumers.get(ref, ()):
+                if other.name not in seen:
+                    seen.add(other.name)
+                    waiting.append(other)
+    return True
+
+
+def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collection[str]) -> Iterator[_Use]:
+    """The readers of the value, behind nodes that only pass it on; those of ``kept`` are wanted themselves."""
+    value = Ref((chain or (read,))[-1].name)
+    for reader, operand in program.consumers.get(value, ()):
+        passes_on = reader.op in PASSED_ON and operand == 0 and not reader.controls and reader.name not in kept
+        if passes_on and program.consumers.get(Ref(reader.name)):
+            yield from _uses(program, read, (*chain, reader), kept)
+        else:
+            yield _Use(read, chain, reader, operand)
+
+
+def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]:
+    """The value for one use: marked in front of what passes it on, where it is whole, and behind it."""
+    scope = use.reader.scope
+    value = Ref(use.read.name)
+    for place, node in enumerate((None, *use.chain)):
+        if node is not None:
+            copy = replace(node, name=f"{node.name}/whale_use_{number}", inputs=(value, *node.inputs[1:]), scope=scope)
+            yield copy
+            value = Ref(copy.name)
+        (kind,) = (node or use.read).outputs
+        name = f"{use.read.name}/whale_use_{number}" + (f"_{place}" if place else "")
+        attrs = {"T": DType(kind.dtype), USE: True}
+        yield Node(name, "Identity", (value,), controls if not place else (), attrs, (kind,), scope)
+        value = Ref(name)
+
+
+def _without_unread(program: Program, nodes: list[Node], chains: set[str]) -> tuple[Node, ...]:
+    """``nodes`` without those of ``chains`` of which only copies are read now."""
+    read = {r.node for r in program.outputs}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if node.name in chains and node.name not in read:
+            continue
+        read.update(r.node for r in node.inputs)
+        kept.append(node)
+    return tuple(reversed(kept))

@@ -1,0 +1,152 @@
+"""Weights that loops and branches only read are read in front of them, where they can lie split (ZeRO-3).
+
+A body that is given a variable's handle reads it in every turn. Where the weight lies split, each reading would be a
+gathering, by ranks that need not be in the same turn. So the body is given the value: it is gathered once for the
+loop, and is there as long as that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, Func, Shape, Tensor, TensorType
+from whale.passes.facts.scopes import split_scope
+from whale.rules.graph import BRANCHES, LOOPS, called_functions
+
+
+def hoist_reads(program: Program, min_bytes: int) -> Program:
+    """``program`` in which loops and branches get the values of variables that they only read.
+
+    Args:
+      min_bytes: smaller variables stay whole, and are read where they were.
+    """
+    functions = dict(program.functions)
+    handles: dict[Ref, Ref] = {}  # results of loops that are the handles which they were given
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if not handles.keys().isdisjoint(node.inputs):
+            node = replace(node, inputs=tuple(handles.get(r, r) for r in node.inputs))
+        if node.op == "VariableShape" and (kind := _readable(program, node, 0, min_bytes)) is not None:
+            node = _shape(node, kind)
+        kinds = {i: kind for i in _operands(node) if (kind := _readable(program, node, i, min_bytes)) is not None}
+        kinds = {i: kind for i, kind in kinds.items() if _is_only_read(program, node, i)}
+        operands = list(node.inputs)
+        for i, kind in kinds.items():
+            read = Node(
+                f"{node.name}/whale_read_{i}", "ReadVariableOp", (node.inputs[i],), node.controls,
+                {"dtype": DType(kind.dtype)}, (kind,), node.scope, stateful=True,
+            )  # fmt: skip
+            nodes.append(read)
+            operands[i] = Ref(read.name)
+            if node.op in LOOPS:
+                handles[Ref(node.name, i)] = node.inputs[i]
+        nodes.append(_given(replace(node, inputs=tuple(operands)), kinds, functions) if kinds else node)
+    return program.with_nodes(tuple(nodes), functions=functions)
+
+
+def _operands(node: Node) -> range:
+    """The operands that the functions get; the first one of a branch chooses it."""
+    if node.op in LOOPS:
+        return range(len(node.inputs))
+    return range(1, len(node.inputs)) if node.op in BRANCHES else range(0)
+
+
+def _readable(program: Program, node: Node, operand: int, min_bytes: int) -> TensorType | None:
+    """What the variable holds whose handle the operand is, where it may lie split between steps."""
+    variable = program.variable_of.get(node.inputs[operand].node)
+    if variable is None or split_scope(variable.scope) or split_scope(node.scope):
+        return None
+    t = variable.type
+    return t if t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes else None
+
+
+def _argument(node: Node, operand: int, function: Program) -> str:
+    return function.inputs[operand - _operands(node).start]
+
+
+def _is_only_read(program: Program, node: Node, operand: int) -> bool:
+    """Whether the functions do nothing to the handle but read it, and pass it on to the next turn."""
+    for func in called_functions(node):
+        function = program.functions[func.name]
+        handles = [Ref(_argument(node, operand, function))]
+        for handle in handles:
+            for reader, place in function.consumers.get(handle, ()):
+                if place in _operands(reader):
+                    if not _is_only_read(program, reader, place):
+                        return False
+                    handles += [Ref(reader.name, place)] if reader.op in LOOPS else []
+                elif reader.op not in ("ReadVariableOp", "VariableShape"):
+                    return False
+        if any(ref in handles and not (node.op in LOOPS and i == operand) for i, ref in enumerate(function.outputs)):
+            return False
+    return True
+
+
+def _shape(node: Node, kind: TensorType) -> Node:
+    """A node that asks for a variable's shape, as a constant."""
+    (t,) = node.outputs
+    value = Tensor.of(np.array(kind.shape, t.dtype))
+    return Node(node.name, "Const", (), node.controls, {"dtype": DType(t.dtype), "value": value}, (t,), node.scope)
+
+
+def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
+    """The loop or branch whose operands ``kinds`` are values now, as its functions' are."""
+    attrs: dict[str, Any] = dict(node.attrs)
+    types = "T" if node.op in LOOPS else "Tin"
+    first = _operands(node).start
+    listed = list(attrs[types])
+    for i, kind in kinds.items():
+        listed[i - first] = DType(kind.dtype)
+    attrs[types] = tuple(listed)
+    outputs = node.outputs
+    if node.op in LOOPS:
+        outputs = tuple(kinds.get(i, t) for i, t in enumerate(outputs))
+        attrs["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
+
+    def renamed(func: Func) -> Func:
+        name = f"{func.name}/of/{node.name}"
+        if name not in functions:
+            function = functions[func.name]
+            arguments = {_argument(node, i, function): kind for i, kind in kinds.items()}
+            functions[name] = _with_values(function, arguments, functions)
+        return replace(func, name=name)
+
+    for key, value in node.attrs.items():
+        if isinstance(value, Func):
+            attrs[key] = renamed(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Func):
+            attrs[key] = tuple(map(renamed, value))
+    return replace(node, attrs=attrs, outputs=outputs)
+
+
+def _with_values(function: Program, arguments: dict[str, TensorType], functions: dict[str, Program]) -> Program:
+    """``function`` that is given values where it was given handles."""
+    values = {Ref(name): kind for name, kind in arguments.items()}
+    nodes = []
+    for node in function.nodes:
+        inner = {i: values[r] for i, r in enumerate(node.inputs) if r in values}
+        if node.name in arguments:
+            kind = arguments[node.name]
+            attrs = {**node.attrs, "dtype": DType(kind.dtype), "shape": Shape(kind.shape)}
+            node = replace(node, attrs=attrs, outputs=(kind,))
+        elif inner and node.op == "ReadVariableOp":
+            node = replace(node, op="Identity", attrs={"T": node.attrs["dtype"]}, stateful=False)
+        elif inner and node.op == "VariableShape":
+            node = _shape(node, inner[0])
+        elif inner:
+            node = _given(node, inner, functions)
+            values.update((Ref(node.name, i), kind) for i, kind in inner.items() if node.op in LOOPS)
+        nodes.append(node)
+    effects = _without(function.effects, nodes)
+    return replace(function, nodes=tuple(nodes), effects=effects)
+
+
+def _without(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
+    """Reading has no effect any more that a function would have to be run for."""
+    plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
+    return tuple(name for name in effects if name not in plain)

@@ -1,0 +1,356 @@
+"""Activations that are computed again for the backward pass (``gradient_checkpoint.type``), not held until then.
+
+Chen et al., "Training deep nets with sublinear memory cost", 2016. Some tensors of the forward pass, the checkpoints,
+are held; they cut it into segments. What the backward pass reads of a segment, it reads from a copy of the segment's
+nodes, computed from the checkpoints. The copies wait, by control edges, for the gradient that arrives at the segment's
+end: TensorFlow would compute them at once otherwise. What follows the last checkpoint is read as soon as it is made,
+and has no copy; nor have nodes with effects, random ones, loops and branches, whose results are held.
+
+Marks may also say what is computed again (``wh.recompute``); then everything else is a checkpoint.
+
+A copy stands in the program before the first node that reads it, and waits for nodes further up only: there are no
+circles, whatever the program is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from whale.errors import PlanError
+from whale.ir.program import (
+    AGAIN,
+    BACKWARD,
+    CHECKPOINT,
+    COMPILED,
+    RECOMPUTED,
+    Node,
+    Program,
+    Ref,
+    function_refs,
+    topological,
+)
+from whale.ir.values import UNMOVABLE
+from whale.passes.facts.stages import stage_of
+
+_MOST_SEGMENTS = 64
+
+
+def recompute(program: Program, kind: str) -> Program:
+    """``program`` with copies of the forward nodes that its backward nodes read.
+
+    Args:
+      kind: ``collection``: the checkpoints are those that the user marked, or all but what the user marked to be
+        computed again; ``auto``: they are chosen by bytes;
+        ``stage``: they are what one stage sends to another one.
+
+    Raises:
+      PlanError: gradients are computed, and no tensor is marked, or there are marks of both kinds.
+    """
+    forward = _Forward(program)
+    if not forward.backward or any(n.attrs.get(RECOMPUTED) for n in program.nodes):
+        return program  # no gradients, or done before
+    ways = {"collection": forward.marked, "auto": forward.chosen, "stage": forward.sent}
+    numbers = ways[kind]()
+    if kind == "stage" and not numbers:
+        raise PlanError(
+            "the model has no stages whose activations could be computed again",
+            op=program.name,
+            given='gradient_checkpoint.type="stage"',
+            expected="two stages or more",
+            action='build the parts of the model under wh.stage(), or set gradient_checkpoint.type="auto"',
+        )
+    if kind == "collection" and not numbers:
+        raise PlanError(
+            "no activation is marked to be held",
+            op=program.name,
+            given='gradient_checkpoint.type="collection"',
+            expected="marked tensors of the forward pass",
+            action='mark them with wh.checkpoint(tensor) or tf.compat.v1.add_to_collection("checkpoints", tensor), '
+            "or what is computed again with wh.recompute(), "
+            'or set gradient_checkpoint.type="auto"',
+        )
+    return _Copies(forward, numbers).run() if numbers else program
+
+
+class _Forward:
+    """Which nodes of a program are of the forward pass, and which of these may be computed twice."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.position = {n.name: i for i, n in enumerate(program.nodes)}
+        self.backward: set[str] = set()
+        self.fixed: set[str] = set()  # made from variables and constants only
+        for node in program.nodes:
+            reads = [r.node for r in node.inputs]
+            if node.attrs.get(BACKWARD) or not self.backward.isdisjoint(reads):
+                self.backward.add(node.name)
+            elif node.name in program.variable_of or node.op == "ReadVariableOp":
+                self.fixed.add(node.name)
+            elif not node.stateful and node.op != "Placeholder" and self.fixed.issuperset(reads):
+                self.fixed.add(node.name)
+        self.drawn = self._drawn()
+        self.twice = {n.name for n in program.nodes if self._may_run_twice(n)}
+
+    def _drawn(self) -> set[str]:
+        """What is made from random numbers only, a mask for dropout: it is small, and no part of the batch's rows."""
+        found: set[str] = set()
+        for node in self.program.nodes:
+            made = "Random" in node.op or (bool(node.inputs) and not node.stateful)
+            if (
+                made
+                and node.name not in self.fixed
+                and all(r.node in self.fixed or r.node in found for r in node.inputs)
+            ):
+                found.add(node.name)
+        return found
+
+    def _may_run_twice(self, node: Node) -> bool:
+        if node.name in self.backward or node.name in self.fixed or node.name in self.drawn:
+            return False
+        if not node.inputs or node.stateful:
+            return False
+        if "Random" in node.op or node.attrs.get(COMPILED) or any(True for _ in function_refs(node)):
+            return False
+        types = [*node.outputs, *map(self.program.type_of, node.inputs)]
+        return not any(t.dtype in UNMOVABLE for t in types)
+
+    def marked(self) -> dict[str, int]:
+        """The user's checkpoints, numbered in the order of the program; with what one of them only passes on."""
+        again = {name for name in self.twice if self.program.by_name[name].attrs.get(AGAIN)}
+        found: dict[str, int] = {}
+        names = [n.name for n in self.program.nodes if n.attrs.get(CHECKPOINT) and n.name not in self.backward]
+        if again and names:
+            raise PlanError(
+                "activations are marked to be held and to be computed again",
+                op=names[0],
+                given="wh.checkpoint and wh.recompute in one step",
+                expected="one of the two",
+                action="take the marks of one kind away",
+            )
+        if again:
+            return self._around(again)
+        for number, name in enumerate(names):
+            while name not in found:
+                found[name] = number
+                node = self.program.by_name[name]
+                if node.op not in ("Identity", "Reshape", "Snapshot") or node.inputs[0].node in self.fixed:
+                    break
+                name = node.inputs[0].node
+        return found
+
+    def _around(self, again: set[str]) -> dict[str, int]:
+        """All that is not computed again, numbered by how often one has left what is, or come behind what read it."""
+        found: dict[str, int] = {}
+        level: dict[str, int] = {}
+        behind: set[str] = set()  # what reads results that are computed again
+        for node in self.program.nodes:
+            name = node.name
+            if name in self.backward or name in self.fixed:
+                continue
+            reads = [r.node for r in node.inputs if r.node in level]
+            if name not in again:
+                behind |= {name} if not again.isdisjoint(reads) else set()
+                level[name] = max((level[r] + (r in again or r in behind) for r in reads), default=0)
+                found[name] = level[name]
+            else:
+                level[name] = max((level[r] + (r in behind) for r in reads), default=0)
+        return found
+
+    def sent(self) -> dict[str, int]:
+        """What a stage hands to another one, numbered by stage in the order of the program."""
+        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
+        for node in self.program.nodes:
+            stage = stage_of(node.scope)
+            if not stage or node.name in self.backward or node.name in self.fixed:
+                continue
+            readers = (reader for ref in node.refs() for reader, _ in self.program.consumers.get(ref, ()))
+            if any(r.name not in self.backward and stage_of(r.scope) not in ("", stage) for r in readers):
+                found[node.name] = numbers.setdefault(stage, len(numbers))
+        return found
+
+    def chosen(self) -> dict[str, int]:
+        """The checkpoints with which least is held at once: all that is alive at some places in the forward pass."""
+        nodes = [n for n in self.program.nodes if n.name not in self.backward and n.name not in self.fixed]
+        place = {n.name: i for i, n in enumerate(nodes)}
+        last = list(range(len(nodes)))  # where a node is read last in the forward pass
+        held = [0] * len(nodes)  # bytes that the backward pass reads of it
+        for node in nodes:
+            for ref in node.inputs:
+                if ref.node in place:
+                    last[place[ref.node]] = max(last[place[ref.node]], place[node.name])
+        for i, node in enumerate(nodes):
+            for ref in node.refs() if node.name in self.twice else ():
+                if any(reader.name in self.backward for reader, _ in self.program.consumers.get(ref, ())):
+                    held[i] += self._bytes(ref)
+        alive = [0] * len(nodes)
+        for i, node in enumerate(nodes):
+            if node.name in self.twice:
+                total = sum(map(self._bytes, node.refs()))
+                for j in range(i, last[i]):
+                    alive[j] += total
+        best, least = list[int](), sum(held)
+        for count in range(2, _MOST_SEGMENTS + 1):
+            cuts = _cuts(held, alive, sum(held) / count)
+            most = _held_at_most(held, alive, cuts)
+            if most < least:
+                best, least = cuts, most
+        found: dict[str, int] = {}
+        for number, cut in enumerate(best):
+            for i in range(cut + 1):
+                if last[i] > cut and nodes[i].name in self.twice:
+                    found.setdefault(nodes[i].name, number)
+        return found
+
+    def _bytes(self, ref: Ref) -> int:
+        t = self.program.type_of(ref)
+        return t.bytes if t.is_static else 0
+
+
+def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
+    """Places behind which segments of about ``wanted`` bytes end, where little is alive."""
+    found: list[int] = []
+    total, best = 0, -1
+    i = 0
+    while i < len(held):
+        total += held[i]
+        if total >= wanted / 2 and (best < 0 or alive[i] < alive[best]) and alive[i]:
+            best = i
+        if total >= 1.5 * wanted and best >= 0:
+            found.append(best)
+            i, total, best = best, 0, -1
+        i += 1
+    return found
+
+
+def _held_at_most(held: list[int], alive: list[int], cuts: list[int]) -> int:
+    """Bytes of the checkpoints so far and of one segment, where they are most."""
+    most = checkpoints = start = 0
+    for cut in (*cuts, len(held) - 1):
+        most = max(most, checkpoints + sum(held[start : cut + 1]))
+        checkpoints, start = checkpoints + alive[cut], cut + 1
+    return most
+
+
+@dataclass
+class _Segment:
+    """What is computed again, in the order of the program; who reads it; and what it waits for."""
+
+    nodes: list[Node]
+    first_reader: int
+    waits_for: tuple[str, ...]
+
+
+class _Copies:
+    """The program in the making."""
+
+    def __init__(self, forward: _Forward, numbers: Mapping[str, int]):
+        self.forward, self.program, self.numbers = forward, forward.program, numbers
+        self.segment = self._segments()
+        self.depth = self._depths()
+
+    def run(self) -> Program:
+        wanted: dict[int, set[str]] = {}
+        for node in self.program.nodes:
+            if node.name in self.forward.backward:
+                for ref in node.inputs:
+                    if self._is_copied(ref.node):
+                        self._want(ref.node, wanted.setdefault(self.segment[ref.node], set()))
+        segments = [s for number, names in wanted.items() if (s := self._segment(number, names)) is not None]
+        copied = {n.name for s in segments for n in s.nodes}
+
+        def of_ref(ref: Ref) -> Ref:
+            return Ref(_copy(ref.node), ref.index) if ref.node in copied else ref
+
+        before: dict[int, list[Node]] = {}
+        for s in segments:
+            for node in s.nodes:
+                inputs = tuple(map(of_ref, node.inputs))
+                # The others wait for what they read.
+                controls = node.controls if inputs != node.inputs else (*node.controls, *s.waits_for)
+                copy = replace(
+                    node,
+                    name=_copy(node.name),
+                    inputs=inputs,
+                    controls=controls,
+                    attrs={**node.attrs, RECOMPUTED: True},
+                )
+                before.setdefault(s.first_reader, []).append(copy)
+        nodes: dict[str, Node] = {}
+        for i, node in enumerate(self.program.nodes):
+            nodes.update((copy.name, copy) for copy in before.get(i, ()))
+            if node.name in self.forward.backward:
+                node = replace(node, inputs=tuple(map(of_ref, node.inputs)))
+            nodes[node.name] = node
+        return self.program.with_nodes(topological(nodes))
+
+    def _segments(self) -> dict[str, int]:
+        """Forward node -> number of the first checkpoint that it leads to; none: it follows the last one."""
+        found: dict[str, int] = {}
+        for node in reversed(self.program.nodes):
+            if node.name in self.forward.backward:
+                continue
+            number = self.numbers.get(node.name, found.get(node.name))
+            for ref in node.inputs if number is not None else ():
+                assert number is not None
+                found[ref.node] = min(number, found.get(ref.node, number))
+        return found
+
+    def _depths(self) -> dict[str, int]:
+        """Node -> the last segment that it depends on; -1 for what depends on variables only."""
+        end = max(self.numbers.values()) + 1
+        found: dict[str, int] = {}
+        for node in self.program.nodes:
+            own = -1
+            if node.name not in self.forward.backward and node.name not in self.forward.fixed:
+                own = self.numbers.get(node.name, self.segment.get(node.name, end))
+            found[node.name] = max([own, *(found[r.node] for r in node.inputs)])
+        return found
+
+    def _is_copied(self, name: str) -> bool:
+        """Whether a forward node is computed again where it is needed; what another segment reads of it is held."""
+        if name not in self.segment or name in self.numbers or name not in self.forward.twice:
+            return False
+        for ref in self.program.by_name[name].refs():
+            for reader, _ in self.program.consumers.get(ref, ()):
+                again = reader.name in self.forward.twice and reader.name not in self.numbers
+                if again and self.segment.get(reader.name, self.segment[name]) != self.segment[name]:
+                    return False
+        return True
+
+    def _want(self, name: str, found: set[str]) -> None:
+        stack = [name]
+        while stack:
+            name = stack.pop()
+            if name not in found:
+                found.add(name)
+                stack += [r.node for r in self.program.by_name[name].inputs if self._is_copied(r.node)]
+
+    def _segment(self, number: int, names: set[str]) -> _Segment | None:
+        """The copies of a segment and what they wait for; None: they would not have to wait for any gradient."""
+        reached, first = set(names), -1
+        for i, node in enumerate(self.program.nodes):
+            if node.name not in self.forward.backward or reached.isdisjoint(r.node for r in node.inputs):
+                continue
+            first = i if first < 0 else first
+            gradients = [r.node for r in node.inputs if self._arrives(r.node, number, reached, first)]
+            if gradients:
+                order = self.forward.position
+                nodes = [self.program.by_name[name] for name in sorted(names, key=order.__getitem__)]
+                return _Segment(nodes, first, tuple(dict.fromkeys(gradients)))
+            reached.add(node.name)
+        return None
+
+    def _arrives(self, name: str, number: int, reached: set[str], first: int) -> bool:
+        """Whether a node brings a gradient from behind the segment, and no copy of the segment's."""
+        return (
+            name in self.forward.backward
+            and name not in reached
+            and self.depth[name] > number
+            and self.forward.position[name] < first
+        )
+
+
+def _copy(name: str) -> str:
+    return f"{name}/whale_again"

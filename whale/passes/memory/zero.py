@@ -1,0 +1,268 @@
+"""ZeRO: the optimizer's state lies split between steps, although the computation is data parallel.
+
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020; for the update's
+time, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020. Here it is a
+matter of layouts: where the state of an update lies split, propagation finds that the gradient is wanted split (a
+reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a weight which lies whole
+takes the parts of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes its weight and
+its state in one layout, so such a weight lies split as well, and is gathered where it is read.
+
+Left to the costs of single nodes, propagation would gather the state as readily as it scatters the gradient. So the
+nodes of an update that every rank would run alike, whole, get the state's layout here.
+
+    state_at_rest       which variables lie split, and how
+    update_strategies   which nodes of the updates are computed in parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import UNMOVABLE
+from whale.passes.facts.cost import LOOKUPS, matmul_flops
+from whale.passes.layout.propagate import GraphLayout
+from whale.rules import rule_of
+from whale.rules.graph import BRANCHES, LOOPS, takes, view
+
+
+def state_at_rest(
+    program: Program,
+    parts: int,
+    min_bytes: int,
+    taken: Collection[str],
+    known: Mapping[str, Placement],
+    weights: bool = False,
+) -> dict[str, Split]:
+    """Placements of the variables that lie split between steps, by handle node.
+
+    Args:
+      parts: ranks that share the state.
+      min_bytes: variables below that size stay whole: moving their parts takes longer than updating them.
+      taken: variables whose layout something else decides.
+      known: placements that earlier programs of the run have fixed; what is updated together with one lies like it.
+      weights: whether the variables that a model reads lie split as well.
+
+    Raises:
+      PlanError: a weight that is to lie split cannot.
+    """
+    variables = {v.node: v for v in program.variables if v.node not in taken}
+    if not any(is_model(program, node) for node in program.nodes):
+        return {}  # a run that sets variables to their first values, say: it does not show which ones are state
+    found: dict[str, Split] = {}
+    for group in _updated_together(program, variables):
+        if all(name in known for name in group):
+            continue
+        is_weight = weights and all(_is_number(variables[name]) for name in group)
+        if not is_weight and not any(name not in known and is_state(program, name) for name in group):
+            continue
+        if all(n.op == "VarIsInitializedOp" for name in group for n, _ in program.consumers.get(Ref(name), ())):
+            continue
+        placement = _common(program, [variables[name] for name in group], parts, min_bytes, known)
+        if placement is not None:
+            found.update((name, placement) for name in group if name not in known)
+        elif is_weight:
+            _refuse_whole(program, [variables[name] for name in group if name not in known], parts, min_bytes)
+    return found
+
+
+def _is_number(variable: Variable) -> bool:
+    return "float" in variable.type.dtype
+
+
+def _refuse_whole(program: Program, group: Sequence[Variable], parts: int, min_bytes: int) -> None:
+    """Raises PlanError for a weight that has a dimension to be divided along, and is used as no divided one can be."""
+    for variable in group:
+        t = variable.type
+        cuts = [split(d, even_sizes(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
+        if not t.is_static or t.bytes < min_bytes:
+            continue
+        users = [n for n, _ in program.consumers.get(Ref(variable.node), ())]
+        for node in users if cuts else ():
+            operands = [i for i, r in enumerate(node.inputs) if r == Ref(variable.node)]
+            if not any(takes(program, node, i, _lying(program, node, cut), parts) for i in operands for cut in cuts):
+                raise PlanError(
+                    "a weight cannot lie split between steps",
+                    op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
+                    given="zero.level=3",
+                    expected="reads and lookups, and updates of the whole variable outside of loops and branches",
+                    action="update the variable behind the loop, raise zero.min_bytes, or set zero.level=2",
+                )
+
+
+def _updated_together(program: Program, variables: Mapping[str, Variable]) -> Iterable[list[str]]:
+    """Variables whose handles are operands of one op have one layout: groups of them."""
+    group_of = {name: [name] for name in variables}
+    for node in program.nodes:
+        handles = [r.node for r in node.inputs if r.node in variables]
+        for other in handles[1:]:
+            first, second = group_of[handles[0]], group_of[other]
+            if first is not second:
+                first += second
+                group_of.update((name, first) for name in second)
+    return {id(group): group for group in group_of.values()}.values()
+
+
+def is_state(program: Program, handle: str) -> bool:
+    """Whether nothing but updates of variables comes of the variable's value: no product, lookup or fetched tensor."""
+    fetched = {ref.node for ref in program.outputs}
+    waiting, seen = [handle], {handle}
+    while waiting:
+        name = waiting.pop()
+        node = program.by_name[name]
+        if name in fetched or is_model(program, node):
+            return False
+        readers = chain.from_iterable(program.consumers.get(ref, ()) for ref in node.refs())
+        for reader, _ in readers:
+            if reader.name not in seen:
+                seen.add(reader.name)
+                waiting.append(reader.name)
+    return True
+
+
+def is_model(program: Program, node: Node) -> bool:
+    """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
+    if node.op in LOOPS or node.op in BRANCHES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
+        return True
+    if node.op == "WhaleCall":  # a micro-batch
+        return True
+    return matmul_flops(node, [program.type_of(r) for r in node.inputs]) > 0
+
+
+def _common(
+    program: Program, variables: list[Variable], parts: int, min_bytes: int, known: Mapping[str, Placement]
+) -> Split | None:
+    """The layout that all of them can have, along the first dimension that allows one; None: they stay whole."""
+    given = {known[v.node] for v in variables if v.node in known}
+    if len(given) > 1 or B in given:
+        return None
+    types = [v.type for v in variables]
+    if any(not t.is_static or t.dtype in UNMOVABLE or t.shape != types[0].shape for t in types):
+        return None
+    if not given and max(t.bytes for t in types) < min_bytes:
+        return None
+    shape = types[0].shape or ()
+    cuts = [split(dim, even_sizes(size, parts)) for dim, size in enumerate(shape) if size is not None and size >= parts]
+    for cut in cuts:
+        if given <= {cut} and all(_can_lie(program, v.node, cut, parts) for v in variables):
+            return cut
+    return None
+
+
+def _can_lie(program: Program, handle: str, placement: Split, parts: int) -> bool:
+    """Whether everything that takes the variable's handle can take it so."""
+    for node, operand in program.consumers.get(Ref(handle), ()):
+        if not takes(program, node, operand, _lying(program, node, placement), parts):
+            return False
+    return True
+
+
+def _lying(program: Program, node: Node, placement: Placement) -> list[Placement]:
+    """Operands of a node whose variables (all that it updates together) lie as ``placement``."""
+    return [placement if r.node in program.variable_of else B for r in node.inputs]
+
+
+def update_strategies(
+    program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int
+) -> dict[str, Strategy]:
+    """Strategies for the nodes that compute updates of split state, and of the weights that come of it.
+
+    Args:
+      whole: how the program lies when no state is split, partial sums reduced: what every rank computes alike there is
+        what can be computed in parts instead; where a gradient is still a partial sum, its reduction scatters it.
+      state: handle node -> placement.
+    """
+    return _Updates(program, whole, state, parts).run()
+
+
+class _Updates:
+    """Walks from the state to what is computed from it and for it, element by element."""
+
+    def __init__(self, program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int):
+        self.program, self.whole, self.state, self.parts = program, whole, state, parts
+        self.chosen: dict[str, Strategy] = {}
+        self.parted: dict[Ref, Placement] = {}  # tensors of which each rank has a part
+        self.waiting: list[Ref] = []
+
+    def run(self) -> dict[str, Strategy]:
+        for handle in self.state:
+            at_rest = is_state(self.program, handle)
+            for node, operand in self.program.consumers.get(Ref(handle), ()):
+                current = [self.state.get(r.node, B) for r in node.inputs]
+                option = self._option(node, current, operand)
+                if option is None:
+                    continue
+                if node.outputs and not at_rest:  # a weight: who uses it in the model gathers it, its update does not
+                    value = Ref(node.name)
+                    self.parted[value] = option.outputs[0]
+                    for reader, position in self.program.consumers.get(value, ()):
+                        if is_state(self.program, reader.name):
+                            self._reader(reader, position)
+                else:
+                    self._take(node, option)
+        while self.waiting:
+            ref = self.waiting.pop()
+            self._maker(ref)
+            for reader, operand in self.program.consumers.get(ref, ()):
+                self._reader(reader, operand)
+        return self.chosen
+
+    def _maker(self, ref: Ref) -> None:
+        """What makes a tensor that is wanted in parts makes a part, where every rank would make all of it."""
+        node = self.program.by_name[ref.node]
+        if not self._is_alike(node):
+            return
+        wanted = [self.parted.get(r) for r in node.refs()]
+        current = [self.parted.get(r, B) for r in node.inputs]
+        option = self._option(node, current, None, wanted, ref.index)
+        if option is not None:
+            self._take(node, option)
+
+    def _reader(self, node: Node, operand: int) -> None:
+        """What is made of a part alone is made of parts; what sums it up sums its part up."""
+        if not node.outputs or not self._is_alike(node):
+            return
+        option = self._option(node, [self.parted.get(r, B) for r in node.inputs], operand)
+        if option is not None and all(isinstance(p, Split | Partial) for p in option.outputs):
+            self._take(node, option)
+
+    def _take(self, node: Node, option: Strategy) -> None:
+        self.chosen[node.name] = option
+        for ref, placement in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+            if isinstance(placement, Split) and ref not in self.parted and ref.node not in self.state:
+                self.parted[ref] = placement
+                self.waiting.append(ref)
+
+    def _option(
+        self,
+        node: Node,
+        current: list[Placement],
+        operand: int | None,
+        wanted: Sequence[Placement | None] = (),
+        output: int = 0,
+    ) -> Strategy | None:
+        """The first way to run the node that takes the operand, or makes the output, as it lies."""
+        rule = rule_of(node.op)
+        if rule is None:
+            return None
+        for option in rule.strategies(view(self.program, node, self.parts), current, wanted):
+            if operand is not None and option.inputs[operand] == current[operand]:
+                return option
+            if operand is None and option.outputs[output] == wanted[output]:
+                return option
+        return None
+
+    def _is_alike(self, node: Node) -> bool:
+        """Whether every rank would run the node on whole tensors, and none has decided about it here."""
+        strategy = self.whole.strategies[node.name]
+        return (
+            node.name not in self.chosen
+            and bool(node.inputs)
+            and not node.stateful
+            and node.op not in LOOPS
+            and node.op not in BRANCHES
+            and all(isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+        )

@@ -1,0 +1,1 @@
+"""Programs rewritten before they are planned: calls inlined, shapes folded, composite ops apart, types and scopes."""

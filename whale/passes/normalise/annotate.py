@@ -1,0 +1,103 @@
+"""Task graphs: every node ends in the scope of the forward node that it serves, found by structure.
+
+Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. What is left here: updates join
+the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
+readers. A split scope takes in less, since the tensors inside are laid out otherwise: what reads its variables, and
+what serves their updates only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whale.ir.plan import TaskGraph
+from whale.ir.program import Program
+from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
+from whale.passes.facts.stages import assign_stages
+
+
+def annotate(program: Program) -> Program:
+    """``program`` with a scope on every node that can be related to an annotated one, and on its variables."""
+    if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
+        return program
+    scope = {n.name: n.scope for n in program.nodes}
+    handles = program.variable_of
+    of_variable: dict[str, str] = {v.node: v.scope for v in program.variables if v.scope}
+    for node in program.nodes:
+        if node.scope:
+            for ref in node.inputs:
+                if ref.node in handles:
+                    of_variable.setdefault(ref.node, node.scope)
+    for node in program.nodes:
+        if not scope[node.name]:
+            owned = [of_variable[r.node] for r in node.inputs if r.node in of_variable]
+            near = owned or [scope[r.node] for r in node.inputs if scope[r.node]]
+            if near:
+                scope[node.name] = near[0]
+    for node in reversed(program.nodes):
+        if scope[node.name]:
+            for ref in node.inputs:
+                scope[ref.node] = scope[ref.node] or scope[node.name]
+    if any(split_scope(path) for path in scope.values()):
+        _leave_split_scopes(program, scope, of_variable)
+    nodes = tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in program.nodes)
+    variables = tuple(replace(v, scope=v.scope or of_variable.get(v.node, "")) for v in program.variables)
+    return assign_stages(program, replace(program, nodes=nodes, variables=variables))
+
+
+def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:
+    """Takes nodes out of split scopes that the user did not put there: those that serve other variables as well."""
+    served = _served(program, of_variable)
+    reads: dict[str, str] = {}
+    for node in program.nodes:
+        found = [of_variable.get(r.node) or reads.get(r.node, "") for r in node.inputs]
+        own = next((path for path in found if path), "")
+        if node.op in PASSED_ON:
+            reads[node.name] = own
+        if not node.scope and (split_scope(scope[node.name]) or split_scope(own)):
+            serves = served[node.name]
+            scope[node.name] = own or (next(iter(serves)) if len(serves) == 1 else "")
+
+
+def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """Node -> scopes of the variables whose updates it leads to; "" stands for everything else that it leads to.
+
+    A variable without a scope (an optimizer's) counts as what its readers lead to.
+    """
+    handles = program.variable_of
+    leads: dict[str, frozenset[str]] = {}
+    without: dict[str, frozenset[str]] = {name: frozenset() for name in handles if not of_variable.get(name)}
+    fetched, effects = {r.node for r in program.outputs}, set(program.effects)
+    other = frozenset([""])
+    while True:
+        found: dict[str, set[str]] = {n.name: set() for n in program.nodes}
+        for node in reversed(program.nodes):
+            mine = found[node.name]
+            updated = [r.node for r in node.inputs if r.node in handles] if not node.outputs else []
+            for handle in updated:
+                mine |= without[handle] if handle in without else {of_variable[handle]}
+            if node.name in fetched or (node.name in effects and not updated):
+                mine |= other
+            for ref in node.inputs:
+                if not (ref.node in handles and updated):  # a handle leads to what reads it
+                    found[ref.node] |= mine
+        leads = {name: frozenset(scopes) for name, scopes in found.items()}
+        now = {name: leads[name] for name in without}
+        if now == without:
+            return leads
+        without = now
+
+
+def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
+    """One task graph per scope, in order of first appearance; nodes outside all scopes are in a default ``replica``."""
+    counts: Counter[str] = Counter(n.scope for n in program.nodes)
+    order = dict.fromkeys(n.scope for n in program.nodes)
+    rows = []
+    for path in order:
+        kind = path.rsplit("/", 1)[-1].split("_")[0].split("(")[0] if path else "replica"
+        named = ranks_of_scope(path)
+        mine = devices if named is None else tuple(sorted(named))
+        rows.append(TaskGraph(path or "(default)", kind, mine, counts[path]))
+    return tuple(rows)

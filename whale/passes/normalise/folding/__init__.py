@@ -1,0 +1,1 @@
+"""Shape arithmetic that is done once, in NumPy, before a program is planned."""

@@ -1,0 +1,175 @@
+"""Pipelines as ways to spread a captured program: where its chain of weights is cut, which ranks have which stage.
+
+A stage is given by the weights that it has; what else belongs to it is inferred as for `wh.stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from whale.ir.program import Node, Program
+from whale.passes.normalise.annotate import annotate
+from whale.planner.captured.ways import Choice, products, updates
+
+MICRO_BATCHES = (2, 4, 8)  # so many times the stages
+
+
+def chain(program: Program) -> list[str]:
+    """Handles of the trained weights of rank 2 or more, in the order of the forward pass."""
+    trained = {handle for node in program.nodes for handle in updates(program, node)}
+    return [handle for handle in products(program) if handle in trained]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Where nodes are along the chain of weights: number of the weight that they follow or, on the way back, serve."""
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+
+
+def levels(program: Program) -> Levels:
+    """Forward: all that the chain's products come from, and these. Backward: what the last one leads to, as far as it
+    serves one place of the chain; not what mixes gradients of several (a global norm), nor what comes of that.
+    """
+    weights, read = chain(program), products(program)
+    first = {read[handle][0].name: i for i, handle in enumerate(weights)}
+    level: dict[str, int] = {}
+    for node in program.nodes:
+        level[node.name] = max([first.get(node.name, -1), *(level.get(r.node, -1) for r in node.inputs)])
+    forward = _before(program, first, set())
+    # A product with the gradient of a weight's product: what comes of it belongs to what made the operand.
+    operand: dict[str, int] = {}
+    for i, handle in enumerate(weights):
+        earlier = [level[r.node] for r in read[handle][0].inputs if r.node in forward]
+        operand.update((node.name, max([-1, *(n for n in earlier if n < i)])) for node in read[handle][1:])
+    of_weight = {node.name: i for i, handle in enumerate(weights) for node in read[handle][1:]}
+    on_path = _before(program, of_weight, forward)
+    backward: dict[str, int | None] = {}
+    last = len(weights) - 1
+    for node in program.nodes:
+        if node.name in forward or level[node.name] < last:
+            continue
+        if node.name in of_weight:
+            backward[node.name] = of_weight[node.name]
+            continue
+        found = {operand.get(r.node, backward[r.node]) for r in node.inputs if r.node in backward}
+        if not found:
+            backward[node.name] = last
+        elif None not in found and (len(found) == 1 or node.name in on_path):
+            backward[node.name] = max(0, min(n for n in found if n is not None))
+        else:
+            backward[node.name] = None
+    return Levels(
+        {name: max(0, level[name]) for name in forward}, {name: n for name, n in backward.items() if n is not None}
+    )
+
+
+def _before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
+    """The named nodes and all that they come from."""
+    found: set[str] = set()
+    stack = list(names)
+    while stack:
+        name = stack.pop()
+        if name not in found and name not in without:
+            found.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
+    return found
+
+
+def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[float]:
+    """Seconds of each weight of the chain: of its products and of all that follows or serves it, both passes.
+
+    Args:
+        seconds: of one node.
+    """
+    found = [0.0] * len(chain(program))
+    at = levels(program)
+    for name, level in (at.forward | at.backward).items():
+        found[level] += seconds(program.by_name[name])
+    return found
+
+
+def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
+    """First weight of each stage but the first one, so that the slowest stage is as fast as possible.
+
+    Args:
+        speeds: of the stages' ranks, in their order.
+    """
+    count, stages = len(work), len(speeds)
+    if stages > count:
+        return None
+    sums = [0.0]
+    for one in work:
+        sums.append(sums[-1] + one)
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * count]
+    for stage, speed in enumerate(speeds):
+        row = [(float("inf"), 0)] * (count + 1)
+        for high in range(stage + 1, count + 1):
+            row[high] = min(
+                (max(best[-1][low][0], (sums[high] - sums[low]) / speed), low) for low in range(stage, high)
+            )
+        best.append(row)
+    cuts, high = [], count
+    for stage in range(stages, 1, -1):
+        high = best[stage][high][1]
+        cuts.append(high)
+    return cuts[::-1]
+
+
+def pipelines(program: Program, size: int, rows: int, work: Sequence[float], speeds: Sequence[float]) -> list[Choice]:
+    """Pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
+
+    Args:
+        rows: of the global batch.
+        work: see `work_of_chain`.
+        speeds: of the ranks; those of a stage work together, as fast as their slowest.
+    """
+    if program.functions or not rows:
+        return []
+    found = []
+    for stages in (n for n in range(2, size + 1) if size % n == 0):
+        # Replicas of like speed: the fastest ranks are one stage of all replicas, and so on, in the order of ranks.
+        replicas = size // stages
+        groups = groups_of(speeds, stages)
+        cuts = cut(work, [min(speeds[r] for r in group) for group in groups])
+        if cuts is None:
+            continue
+        for times in MICRO_BATCHES:
+            count = times * stages
+            if rows % (replicas * count) == 0:
+                name = f"pipeline of {stages} stages, {count} micro-batches"
+                name += f", {_counts(cuts, len(work))} weights" + (f", {replicas} replicas" if replicas > 1 else "")
+                found.append(Choice(name, cuts=tuple(cuts), stages=groups, micro_batches=count))
+    return found
+
+
+def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each stage: of equal ranks those that `wh.stage` would take, else ranks of like speed together."""
+    size = len(speeds)
+    order = list(range(size))
+    if max(speeds) > 1.05 * min(speeds):
+        order.sort(key=lambda r: (-speeds[r], r))
+        replicas = size // stages
+        return tuple(tuple(sorted(order[s * replicas : (s + 1) * replicas])) for s in range(stages))
+    return tuple(tuple(order[s::stages]) for s in range(stages))
+
+
+def _counts(cuts: Sequence[int], count: int) -> str:
+    return "+".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, count]))
+
+
+def staged(program: Program, choice: Choice) -> Program:
+    """The program as if each part of the chain had been built under a `wh.stage` on its ranks."""
+    scopes: list[str] = []
+    ends = [*choice.cuts, len(chain(program))]
+    for number, (low, high) in enumerate(zip([0, *choice.cuts], ends)):
+        ranks = "+".join(map(str, choice.stages[number]))
+        scopes += [f"auto_parallel/stage_{number}(ranks={ranks})"] * (high - low)
+    at = levels(program)
+    stage = {name: scopes[level] for name, level in (at.forward | at.backward).items()}
+    stage.update((handle, scopes[i]) for i, handle in enumerate(chain(program)))
+    variables = tuple(replace(v, scope=stage.get(v.node, "")) for v in program.variables)
+    nodes = tuple(replace(n, scope=stage.get(n.name, "")) for n in program.nodes)
+    return annotate(replace(program, nodes=nodes, variables=variables))

@@ -1,0 +1,282 @@
+"""`auto_parallel` for a captured program: the ways to spread it that can run, and what each rank's program costs.
+
+    choices       ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
+    scoped        the program as if the user had put `wh.split` around what a choice divides
+    rank_seconds  predicted seconds of the program that one rank runs, by what was measured (`Rates`)
+    rank_bytes    its variables and live tensors
+
+The program's own layouts are then found as for any other program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from cost_model.ops import matmul_flops, work
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType
+from whale.passes.facts.cost import LOOKUPS
+from whale.passes.facts.scopes import PASSED_ON
+from whale.passes.normalise.annotate import annotate
+
+SCOPE = "auto_parallel/split_0"
+MOST_WEIGHTS = 3  # that a split is tried from
+LEAST_BYTES = 1 << 20  # smaller weights are not worth it
+EXCHANGES = frozenset(
+    {
+        "WhaleAllReduce",
+        "WhaleDeviceAllReduce",
+        "WhaleReduceScatter",
+        "WhaleAllGather",
+        "WhaleAllToAll",
+        "WhaleBroadcast",
+    }
+    | {"WhaleSend", "WhaleRecv"}
+)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One way to spread a program.
+
+    Attributes:
+        weights: names of variables from whose product on tensors are divided; empty: rows only.
+        group: ranks that divide tensors together, 0 for all.
+        alone: every rank computes everything, and nothing is sent.
+        shares: rows of the batch for each rank; empty: equal ones.
+        stages: of a pipeline, the ranks of each stage; cuts: number of the first weight of all stages but the first,
+            in the order of `whale.planner.captured.pipelines.chain`; micro_batches: of each rank's rows.
+        zero: level to which the optimizer's state is divided.
+        recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
+        predicted_s: seconds of a step, once predicted.
+    """
+
+    name: str
+    weights: tuple[str, ...] = ()
+    group: int = 0
+    alone: bool = False
+    shares: tuple[int, ...] = ()
+    stages: tuple[tuple[int, ...], ...] = ()
+    cuts: tuple[int, ...] = ()
+    micro_batches: int = 0
+    zero: int = 0
+    recompute: str = ""
+    predicted_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one rank does per second while all ranks work; what an exchange takes between them.
+
+    Attributes:
+        start_s: seconds of an operation that does next to nothing; exchange_s: the same of an exchange.
+        exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
+        origin: where the figures come from, in words.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    start_s: float
+    exchange_s: float
+    exchanged_bytes_per_s: float
+    origin: str
+
+
+def choices(program: Program, size: int) -> list[Choice]:
+    """What to try; the first one is plain data parallelism. A program with the user's scopes is left as it is."""
+    found = [Choice("data parallel")]
+    if size == 1 or has_scopes(program):
+        return found
+    found.append(Choice("every rank alone", alone=True))
+    for name in _large_weights(program):
+        found.append(Choice(f"split from {name} on", (name,)))
+        if not program.functions:
+            groups = [g for g in range(2, size) if size % g == 0]
+            found += [Choice(f"split from {name} on, {size // g} groups of {g}", (name,), g) for g in groups]
+    return found
+
+
+def has_scopes(program: Program) -> bool:
+    """Whether the user has put anything of the program into a scope."""
+    return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
+
+
+def trains(program: Program) -> bool:
+    """Whether the program updates variables by what it computes from large weights or a batch."""
+    return bool(program.inputs) and any(updates(program, n) for n in program.nodes)
+
+
+def updates(program: Program, node: Node) -> list[str]:
+    """Handles of the variables that a node updates."""
+    return [] if node.outputs else [r.node for r in node.inputs if r.node in program.variable_of]
+
+
+def _behind(program: Program, ref: Ref) -> str | None:
+    """The handle of the variable whose elements a tensor has."""
+    node = program.by_name[ref.node]
+    while node.name not in program.variable_of:
+        if node.op not in PASSED_ON or not node.inputs:
+            return None
+        node = program.by_name[node.inputs[0].node]
+    return node.name
+
+
+def products(program: Program) -> dict[str, list[Node]]:
+    """Handle of a variable of rank 2 or more -> products and lookups that read it, in order."""
+    found: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        if node.op not in LOOKUPS and not matmul_flops(node, [program.type_of(r) for r in node.inputs]):
+            continue
+        for ref in node.inputs[:1] if node.op in LOOKUPS else node.inputs:
+            handle = _behind(program, ref)
+            if handle is not None and len(program.variable_of[handle].type.shape or ()) >= 2:
+                found.setdefault(handle, []).append(node)
+    return found
+
+
+def _large_weights(program: Program) -> list[str]:
+    """Names of the largest trained weights, largest first; of several readers' products the first one counts."""
+    read = products(program)
+    updated = {handle for node in program.nodes for handle in updates(program, node)}
+    sizes = {h: program.variable_of[h].type.bytes for h in read if h in updated}
+    order = sorted(sizes, key=lambda h: -sizes[h])
+    total = sum(sizes.values())
+    large = [h for h in order if sizes[h] >= max(LEAST_BYTES, 0.05 * total)]
+    return [program.variable_of[h].name for h in large[:MOST_WEIGHTS]]
+
+
+def scoped(program: Program, choice: Choice) -> Program:
+    """The program with a split scope on what lies between the first product of a weight and what serves the weight.
+
+    That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
+    after it; where nothing is trained, all that follows. For a lookup, the lookup and the update of its table.
+    """
+    handles = [v.node for v in program.variables if v.name in choice.weights]
+    inside: set[str] = set()
+    read = products(program)
+    for handle in handles:
+        if handle in read:
+            inside |= _between(program, read[handle], handle)
+    if not inside:
+        return program
+    nodes = tuple(replace(n, scope=SCOPE) if n.name in inside else n for n in program.nodes)
+    owned = {r.node for n in nodes if n.scope for r in n.inputs if r.node in program.variable_of} - {
+        r.node for n in nodes if not n.scope and n.outputs for r in n.inputs
+    }
+    variables = tuple(replace(v, scope=SCOPE) if v.node in owned else v for v in program.variables)
+    return annotate(replace(program, nodes=nodes, variables=variables))
+
+
+def _between(program: Program, products: list[Node], handle: str) -> set[str]:
+    first = products[0]
+    targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
+    if first.op in LOOKUPS:
+        return targets | _readers(program, handle)
+    # What comes after the weight's last product (its operand's gradient) belongs to the layers before.
+    ends = {n.name for n in products[1:]}
+    arrows = {
+        n.name: [] if n.name in ends else [c.name for r in n.refs() for c, _ in program.consumers.get(r, ())]
+        for n in program.nodes
+    }
+    after = _reached(first.name, arrows)
+    if not any(handle in updates(program, n) for n in program.nodes):
+        return after | _readers(program, handle)  # nothing is trained: all that follows
+    inside: set[str] = set()
+    own = {handle}
+    while True:
+        before = {name for target in targets for name in _reached(target, _operands(program))}
+        now = (after & before) | targets | {name for h in own for name in _readers(program, h)}
+        if now == inside:
+            return inside
+        inside = now
+        # Variables that are used inside (biases, the state of the optimizer), and their updates.
+        behind = {_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
+        own |= {h for h in behind if h is not None and program.variable_of[h].type.shape}
+        targets |= {n.name for n in program.nodes if n.name in after and own & set(updates(program, n))}
+
+
+def _operands(program: Program) -> dict[str, list[str]]:
+    return {n.name: [r.node for r in n.inputs] for n in program.nodes}
+
+
+def _readers(program: Program, handle: str) -> set[str]:
+    """What passes a variable's elements on."""
+    found: set[str] = set()
+    for node in program.nodes:
+        if node.op in PASSED_ON and node.inputs and (node.inputs[0].node == handle or node.inputs[0].node in found):
+            found.add(node.name)
+    return found
+
+
+def _reached(start: str, arrows: Mapping[str, Iterable[str]]) -> set[str]:
+    found, left = {start}, [start]
+    while left:
+        for name in arrows[left.pop()]:
+            if name not in found:
+                found.add(name)
+                left.append(name)
+    return found
+
+
+def rank_seconds(program: Program, rates: Rates, ranks: int) -> float:
+    """Predicted seconds of what one rank runs, operations one after the other; a loop's body counts once."""
+    graphs = (program, *program.functions.values())
+    return sum(node_seconds(graph, node, rates, ranks) for graph in graphs for node in graph.nodes)
+
+
+def node_seconds(graph: Program, node: Node, rates: Rates, ranks: int) -> float:
+    """Predicted seconds of one node, an exchange without waiting for others."""
+    types = [graph.type_of(r) for r in node.inputs]
+    if node.op.startswith("Whale"):
+        return exchange_seconds(node, types, rates, ranks)
+    done = work(node, types)
+    if not done.kernels:
+        return 0.0
+    return rates.start_s + max(done.flops / rates.flops_per_s, done.moved_bytes / rates.bytes_per_s)
+
+
+def exchange_seconds(node: Node, types: Sequence[TensorType], rates: Rates, ranks: int) -> float:
+    """Ring formulas (see cost_model.formulas.collectives); a rank's own part of the bytes is not sent."""
+    ranks = len(node.attrs.get("ranks", ())) or ranks
+    tensors = [t for t in types if t.dtype != "resource"]
+    part, own = (ranks - 1) / ranks, float(sum(t.bytes for t in tensors if t.is_static))
+    result = float(sum(t.bytes for t in node.outputs if t.is_static))
+    sent = {
+        "WhaleAllReduce": 2 * part * own,
+        "WhaleDeviceAllReduce": 2 * part * own,
+        "WhaleReduceScatter": part * own,
+        "WhaleAllGather": part * result,
+        "WhaleAllToAll": part * own,
+        "WhaleBroadcast": max(own, result),
+        "WhaleSend": own,
+        "WhaleRecv": result,
+    }.get(node.op)
+    return 0.0 if sent is None else rates.exchange_s + sent / rates.exchanged_bytes_per_s
+
+
+def rank_bytes(program: Program) -> int:
+    """Variables, and the most bytes of tensors that are alive at a time when operations run in their order."""
+    variables = sum(v.type.bytes for v in program.variables if v.type.is_static)
+    owner: dict[Ref, Ref] = {}
+    last: dict[Ref, int] = {}
+    for at, node in enumerate(program.nodes):
+        for ref in node.inputs:
+            last[owner.get(ref, ref)] = at
+        if node.op in PASSED_ON and node.inputs and node.outputs:
+            owner[Ref(node.name)] = owner.get(node.inputs[0], node.inputs[0])
+    for ref in program.outputs:
+        last[owner.get(ref, ref)] = len(program.nodes)
+    ends: dict[int, int] = {}
+    alive = most = 0
+    for at, node in enumerate(program.nodes):
+        if node.name not in program.variable_of:
+            for ref, t in zip(node.refs(), node.outputs):
+                if ref not in owner and t.is_static and t.dtype not in ("resource", "variant"):
+                    size = t.bytes
+                    alive += size
+                    ends[last.get(ref, at)] = ends.get(last.get(ref, at), 0) + size
+        most = max(most, alive)
+        alive -= ends.pop(at, 0)
+    return variables + most

@@ -1,0 +1,143 @@
+"""A cluster as the planner sees it: pools of equal devices, and what groups of them communicate with.
+
+A pool is one device entry of one host entry of a cluster file: so many hosts, each with so many equal devices. The
+formulas of groups are those of `cost_model.machines.rank_locations`, for stages whose ranks need not be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_model.formulas.collectives import Group, group
+from cost_model.hardware import Device, catalogue
+from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal devices on equal hosts.
+
+    Attributes:
+        number: of the pool in the cluster, in the order of its file.
+        hosts: how many hosts; per_host: devices of the pool on each; on_host: all devices of such a host.
+    """
+
+    number: int
+    host: HostEntry
+    entry: DeviceEntry
+
+    @property
+    def device(self) -> Device:
+        return self.entry.device
+
+    @property
+    def hosts(self) -> int:
+        return self.host.count
+
+    @property
+    def per_host(self) -> int:
+        return self.entry.count
+
+    @property
+    def on_host(self) -> int:
+        return sum(e.count for e in self.host.devices)
+
+    @property
+    def devices(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.device.memory_bytes * self.entry.share
+
+    @property
+    def host_bytes(self) -> float:
+        """Memory of the host that one device's part of what is offloaded may take; a tenth is the system's."""
+        return 0.9e9 * (self.host.memory_gb or 0.0) / self.on_host
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Between a device and its host's memory."""
+        return catalogue.link(self.device.host_link).bytes_per_s
+
+    @property
+    def name(self) -> str:
+        share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
+        return f"{self.host.name}/{self.device.name}{share}"
+
+    def units(self, tensor: int) -> int:
+        """Groups of `tensor` devices of one host each."""
+        return self.hosts * (self.per_host // tensor)
+
+
+class Machines:
+    """The pools of a cluster, and its groups (remembered: plans ask for the same ones again and again)."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        pairs = [(host, entry) for host in cluster.hosts for entry in host.devices]
+        self.pools = tuple(Pool(number, host, entry) for number, (host, entry) in enumerate(pairs))
+        self.tensor_group = lru_cache(maxsize=None)(self._tensor_group)
+        self.data_group = lru_cache(maxsize=None)(self._data_group)
+        self.send_path = lru_cache(maxsize=None)(self._send_path)
+        self.pair = lru_cache(maxsize=None)(self._pair)
+
+    @property
+    def devices(self) -> int:
+        return sum(pool.devices for pool in self.pools)
+
+    def _tensor_group(self, number: int, tensor: int) -> Group:
+        pool = self.pools[number]
+        return group(tensor, tensor, pool.entry.intra_link())
+
+    def _data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
+        """The group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks."""
+        size = sum(replicas for _, _, replicas in members)
+        found: list[Group] = []
+        for number, tensor, replicas in members:
+            pool = self.pools[number]
+            together = min(replicas, max(1, pool.on_host // tensor))
+            network, nics, over, adapter = None, 1, 1.0, math.inf
+            if pool.host.networks:
+                name, entry, nics = min(
+                    (self.cluster.path(pool.host, self.pools[other].host) for other, _, _ in members),
+                    key=lambda path: path[1].network.bytes_per_s * path[2] / path[1].oversubscription,
+                )
+                network, over = entry.network, entry.oversubscription
+                adapter = pool.host.adapter_bytes_per_s(name, together, tensor)
+            if len({self.pools[n].host.name for n, _, _ in members}) == 1 and pool.hosts == 1:
+                together = size
+            link = min((self.pools[n].entry.intra_link() for n, _, _ in members), key=lambda one: one.bytes_per_s)
+            beside = max(1, pool.on_host // together)
+            found.append(group(size, together, link, network, nics, beside, over, adapter))
+        return min(found, key=lambda one: one.ring_bytes_per_s)
+
+    def _pair(self, one: int, other: int, tensor: int, spread: bool) -> Group:
+        """A rank of one pool and one of another, where all devices of a host have such a partner."""
+        first, second = self.pools[one], self.pools[other]
+        link = first.entry.intra_link()
+        if not first.host.networks or (one == other and first.hosts == 1) or not spread:
+            return group(2, 2, link)
+        _, entry, nics = self.cluster.path(first.host, second.host)
+        return group(2, 1, link, entry.network, nics, first.on_host, entry.oversubscription)
+
+    def _send_path(self, one: int, other: int, ranks: int) -> tuple[float, float]:
+        """(bytes/s, step in us) of one rank's send from a stage of `ranks` ranks in a pool to a stage in another."""
+        first, second = self.pools[one], self.pools[other]
+        same_host = first.host.name == second.host.name
+        inside = same_host and (ranks < first.on_host or first.hosts == 1)
+        if inside or not first.host.networks:
+            slow = min((first.entry.intra_link(), second.entry.intra_link()), key=lambda link: link.bytes_per_s)
+            return slow.bytes_per_s, slow.step_us.simple
+        _, entry, nics = self.cluster.path(first.host, second.host)
+        network = entry.network
+        crowd = max(first.on_host, second.on_host)
+        return network.bytes_per_s * nics / crowd / entry.oversubscription, network.step_us.simple
+
+
+def spans(members: Sequence[tuple[int, int, int]]) -> int:
+    """Ranks of a stage with these (pool, tensor, replicas)."""
+    return sum(tensor * replicas for _, tensor, replicas in members)

@@ -1,0 +1,1 @@
+"""Plans of the planner as files, tables, pages, and beside what was measured."""

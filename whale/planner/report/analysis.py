@@ -1,0 +1,174 @@
+"""A captured plan's prediction beside what a run measured: step, ranks, layers; what is off by more than a fifth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from whale.planner.report.show import seconds, size
+
+OFF = 0.2  # a figure further off than this is marked
+ROWS = 24  # layers printed at most
+SMALL = 0.01  # layers below this part of all kernels are one row
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What one rank measured of its steps; all but `steps_s` are of one step.
+
+    Attributes:
+        steps_s: of each step.
+        kernels_s: seconds of kernels by operation; empty where TensorFlow's profiler does not tell (on GPUs).
+        busy_s: seconds in which at least one kernel ran; as unknown as `kernels_s` where those are empty.
+        moving_s: of exchanges, since all who take part had come.
+        peak_bytes: most that TensorFlow's allocator had given out; None where it keeps no figures.
+    """
+
+    rank: int
+    program: str
+    steps_s: list[float]
+    kernels_s: dict[str, float]
+    busy_s: float
+    moving_s: float
+    peak_bytes: int | None
+
+
+class Predicted(msgspec.Struct, frozen=True):
+    """What is predicted of one rank: its kernels added up, and how long at least one runs; its exchanges alone."""
+
+    compute_s: float
+    busy_s: float
+    exchange_s: float
+    peak_bytes: int
+    kernels_s: dict[str, float]
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What is predicted of a step, on what, and the stages that the ranks run."""
+
+    where: str
+    step_s: float
+    ranks: list[Predicted]
+    stages: list[str]
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def mark(predicted: float, measured: float, small: float = 0.0) -> str:
+    """How far the measured value is from the predicted one: "+3 %", or "+35 % <--" where that is far.
+
+    Args:
+        small: a smaller difference is not marked.
+    """
+    if predicted <= 0:
+        return "" if measured <= small else "not predicted <--"
+    off = measured / predicted - 1
+    return f"{100 * off:+.0f} %" + (" <--" if abs(off) > OFF and abs(measured - predicted) > small else "")
+
+
+def layer_of(name: str) -> str:
+    """What an operation belongs to: its name scope, two levels of it at most; a gradient's is that of its forward."""
+    parts = name.partition("/ReadVariableOp")[0].split("/")
+    if "gradient_tape" in parts:  # then follow the forward operation's name and the gradient's own
+        parts = parts[parts.index("gradient_tape") + 1 :]
+        parts = parts[:-1] if len(parts) > 2 else parts
+    return "/".join(parts[: min(2, len(parts) - 1)]) or "(no scope)"
+
+
+def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by layer, of all ranks together."""
+    found: dict[str, float] = {}
+    for one in kernels_s:
+        for name, value in one.items():
+            found[layer_of(name)] = found.get(layer_of(name), 0.0) + value
+    return found
+
+
+def report(predicted: Prediction, measured: Sequence[Measured]) -> str:
+    """Predicted beside measured, as text."""
+    each = sorted(measured, key=lambda m: m.rank)
+    step_s = max(median(m.steps_s) for m in each)
+    steps = len(each[0].steps_s)
+    lines = [
+        f"{each[0].program} on {len(each)} ranks, {steps} steps; predicted for {predicted.where}",
+        f"{'':28} {'predicted':>11} {'measured':>11}  off (<-- by more than {100 * OFF:.0f} %)",
+        _row("step (median)", predicted.step_s, step_s),
+    ]
+    spread = [f"{seconds(min(m.steps_s))} to {seconds(max(m.steps_s))}" for m in each]
+    lines.append(f"{'  from the fastest to the slowest':28} {'':>8} {spread[0]}")
+    for m, p in zip(each, predicted.ranks):
+        stage = predicted.stages[m.rank] if predicted.stages else ""
+        lines.append(f"rank {m.rank}" + (f", {stage}" if stage else ""))
+        if m.kernels_s:
+            lines.append(_row("  compute (kernels added up)", p.compute_s, sum(m.kernels_s.values())))
+            waits_s = max(0.0, predicted.step_s - p.busy_s), max(0.0, median(m.steps_s) - m.busy_s)
+            lines.append(_row("  waits, computing nothing", *waits_s, SMALL * step_s))
+        else:
+            lines.append(f"{'  compute':28} {seconds(p.compute_s):>11} {'not known':>11}")
+        lines.append(
+            f"{'  communication alone':28} {seconds(p.exchange_s):>11} {seconds(m.moving_s):>11}  (bytes moving)"
+        )
+        if m.peak_bytes is not None:
+            off = mark(p.peak_bytes, m.peak_bytes)
+            lines.append(f"{'  memory':28} {size(p.peak_bytes):>11} {size(m.peak_bytes):>11}  {off}")
+    return "\n".join([*lines, *_layers(predicted, each), "", _verdict(predicted, each, step_s)])
+
+
+def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> str:
+    return f"{name:28} {seconds(predicted):>11} {seconds(measured):>11}  {mark(predicted, measured, small)}".rstrip()
+
+
+def _layers(predicted: Prediction, each: Sequence[Measured]) -> list[str]:
+    """A row for each layer, of kernels on all ranks; only operations that both sides know by name."""
+    alike = [_named(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
+    ahead = layers(alike)
+    real = layers([{n: m.kernels_s[n] for n in one} for m, one in zip(each, alike)])
+    whole = sum(real.values())
+    if not whole:
+        return []
+    covered = whole / sum(sum(m.kernels_s.values()) for m in each)
+    shown = sorted((n for n in real if real[n] + ahead.get(n, 0.0) >= SMALL * whole), key=lambda n: -real[n])[:ROWS]
+    rest = [n for n in real if n not in shown]
+    rows = ["", f"kernels by layer, all ranks ({covered:.0%} of the measured time is of operations known to both)"]
+    rows += [_row("  " + _short(name), ahead.get(name, 0.0), real[name], SMALL * whole) for name in shown]
+    if rest:
+        rows.append(
+            _row(
+                f"  {len(rest)} others", sum(ahead.get(n, 0.0) for n in rest), sum(real[n] for n in rest), SMALL * whole
+            )
+        )
+    return rows
+
+
+def _named(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+    """Predicted seconds by the names that were measured: those of a micro-batch bear their call's name in front."""
+    found: dict[str, float] = {}
+    for name, value in predicted.items():
+        while name not in measured and "/" in name:
+            name = name.partition("/")[2]
+        if name in measured:
+            found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _short(name: str, limit: int = 26) -> str:
+    return name if len(name) <= limit else "..." + name[3 - limit :]
+
+
+def _verdict(predicted: Prediction, each: Sequence[Measured], step_s: float) -> str:
+    """What explains most of the difference, in one line."""
+    off = step_s / predicted.step_s - 1
+    lead = f"Predicted {seconds(predicted.step_s)}, measured {seconds(step_s)} ({100 * off:+.0f} %)"
+    slowest = max(each, key=lambda m: median(m.steps_s))
+    p = predicted.ranks[slowest.rank]
+    if abs(off) <= OFF:
+        return f"{lead}: as predicted."
+    if not slowest.kernels_s:
+        return f"{lead}; kernels were not measured."
+    waits_s = (median(slowest.steps_s) - slowest.busy_s) - (predicted.step_s - p.busy_s)
+    name, most = max((("compute", slowest.busy_s - p.busy_s), ("waits", waits_s)), key=lambda e: abs(e[1]))
+    return f"{lead}: mostly {name} of rank {slowest.rank} ({1e3 * most:+.1f} ms against the prediction)."

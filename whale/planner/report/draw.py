@@ -1,0 +1,270 @@
+"""A plan drawn: its simulated timeline as a Chrome trace, and one self-contained page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cost_model.formulas.simulate import Tasks, Timeline, memory_curve
+from whale.ir.schedule import schedule
+from whale.planner.described.evaluate import Evaluation, played
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Spread, Stage
+from whale.planner.report import show
+from whale.planner.report.planfile import PlanFile
+
+
+def trace(plan: PlanFile) -> str:
+    """The timeline for ui.perfetto.dev or chrome://tracing: a row per stage, an event per pass, microseconds."""
+    _, machines, found = plan.evaluate()
+    events: list[dict[str, object]] = []
+    for index, stage in enumerate(plan.spread.stages):
+        where = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
+        name = {"name": f"stage {index}: {stage.count} layers on {where}"}
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": name})
+    tasks, times = played(plan.spread, found)
+    for resource, held, start, end in zip(tasks.resource, tasks.held_bytes, times.start_s, times.end_s):
+        name_of = "forward" if held > 0 else "backward"
+        events.append(
+            {"name": name_of, "ph": "X", "pid": 0, "tid": resource, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        )
+    total_s = times.total_s
+    for index, cost in enumerate(found.stages):
+        for what, start, length in (
+            ("reduce", times.total_s, cost.reduce_s),
+            ("update", total_s + found.reduce_s, cost.update_s),
+        ):
+            if length:
+                events.append({"name": what, "ph": "X", "pid": 0, "tid": index, "ts": 1e6 * start, "dur": 1e6 * length})
+    return json.dumps({"traceEvents": events})
+
+
+DRAWN = 60_000  # passes of a timeline at most; a longer one is drawn from its start
+CURVES = 24  # stages whose memory is drawn
+POINTS = 160  # of a curve
+
+
+def html(plan: PlanFile) -> str:
+    """One page without any reference to the outside: timeline, waterfall, memory, layers, stages, alternatives."""
+    return page(_data(plan))
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page of these data (see `_data` and `draw_captured`)."""
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
+
+
+def _data(plan: PlanFile) -> dict[str, Any]:
+    model, machines, found = plan.evaluate()
+    spread = plan.spread
+    tasks, times = played(spread, found)
+    tracks, shown_s, label = _tracks(plan, found, times)
+    return {
+        "model": f"{model.name}, batch {plan.batch}",
+        "summary": spread.summary(),
+        "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
+        "cards": _cards(plan, found),
+        "kinds": ["forward", "backward", "reduce", "update"],
+        "rows": [{"name": f"stage {i}", "where": _where(s, spread, machines)} for i, s in enumerate(spread.stages)],
+        "tracks": tracks,
+        "shown_s": shown_s,
+        "step_s": found.step_s,
+        "timeline_label": label,
+        "fall": _fall(plan, found),
+        "fall_label": "seconds of a step, busiest stage",
+        "others_title": ("Alternatives that lost", "best of each shape", "why", "plan"),
+        "others": [(one.reason, one.spread.summary()) for one in plan.alternatives],
+        "heat_label": "one column per layer; stronger is more; hover explains",
+        "heat": _heat(plan, found),
+        "columns": [f"layer {i}" for i in range(model.count)],
+        "layers": _layers(plan, machines),
+        "stages_title": "Stages",
+        "stages_head": [
+            "stage",
+            "layers",
+            "devices",
+            "data x tensor",
+            "rows",
+            "memory",
+            "",
+            "forward",
+            "backward",
+            "send",
+            "reduce",
+        ],
+        "memory_label": "of one device of a stage; the line is its limit",
+        "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
+        "memory": _memory(plan, machines, found, tasks, times),
+        "last": show.last_line(plan, machines, found),
+    }
+
+
+def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
+    whole = sum(pool.devices for pool in Machines(plan.cluster).pools)
+    name, most = max(show.parts_of(found).items(), key=lambda e: e[1])
+    cards = [
+        ("one step", show.seconds(found.step_s), f"not below {show.seconds(plan.bound_s)} on these devices"),
+        ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
+        ("devices", f"{plan.spread.ranks:,}", f"of {whole:,}"),
+        ("bound by", name, f"{most / found.step_s:.0%} of the step, stage {found.busiest}"),
+    ]
+    if plan.transformer is not None:
+        flops = plan.transformer.step_flops(plan.batch) / found.step_s / plan.spread.ranks
+        cards.insert(2, ("work", f"{flops / 1e12:.1f} TFLOP/s", "per device, recompute not counted"))
+    return cards
+
+
+def _tracks(
+    plan: PlanFile, found: Evaluation, times: Timeline
+) -> tuple[list[list[tuple[int, float, float, str]]], float, str]:
+    """Per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them."""
+    spread = plan.spread
+    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    shown_s, label = found.step_s, f"{spread.micro_batches} micro-batches, {len(spread.stages)} stages; the wheel zooms"
+    count = len(times.start_s)
+    if count > DRAWN:
+        shown_s = sorted(times.start_s)[DRAWN]
+        label += f"; the first {shown_s / found.step_s:.0%} of the step"
+    tracks: list[list[tuple[int, float, float, str]]] = []
+    number = 0
+    for stage, order in enumerate(orders):
+        track = []
+        for _, micro_batch, backward in order:
+            if times.start_s[number] <= shown_s:
+                start, end = times.start_s[number], min(shown_s, times.end_s[number])
+                track.append((int(backward), short(start), short(end), f"micro-batch {micro_batch}"))
+            number += 1
+        cost, end = found.stages[stage], times.end_s[number - 1]
+        if count <= DRAWN:
+            if cost.reduce_s:
+                track.append((2, short(end), short(end + cost.reduce_s), ""))
+            if cost.update_s:
+                begin = found.step_s - found.update_s
+                track.append((3, short(begin), short(begin + cost.update_s), ""))
+        tracks.append(track)
+    return tracks, shown_s, label
+
+
+def short(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]]:
+    """What makes the step longer than the ideal one; the parts add up to the step."""
+    parts = show.parts_of(found)
+    ideal = min(plan.bound_s, parts["compute"])
+    return [
+        ("ideal", ideal, "--b", "all devices of the cluster at their best rate all of the time"),
+        ("uneven, slower", parts["compute"] - ideal, "--f", "devices left out, smaller kernels, recompute, imbalance"),
+        ("communication", parts["communication"], "--c", "sends between stages, sums of gradients"),
+        ("bubble", parts["bubble"], "--u", "the busiest stage waits for others"),
+        ("update", parts["update"], "--soft", "optimizer"),
+    ]
+
+
+def _of_layer(plan: PlanFile) -> list[int]:
+    """Layer -> its stage."""
+    where = {}
+    for index, stage in enumerate(plan.spread.stages):
+        for low, high in stage.layers:
+            where.update(dict.fromkeys(range(low, high), index))
+    return [where[layer] for layer in sorted(where)]
+
+
+def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], list[str]]]:
+    stages, of = plan.spread.stages, _of_layer(plan)
+    per_layer = [(sum(c.forward_s) + sum(c.backward_s)) / s.count for s, c in zip(stages, found.stages)]
+    held = [max(m.total_bytes for m in c.memory) / s.count for s, c in zip(stages, found.stages)]
+    rows = (
+        ("pipeline: stage", [float(i) for i in range(len(stages))], "stage {:.0f}"),
+        ("tensor: ways", [float(max(p.tensor for p in s.parts)) for s in stages], "{:.0f} ways"),
+        ("data: ways", [float(s.replicas) for s in stages], "{:.0f} ways"),
+        ("devices", [float(s.ranks) for s in stages], "{:.0f} devices"),
+        ("time of a micro-batch", per_layer, "{:.3g} s"),
+        ("memory per device", [h / 1e9 for h in held], "{:.2f} GB"),
+    )
+    heat = [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
+    again = plan.spread.recomputes
+    if set(again) != {"none"}:
+        level = {"none": 0.0, "selective": 1.0, "full": 2.0}
+        heat.append(("computed again", [level[again[s]] for s in of], [f"{again[s]} recompute" for s in of]))
+    return heat
+
+
+def _where(stage: Stage, spread: Spread, machines: Machines) -> str:
+    how = spread.recompute_of(stage)
+    devices = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
+    return devices + (f"; {how} recompute" if how != "none" else "")
+
+
+def _layers(plan: PlanFile, machines: Machines) -> list[str]:
+    stages = plan.spread.stages
+    return [f"stage {s}: {_where(stages[s], plan.spread, machines)}" for s in _of_layer(plan)]
+
+
+def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> dict[str, Any]:
+    stage, cost = plan.spread.stages[index], found.stages[index]
+    parts = []
+    for part, used in zip(stage.parts, cost.memory):
+        named = (
+            ("parameters", used.parameters_bytes, "--f"),
+            ("gradients", used.gradients_bytes, "--b"),
+            ("optimizer", used.optimizer_bytes, "--u"),
+            ("activations", used.activations_bytes, "--c"),
+        )
+        other = used.total_bytes - sum(size for _, size, _ in named)
+        pool = machines.pools[part.pool]
+        parts.append(
+            {
+                "devices": f"{part.ranks} {pool.name}",
+                "ways": f"{part.replicas} x {part.tensor}",
+                "rows": part.rows,
+                "memory": [*named, ("buffers, framework, fragmentation", other, "--soft")],
+                "used": used.total_bytes,
+                "limit": pool.memory_bytes,
+            }
+        )
+    return {
+        "name": str(index),
+        "layers": ", ".join(f"{low}-{high - 1}" for low, high in stage.layers),
+        "where": _where(stage, plan.spread, machines),
+        "parts": parts,
+        "forward": sum(cost.forward_s),
+        "backward": sum(cost.backward_s),
+        "send": cost.send_s,
+        "reduce": cost.reduce_s,
+    }
+
+
+def _memory(
+    plan: PlanFile, machines: Machines, found: Evaluation, tasks: Tasks, times: Timeline
+) -> list[dict[str, Any]]:
+    """Bytes over time of one device of each stage (of some, where there are many)."""
+    stages = plan.spread.stages
+    step = max(1, -(-len(stages) // CURVES))
+    rows = []
+    for index in range(0, len(stages), step):
+        cost = found.stages[index]
+        at = max(
+            range(len(cost.memory)),
+            key=lambda i: cost.memory[i].total_bytes / machines.pools[stages[index].parts[i].pool].memory_bytes,
+        )
+        used, pool = cost.memory[at], machines.pools[stages[index].parts[at].pool]
+        curve = memory_curve(tasks, times, [index])
+        peak = max(level for _, level in curve) or 1.0
+        scale, base = used.activations_bytes / peak, used.total_bytes - used.activations_bytes
+        width = max(1, len(curve) // POINTS)
+        points = [max(curve[i : i + width], key=lambda p: p[1]) for i in range(0, len(curve), width)]
+        rows.append(
+            {
+                "name": f"stage {index}",
+                "where": pool.name,
+                "limit": pool.memory_bytes,
+                "peak": used.total_bytes,
+                "points": [(short(t), round(base + scale * level)) for t, level in points],
+            }
+        )
+    return rows

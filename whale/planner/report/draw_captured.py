@@ -1,0 +1,350 @@
+"""A captured program's plan drawn as the page of `draw`: what ranks do and hold over time, layers over the mesh."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cost_model.captured.predict import CapturedPrediction, Span, Timeline
+from whale.ir.layout import Partial, Split, Strategy
+from whale.ir.plan import Plan
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Program
+from whale.planner.captured.pipelines import levels
+from whale.planner.report.analysis import layer_of
+from whale.planner.report.draw import page, short
+from whale.planner.report.show import seconds, size
+
+KINDS = ("forward", "backward", "exchange", "update and other")
+MOST_SPANS = 20_000  # drawn; the shortest are left out
+POINTS = 400  # of a curve
+COLUMNS = 96  # layers drawn at most
+MOVES = 14  # rows of what moves
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a page of a captured plan is made from.
+
+    Attributes:
+      program: normalised, as it was planned.
+      prediction: with timelines; alone_s: of the same program on one of its ranks.
+      limits_bytes: memory of each rank; where: on what is predicted.
+    """
+
+    plan: Plan
+    program: Program
+    prediction: CapturedPrediction
+    alone_s: float
+    limits_bytes: Sequence[float]
+    where: str
+
+
+def html(drawn: Drawn) -> str:
+    """One page without any reference to the outside."""
+    plan, found = drawn.plan, drawn.prediction
+    ranks = _names(plan, len(found.ranks))
+    layers = _layers(drawn)
+    return page(
+        {
+            "model": f"{plan.program}, {len(found.ranks)} ranks",
+            "summary": _summary(plan),
+            "cluster": drawn.where,
+            "cards": _cards(drawn),
+            "kinds": list(KINDS),
+            "rows": [{"name": name, "where": where} for name, where in ranks],
+            "tracks": _tracks(drawn),
+            "shown_s": found.step_s,
+            "step_s": found.step_s,
+            "timeline_label": "kernels of each rank above, its exchanges below; hover names them, the wheel zooms",
+            "fall": _fall(drawn),
+            "fall_label": "seconds of a step, slowest rank",
+            "others_title": ("What moves between ranks", "largest first, of one step", "bytes", "change of layout"),
+            "others": _moves(plan),
+            "heat_label": "one column per layer (name scope), in the order of the program",
+            "heat": _heat(drawn, layers),
+            "columns": layers,
+            "layers": [_explained(plan, drawn.program, layer) for layer in layers],
+            "stages_title": "Ranks",
+            "stages_head": ["rank", "stage", "", "", "", "memory", "", "kernels", "waits", "exchange", ""],
+            "stages": [_rank(drawn, rank, *ranks[rank]) for rank in range(len(found.ranks))],
+            "memory_label": "of each rank; the line is its limit",
+            "memory": [_memory(drawn, rank, ranks[rank][0]) for rank in range(len(found.ranks))],
+            "last": _last(drawn),
+        }
+    )
+
+
+def trace(drawn: Drawn) -> str:
+    """The timeline for ui.perfetto.dev: a process per rank, its kernels on some tracks, its exchanges on others."""
+    events: list[dict[str, object]] = []
+    for rank, (timeline, (name, stage)) in enumerate(
+        zip(drawn.prediction.timelines, _names(drawn.plan, len(drawn.prediction.ranks)))
+    ):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"{name} {stage}".strip()}})
+        kernels, threads = _lanes([s for s in timeline.spans if not s.exchange])
+        exchanges, _ = _lanes([s for s in timeline.spans if s.exchange])
+        for lane, span in [*kernels, *((100 + lane, s) for lane, s in exchanges)]:
+            times = {"ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s)}
+            events.append({"name": span.name, "cat": span.op, "ph": "X", "pid": rank, "tid": lane, **times})
+        for lane, name in [(n, f"kernels {n}") for n in range(threads)] + [(100, "exchanges")]:
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}})
+    return json.dumps({"traceEvents": events})
+
+
+def _names(plan: Plan, count: int) -> list[tuple[str, str]]:
+    stage = {rank: place.name for place in plan.places for rank in place.ranks}
+    return [(f"rank {rank}", stage.get(rank, "")) for rank in range(count)]
+
+
+def _summary(plan: Plan) -> str:
+    if plan.places:
+        return f"{len(plan.places)} stages, {plan.micro_batches} micro-batches, schedule {plan.schedule or 'none'}"
+    split = [p for p in (plan.inner or plan).variables.values() if isinstance(p, Split)]
+    text = f"{plan.split_flops_fraction:.0%} of products and convolutions divided"
+    if plan.inner is not None:
+        text += f", {plan.size} groups of {plan.inner.size} ranks"
+    return text + (f", {len(split)} variables lie split" if split else "")
+
+
+def _slowest(found: CapturedPrediction) -> int:
+    return max(range(len(found.ranks)), key=lambda r: found.ranks[r].end_s)
+
+
+def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
+    found = drawn.prediction
+    most = max(range(len(found.ranks)), key=lambda r: found.ranks[r].peak_bytes)
+    gain = drawn.alone_s / found.step_s
+    return [
+        ("one step", seconds(found.step_s), "predicted"),
+        ("against one rank", f"{gain:.2f} x", f"one rank alone: {seconds(drawn.alone_s)}"),
+        ("moved", human_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
+        ("memory", size(found.ranks[most].peak_bytes), f"rank {most}, of {size(drawn.limits_bytes[most])}"),
+        ("bound by", *_bound(drawn)),
+    ]
+
+
+def _bound(drawn: Drawn) -> tuple[str, str]:
+    parts = {name: value for name, value, _, _ in _fall(drawn)}
+    parts["kernels"] = parts.pop("ideal") + parts.pop("not divided")
+    name = max(parts, key=lambda n: parts[n])
+    return name, f"{parts[name] / drawn.prediction.step_s:.0%} of the step"
+
+
+def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
+    """From the ideal, one rank's step divided by the ranks, to the step; the parts add up to it."""
+    found = drawn.prediction
+    rank = _slowest(found)
+    timeline, step_s = found.timelines[rank], found.step_s
+    kernels_s = min(step_s, timeline.busy_s(exchange=False))
+    ideal_s = min(kernels_s, drawn.alone_s / len(found.ranks))
+    exposed_s = _exposed(timeline)
+    idle_s = max(0.0, step_s - kernels_s - exposed_s)
+    return [
+        ("ideal", ideal_s, "--b", "the step of one rank alone, divided by the number of ranks"),
+        ("not divided", kernels_s - ideal_s, "--f", "work that every rank does, smaller kernels, unequal parts"),
+        ("communication", exposed_s, "--c", f"exchanges of rank {rank} while it computes nothing, waits for others"),
+        ("idle", idle_s, "--soft", "calls, and waits for cores"),
+    ]
+
+
+def _exposed(timeline: Timeline) -> float:
+    """Seconds in which exchanges run and no kernel does."""
+    marks = sorted(
+        [(s.start_s, 1, s.exchange) for s in timeline.spans] + [(s.end_s, -1, s.exchange) for s in timeline.spans]
+    )
+    running = Counter[bool]()
+    last, exposed = 0.0, 0.0
+    for at_s, change, exchange in marks:
+        if running[True] and not running[False]:
+            exposed += at_s - last
+        running[exchange] += change
+        last = at_s
+    return exposed
+
+
+def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]:
+    """Per rank: (kind, start, end, text, lane, lanes)."""
+    at = levels(drawn.program)
+    timelines = drawn.prediction.timelines
+    shown = sorted((s for t in timelines for s in t.spans), key=lambda s: s.start_s - s.end_s)[:MOST_SPANS]
+    least_s = shown[-1].end_s - shown[-1].start_s if shown else 0.0
+    tracks = []
+    for timeline in timelines:
+        spans = [s for s in timeline.spans if s.end_s - s.start_s >= least_s]
+        kernels, threads = _lanes([s for s in spans if not s.exchange])
+        exchanges, _ = _lanes([s for s in spans if s.exchange])
+        lanes = threads + bool(exchanges)
+        track = []
+        for lane, span in [*kernels, *((threads, s) for _, s in exchanges)]:
+            text = f"{span.name} ({span.op})"
+            track.append(
+                (_kind(span, at.forward, at.backward), short(span.start_s), short(span.end_s), text, lane, lanes)
+            )
+        tracks.append(track)
+    return tracks
+
+
+def _lanes(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
+    """Each span with the first lane that is free, and how many lanes there are."""
+    ends: list[float] = []
+    found = []
+    for span in spans:
+        lane = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
+        if lane == len(ends):
+            ends.append(0.0)
+        ends[lane] = span.end_s
+        found.append((lane, span))
+    return found, len(ends)
+
+
+def _kind(span: Span, forward: Mapping[str, int], backward: Mapping[str, int]) -> int:
+    if span.exchange:
+        return 2
+    name = span.name
+    while name not in forward and name not in backward and "/" in name:
+        name = name.partition("/")[2]  # calls of micro-batches stand in front
+    return 0 if name in forward else 1 if name in backward else 3
+
+
+def _moves(plan: Plan) -> list[tuple[str, str]]:
+    rows = [(r.bytes * plan.repeats.get(r.key, 1), f"{r.source} -> {r.target}: {r.ref}") for r in plan.reshards]
+    if plan.inner is not None:
+        rows += [(r.bytes * plan.size, f"{r.source} -> {r.target} in each group: {r.ref}") for r in plan.inner.reshards]
+    for e in plan.edges:
+        rows.append((e.bytes, f"{plan.places[e.source].name} -> {plan.places[e.target].name}: {e.ref}"))
+    ordered = sorted((row for row in rows if row[0]), key=lambda row: -row[0])
+    shown = [(human_bytes(moved), text) for moved, text in ordered[:MOVES]]
+    rest = ordered[MOVES:]
+    return shown + ([(human_bytes(sum(moved for moved, _ in rest)), f"{len(rest)} smaller ones")] if rest else [])
+
+
+def _layers(drawn: Drawn) -> list[str]:
+    """Name scopes that compute or move anything, in the order of the program; of too many, those that compute most."""
+    time_s, moved = _time_s(drawn), _moved(drawn.plan)
+    order = list(dict.fromkeys(layer_of(n.name) for n in drawn.program.nodes if n.outputs))
+    order = [name for name in order if time_s.get(name) or moved.get(name)]
+    kept = set(sorted(order, key=lambda name: -time_s.get(name, 0.0))[:COLUMNS])
+    return [name for name in order if name in kept]
+
+
+def _time_s(drawn: Drawn) -> dict[str, float]:
+    """Seconds of kernels by layer, all ranks together."""
+    known = {node.name for node in drawn.program.nodes}
+    found: defaultdict[str, float] = defaultdict(float)
+    for timeline in drawn.prediction.timelines:
+        for span in timeline.spans:
+            if not span.exchange:
+                name = span.name
+                while name not in known and "/" in name:  # calls of micro-batches stand in front
+                    name = name.partition("/")[2]
+                found[layer_of(name if name in known else span.name)] += span.seconds
+    return found
+
+
+def _moved(plan: Plan) -> dict[str, int]:
+    """Bytes that move by layer that makes them."""
+    found: Counter[str] = Counter()
+    for r in (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ())):
+        found[layer_of(r.ref.node)] += r.bytes
+    for edge in plan.edges:
+        found[layer_of(edge.ref.node)] += edge.bytes
+    return found
+
+
+def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], list[str]]]:
+    plan = drawn.plan
+    rows = []
+    axes = [("ranks", plan)] if plan.inner is None else [("groups", plan), ("ranks of a group", plan.inner)]
+    for name, of in axes:
+        # A node is divided along rows (its scope computes each row once) or along its tensors, or is on every rank.
+        divided = _divided(of, drawn.program)
+        batch = [divided.get(layer, (0.0, 0.0))[0] for layer in layers]
+        other = [divided.get(layer, (0.0, 0.0))[1] for layer in layers]
+        rows.append((f"{name}: rows divided", batch, [f"{v:.0%} of its nodes" for v in batch]))
+        rows.append((f"{name}: tensors divided", other, [f"{v:.0%} of its nodes" for v in other]))
+    if plan.places:
+        stage: dict[str, int] = {}
+        for number, place in enumerate(plan.places):
+            for node in drawn.program.nodes:
+                if any(node.scope.startswith(s) or s in node.scope for s in place.stages):
+                    stage.setdefault(layer_of(node.name), number)
+        at = [float(stage.get(layer, -1)) for layer in layers]
+        rows.append(("stage", at, [plan.places[int(v)].name if v >= 0 else "no stage" for v in at]))
+    moved, time_s = _moved(plan), _time_s(drawn)
+    rows.append(
+        ("bytes moved", [float(moved.get(n, 0)) for n in layers], [human_bytes(moved.get(n, 0)) for n in layers])
+    )
+    rows.append(("kernels' time", [time_s.get(n, 0.0) for n in layers], [seconds(time_s.get(n, 0.0)) for n in layers]))
+    return rows
+
+
+def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
+    """Layer -> (part of its nodes whose results have divided rows, divided otherwise or summed up over ranks)."""
+    counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for name, s in plan.strategies.get("", {}).items():
+        if s.outputs and not name.startswith("whale/"):
+            counts[layer_of(name)][_way(s)] += 1
+    return {layer: (a / (a + b + c), b / (a + b + c)) for layer, (a, b, c) in counts.items()}
+
+
+def _way(s: Strategy) -> int:
+    """0: rows are divided, 1: something else is, 2: nothing."""
+    placed = s.inputs + s.outputs
+    if any(isinstance(p, Split) and p.dim for p in placed):
+        return 1
+    if any(isinstance(p, Split) for p in placed):
+        return 0
+    return 1 if any(isinstance(p, Partial) for p in s.outputs) else 2
+
+
+def _explained(plan: Plan, program: Program, layer: str) -> str:
+    """How most of a layer's nodes lie."""
+    found = Counter(
+        f"{program.by_name[name].op} {'on the first rank' if s.once else s}"
+        for name, s in plan.strategies.get("", {}).items()
+        if name in program.by_name and layer_of(name) == layer and s.outputs and program.by_name[name].op != "Const"
+    )
+    return "\n".join(f"{count} x {text}" for text, count in found.most_common(6)) or "not planned by itself"
+
+
+def _rank(drawn: Drawn, rank: int, name: str, where: str) -> dict[str, Any]:
+    found, timeline = drawn.prediction.ranks[rank], drawn.prediction.timelines[rank]
+    limit = drawn.limits_bytes[rank]
+    named = (
+        ("variables, inputs, buffers", float(found.resident_bytes), "--f"),
+        ("during the step", float(found.peak_bytes - found.resident_bytes), "--c"),
+    )
+    part = {"devices": "", "ways": "", "rows": "", "memory": named, "used": found.peak_bytes, "limit": limit}
+    exposed_s = _exposed(timeline)
+    return {
+        "name": name, "layers": where, "where": where, "parts": [part],
+        "forward": timeline.busy_s(exchange=False), "backward": exposed_s, "send": found.exchange_s, "reduce": "",
+    }  # fmt: skip
+
+
+def _memory(drawn: Drawn, rank: int, name: str) -> dict[str, Any]:
+    curve = drawn.prediction.timelines[rank].held
+    width = max(1, len(curve) // POINTS)
+    points = [max(curve[i : i + width], key=lambda p: p[1]) for i in range(0, len(curve), width)]
+    peak = max(held for _, held in curve) if curve else 0
+    return {
+        "name": name,
+        "where": drawn.where,
+        "limit": drawn.limits_bytes[rank],
+        "peak": max(peak, drawn.prediction.ranks[rank].peak_bytes),
+        "points": [(short(at_s), held) for at_s, held in points],
+    }
+
+
+def _last(drawn: Drawn) -> str:
+    plan, found = drawn.plan, drawn.prediction
+    moving = [r for r in plan.reshards if r.bytes]
+    share = ", ".join(f"{n} {v / found.step_s:.0%}" for n, v, _, _ in _fall(drawn) if v > 0)
+    return (
+        f"Plan: {len(found.ranks)} ranks, {len(moving)} tensors change their layout "
+        f"({human_bytes(plan.logical_bytes)} a step). Predicted {seconds(found.step_s)}: {share}."
+    )

@@ -1,0 +1,200 @@
+"""A plan of the planner as a file: JSON, sorted, deterministic; `plan.schema.json` beside this file is its schema.
+
+`format_version` is major.minor: another major is refused, unknown fields of a newer minor are ignored. Virtual devices
+only: a stage names pools of the cluster, which the file carries, so the plan can be re-bound and checked elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cost_model.described.describe import Transformer
+from cost_model.described.stacks import stack
+from cost_model.machines.cluster import Cluster
+from whale.errors import PlanError
+from whale.planner.described.evaluate import Evaluation, check, evaluate
+from whale.planner.described.layer_tables import Table, TableModel
+from whale.planner.described.model import Model, TransformerModel
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Spread
+from whale.planner.search.search import Found
+
+FORMAT_VERSION = "1.2"
+SCHEMA = Path(__file__).with_name("plan.schema.json")
+KIND = "whale-spread"
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """Another spread, and why it lost: seconds it is slower by, or bytes that it lacks."""
+
+    spread: Spread
+    slower_s: float | None = None
+    lacking_bytes: float | None = None
+
+    @property
+    def reason(self) -> str:
+        if self.lacking_bytes is not None:
+            return f"does not fit by {self.lacking_bytes / 1e9:.1f} GB"
+        slower_s = self.slower_s or 0.0
+        return f"slower by {slower_s:.2f} s" if slower_s >= 1 else f"slower by {1e3 * slower_s:.1f} ms"
+
+
+class Predicted(msgspec.Struct, frozen=True):
+    """What the simulator says of a step; the parts add up to `step_s`."""
+
+    step_s: float
+    compute_s: float
+    send_s: float
+    bubble_s: float
+    reduce_s: float
+    update_s: float
+
+
+class PlanFile(msgspec.Struct, frozen=True):
+    """Everything a plan is: what was asked, what was decided, what is predicted, what lost."""
+
+    kind: str
+    format_version: str
+    cluster: Cluster
+    software: str
+    batch: int
+    spread: Spread
+    predicted: Predicted
+    bound_s: float
+    transformer: Transformer | None = None
+    table: Table | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    planner: str = "whale"
+
+    def model(self, machines: Machines) -> Model:
+        software = stack(self.software)
+        if self.transformer is not None:
+            return TransformerModel(self.transformer, software, machines)
+        if self.table is None:
+            raise PlanError("the plan names no model", expected="transformer or table")
+        return TableModel(self.table, software, machines)
+
+    def evaluate(self) -> tuple[Model, Machines, Evaluation]:
+        """The plan's model and machines, and its spread simulated again."""
+        machines = Machines(self.cluster)
+        model = self.model(machines)
+        return model, machines, evaluate(model, machines, self.spread)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the plan, found independently of the search; empty: nothing."""
+        machines = Machines(self.cluster)
+        model = self.model(machines)
+        wrong = check(model, machines, self.spread, self.batch)
+        if wrong:
+            return wrong
+        for index, stage in enumerate(evaluate(model, machines, self.spread).stages):
+            if stage.lacking_bytes > 0:
+                wrong.append(f"stage {index} does not fit: it lacks {stage.lacking_bytes / 1e9:.2f} GB")
+        return wrong
+
+
+def predicted(found: Evaluation) -> Predicted:
+    return Predicted(found.step_s, found.compute_s, found.send_s, found.bubble_s, found.reduce_s, found.update_s)
+
+
+def of_search(
+    found: Found,
+    cluster: Cluster,
+    software: str,
+    batch: int,
+    transformer: Transformer | None,
+    table: Table | None,
+    planner: str = "whale",
+) -> PlanFile:
+    """The file of what a search found, with the best alternative of each shape and what nearly fitted."""
+    best = found.evaluation.step_s
+    others: list[Alternative] = []
+    seen = {_shape(found.spread)}
+    for spread, evaluation in found.others:
+        if _shape(spread) not in seen and len(others) < 6:
+            seen.add(_shape(spread))
+            others.append(Alternative(spread, slower_s=evaluation.step_s - best))
+    for spread, evaluation in sorted(found.misfits, key=lambda e: e[1].step_s):
+        if _shape(spread) not in seen and len(others) < 9:
+            seen.add(_shape(spread))
+            others.append(Alternative(spread, lacking_bytes=evaluation.lacking_bytes))
+    return PlanFile(
+        kind=KIND,
+        format_version=FORMAT_VERSION,
+        cluster=cluster,
+        software=software,
+        batch=batch,
+        spread=found.spread,
+        predicted=predicted(found.evaluation),
+        bound_s=found.bound_s,
+        transformer=transformer,
+        table=table,
+        alternatives=tuple(others),
+        planner=planner,
+    )
+
+
+def _shape(spread: Spread) -> tuple[int, int, int, int, tuple[str, ...], int, str]:
+    part = spread.stages[0].parts[0]
+    return (
+        len(spread.stages), part.tensor, spread.stages[0].replicas, part.rows,
+        tuple(sorted(set(spread.recomputes))), spread.zero, spread.offload,
+    )  # fmt: skip
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a plan file."""
+    return msgspec.json.schema(PlanFile)
+
+
+def dumps(plan: PlanFile) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=1) + b"\n"
+
+
+def save(plan: PlanFile, path: str | Path) -> None:
+    Path(path).write_bytes(dumps(plan))
+
+
+def loads(data: bytes, origin: str = "<text>") -> PlanFile:
+    """Reads a plan file's text; PlanError if it is none, or of another major version."""
+
+    class Head(msgspec.Struct):
+        kind: str = ""
+        format_version: str = ""
+
+    try:
+        head = msgspec.json.decode(data, type=Head)
+        if head.kind == KIND and head.format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+            raise PlanError(
+                "a plan of another format",
+                given=f"format_version {head.format_version} in {origin}",
+                expected=f"{FORMAT_VERSION.split('.')[0]}.x",
+                action="make the plan again with this version's `whale plan`",
+            )
+        if head.kind != KIND:
+            raise PlanError("not a plan of the planner", given=origin, expected="what `whale plan --describe` wrote")
+        return msgspec.json.decode(data, type=PlanFile)
+    except msgspec.MsgspecError as error:
+        raise PlanError("the plan cannot be read", given=origin, reason=str(error)) from error
+
+
+def is_spread(data: bytes) -> bool:
+    """Whether a file's text is such a plan (or that of a captured program)."""
+
+    class Head(msgspec.Struct):
+        kind: str = ""
+
+    try:
+        return msgspec.json.decode(data, type=Head).kind == KIND
+    except msgspec.MsgspecError:
+        return False
+
+
+def load(path: str | Path) -> PlanFile:
+    try:
+        return loads(Path(path).read_bytes(), str(path))
+    except OSError as error:
+        raise PlanError("the plan cannot be read", given=str(path), reason=error.strerror or "") from error

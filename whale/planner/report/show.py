@@ -1,0 +1,342 @@
+"""A plan as a person reads it: one screen, one stage, or the difference of two."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Set
+from textwrap import wrap
+
+from cost_model.described.memory import Footprint
+from whale.planner.described.evaluate import Evaluation, evaluate, layers_of, offloaded_bytes
+from whale.planner.described.model import Model
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Spread, Stage, counted
+from whale.planner.report.planfile import PlanFile
+
+BAR = 10
+ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
+WIDTH = 120  # characters of a line, where no terminal says how many it has
+
+
+def seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f} s"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def size(value: float) -> str:
+    return f"{value / 1e9:.1f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
+
+
+def terminal_width() -> int:
+    """Characters of a line of the terminal, or of COLUMNS."""
+    return max(60, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def show(plan: PlanFile, width: int = WIDTH) -> str:
+    """One screen: model, cluster, step time by parts, a row per stage, the schedule, alternatives, one line to end."""
+    model, machines, found = plan.evaluate()
+    spread = plan.spread
+    lines = [
+        f"model      {model.name}, {model.count} layers, batch {plan.batch}",
+        f"cluster    {plan.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
+        f"plan       {spread.summary()}",
+        f"predicted  {seconds(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
+        + (f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device" if plan.transformer else ""),
+        f"bound by   {bound_by(found)}",
+        f"optimum    not below {seconds(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
+        "",
+        *stage_table(plan, machines, found, width),
+        "",
+        *schedule_lines(plan),
+    ]
+    if model.experts:
+        ways = sorted({math.gcd(model.experts, stage.replicas) for stage in spread.stages})
+        lines += ["", f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"]
+    if spread.offload != "none":
+        lines += ["", *host_lines(plan, model, machines)]
+    if plan.alternatives:
+        lines += ["", "alternatives that lost"]
+        most = max(len(one.reason) for one in plan.alternatives)
+        for one in plan.alternatives:
+            lines += wrap(f"  {one.reason:{most}}  {one.spread.summary()}", width, subsequent_indent=" " * (most + 4))
+    lines = [line for text in lines for line in (wrap(text, width, subsequent_indent=" " * 11) if text else [""])]
+    return "\n".join([*lines, "", *wrap(last_line(plan, machines, found), width)])
+
+
+def _speed(plan: PlanFile, found: Evaluation) -> float:
+    assert plan.transformer is not None
+    return plan.transformer.step_flops(plan.batch) / found.step_s / plan.spread.ranks
+
+
+def parts_of(found: Evaluation) -> dict[str, float]:
+    """The step's seconds by what the busiest stage does; they add up to the step."""
+    return {
+        "compute": found.compute_s,
+        "communication": found.send_s + found.reduce_s,
+        "bubble": found.bubble_s,
+        "update": found.update_s,
+    }
+
+
+def bound_by(found: Evaluation) -> str:
+    name, most = max(parts_of(found).items(), key=lambda e: e[1])
+    return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
+
+
+def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: int = WIDTH) -> list[str]:
+    """A row for every part of every stage; runs of equal stages are one row. Of at most so many characters a line."""
+    head = ["stage", "layers", "devices", "DPxTP", "rows", "params", "recompute", "memory"]
+    head += ["forward", "backward", "send", "reduce"]
+    rows: list[list[str]] = []
+    stages, first = plan.spread.stages, 0
+    hidden = 0
+    for at in range(1, len(stages) + 1):
+        if at < len(stages) and _alike(plan.spread, found, at, first):
+            continue
+        name = str(first) if at == first + 1 else f"{first}-{at - 1}"
+        if len(rows) >= ROWS:
+            hidden += at - first
+        else:
+            rows += _rows(name, plan, machines, found, first, at)
+        first = at
+    if set(plan.spread.recomputes) == {"none"}:
+        head, *rows = [[*row[:6], *row[7:]] for row in (head, *rows)]
+    lines = columns(head, rows, {"devices", "memory"}, width, head.index("forward"))
+    return [*lines, f"  ... and {hidden} more stages"] if hidden else lines
+
+
+def _alike(spread: Spread, found: Evaluation, a: int, b: int) -> bool:
+    one, other = spread.stages[a], spread.stages[b]
+    if one.parts != other.parts or one.count != other.count or spread.recomputes[a] != spread.recomputes[b]:
+        return False
+    return found.stages[a].forward_s == found.stages[b].forward_s
+
+
+def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[list[str]]:
+    """The cells of a run of equal stages: a row for each part; what is of the stage stands in the first one."""
+    stage, cost, count = plan.spread.stages[first], found.stages[first], end - first
+    lead = [name, str(stage.count) if count == 1 else f"{count} x {stage.count}"]
+    times = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
+    rows = []
+    for part, used in zip(stage.parts, cost.memory):
+        pool = machines.pools[part.pool]
+        cells = [f"{part.ranks * count} {pool.name[:28]}", f"{part.replicas}x{part.tensor}", str(part.rows)]
+        cells += [f"{used.parameters_bytes / 2e9:.2f} G", plan.spread.recompute_of(stage)]
+        rows.append([*lead, *cells, memory_bar(used, pool.memory_bytes), *(f"{1e3 * t:.1f} ms" for t in times)])
+    return [rows[0]] + [["", "", *row[2:8], "", "", "", ""] for row in rows[1:]]
+
+
+def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, apart: int) -> list[str]:
+    """A table; where its lines would be longer than `width`, several, each with the first column.
+
+    Args:
+        left: names of the columns that are aligned on the left.
+        apart: number of the column that a second table begins with, if there is one.
+    """
+    sizes = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    groups, used = [[0]], sizes[0]
+    whole = sum(sizes) + 2 * len(sizes) - 2 <= width
+    for i in range(1, len(head)):
+        if used + 2 + sizes[i] > width or (i == apart and not whole):
+            groups.append([0])
+            used = sizes[0]
+        groups[-1].append(i)
+        used += 2 + sizes[i]
+    lines = []
+    for group in groups:
+        for row in (head, *rows):
+            cells = (row[i].ljust(sizes[i]) if head[i] in left else row[i].rjust(sizes[i]) for i in group)
+            lines.append("  ".join(cells).rstrip())
+        lines.append("")
+    return lines[:-1]
+
+
+def memory_bar(used: Footprint, limit_bytes: float) -> str:
+    part = used.total_bytes / limit_bytes
+    full = min(BAR, round(BAR * part))
+    return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 1e9:5.1f} of {limit_bytes / 1e9:5.1f} GB"
+
+
+def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
+    """What lies in the hosts' memory: of each pool the host that holds most."""
+    spread, most = plan.spread, dict[int, float]()
+    for stage in spread.stages:
+        for part in stage.parts:
+            one = layers_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
+            used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
+            most[part.pool] = max(most.get(part.pool, 0.0), used)
+    return [
+        f"offloaded  {used * machines.pools[k].on_host / 1e9:.0f} of {machines.pools[k].host.memory_gb:.0f} GB of each "
+        f"{machines.pools[k].host.name} host"
+        for k, used in sorted(most.items())
+    ]
+
+
+def schedule_lines(plan: PlanFile) -> list[str]:
+    """The order of passes on the first stages, as text: F and B with their micro-batch."""
+    from whale.ir.schedule import schedule
+
+    spread = plan.spread
+    if len(spread.stages) == 1:
+        if spread.micro_batches == 1:
+            return ["schedule   the whole batch at once, gradients summed at the end"]
+        return [f"schedule   {spread.micro_batches} micro-batches one after the other, gradients summed at the end"]
+    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    lines = [f"schedule   {spread.schedule}" + (f", {spread.chunks} chunks per stage" if spread.chunks > 1 else "")]
+    stages = len(orders)
+    for stage in sorted({0, 1, stages - 2, stages - 1} if stages > 4 else set(range(stages))):
+        passes = [f"{'B' if b else 'F'}{m}" + ("abcdefgh"[c] if spread.chunks > 1 else "") for c, m, b in orders[stage]]
+        text = " ".join(passes[:18]) + (" ..." if len(passes) > 18 else "")
+        lines.append(f"  {stage:>5}    {text}")
+    return lines
+
+
+def layer_table(plan: PlanFile) -> list[str]:
+    """A row for each layer: its stage, seconds of a micro-batch on the slowest of its devices, what it holds there."""
+    model, _, found = plan.evaluate()
+    rows = [f"{'layer':>6} {'stage':>6} {'forward':>10} {'backward':>10} {'params':>10} {'kept of a micro-batch':>22}"]
+    of = {
+        layer: index
+        for index, stage in enumerate(plan.spread.stages)
+        for low, high in stage.layers
+        for layer in range(low, high)
+    }
+    for layer in range(model.count):
+        index = of[layer]
+        stage = plan.spread.stages[index]
+        part = stage.parts[found.stages[index].limiting]
+        costs = layers_of(model, plan.spread, part, plan.spread.ranks, stage.replicas, stage.recompute)
+        one = slice(layer, layer + 2)
+        forward, backward, held, own = (
+            values[1] - values[0]
+            for values in (costs.forward_s[one], costs.backward_s[one], costs.held_bytes[one], costs.parameters[one])
+        )
+        own += costs.experts_of(((layer, layer + 1),))
+        times = f"{1e3 * forward:>7.2f} ms {1e3 * backward:>7.2f} ms"
+        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {size(held):>22}")
+    return rows
+
+
+def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
+    """What will happen, in one line."""
+    parts = parts_of(found)
+    share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in parts.items() if value > 0)
+    spread = plan.spread
+    tensor = max(p.tensor for s in spread.stages for p in s.parts)
+    data = max(s.replicas for s in spread.stages)
+    whole_or = ["whole" if n == 1 else f"split {n} ways" for n in (tensor, data)]
+    return (
+        f"Plan: {counted(len(spread.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, {spread.ranks} of "
+        f"{counted(machines.devices, 'device')}. Predicted {seconds(found.step_s)}: {share}."
+    )
+
+
+def explain(plan: PlanFile, layer: int) -> str:
+    """One layer: where it lies, why there, and what its neighbours would cost."""
+    from whale.errors import PlanError
+    from whale.planner.search.neighbours import move_cut
+
+    model, machines, found = plan.evaluate()
+    if not 0 <= layer < model.count:
+        raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")
+    index = next(i for i, s in enumerate(plan.spread.stages) if any(low <= layer < high for low, high in s.layers))
+    stage, cost = plan.spread.stages[index], found.stages[index]
+    lines = [
+        f"layer {layer} lies in stage {index} (layers {', '.join(f'{low}-{high - 1}' for low, high in stage.layers)})"
+    ]
+    for part, used in zip(stage.parts, cost.memory):
+        pool = machines.pools[part.pool]
+        lines.append(
+            f"  on {part.replicas} x {part.tensor} {pool.name}, {counted(part.rows, 'row')} of each micro-batch, "
+            f"{used.total_bytes / 1e9:.1f} of {pool.memory_bytes / 1e9:.1f} GB"
+        )
+    lines.append(
+        f"  a micro-batch: forward {seconds(sum(cost.forward_s))}, backward {seconds(sum(cost.backward_s))}, "
+        f"send {seconds(cost.send_s)}; after the last: reduce {seconds(cost.reduce_s)}"
+    )
+    lines += _other_recompute(plan, model, machines, found, index)
+    low, high = stage.layers[0]
+    for at, move, words in ((index - 1, layer - low + 1, "the stage before"), (index, layer - high, "the next stage")):
+        other = (
+            move_cut(plan.spread, at, move)
+            if 0 <= at < len(plan.spread.stages) - 1 and plan.spread.chunks == 1
+            else None
+        )
+        if other is not None:
+            lines.append(f"  in {words}: {_against(found, evaluate(model, machines, other))}")
+    lines += [f"  {one.spread.summary()}: {one.reason}" for one in plan.alternatives[:5]]
+    return "\n".join(lines)
+
+
+def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Evaluation, index: int) -> Iterator[str]:
+    """What the stage computes again, and what it would cost to compute more or less."""
+    spread = plan.spread
+    own = spread.recompute_of(spread.stages[index])
+    yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
+    for how in (kind for kind in dict.fromkeys(kind for kind, _ in model.recomputes()) if kind != own):
+        each = [how if i == index else kind for i, kind in enumerate(spread.recomputes)]
+        other = evaluate(model, machines, spread.recomputing(each))
+        yield f"    {how} recompute in this stage: {_against(found, other)}"
+
+
+def _against(found: Evaluation, other: Evaluation) -> str:
+    if not other.fits:
+        return f"infeasible: a rank lacks {size(other.lacking_bytes)}"
+    return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
+
+
+def diff(one: PlanFile, other: PlanFile) -> str:
+    """What differs between two plans, and what that does to the step."""
+    (_, machines, a), (_, other_machines, b) = one.evaluate(), other.evaluate()
+    lines = []
+    facts = [
+        ("cluster", one.cluster.name, other.cluster.name),
+        ("batch", one.batch, other.batch),
+        ("stages", len(one.spread.stages), len(other.spread.stages)),
+        ("devices", one.spread.ranks, other.spread.ranks),
+        ("micro-batches", one.spread.micro_batches, other.spread.micro_batches),
+        ("chunks", one.spread.chunks, other.spread.chunks),
+        ("recompute", *(", ".join(dict.fromkeys(p.spread.recomputes)) for p in (one, other))),
+        ("ZeRO", one.spread.zero, other.spread.zero),
+        ("offload", one.spread.offload, other.spread.offload),
+    ]
+    lines += [f"  {name:14} {x} -> {y}" for name, x, y in facts if x != y]
+    pairs = enumerate(zip(one.spread.stages, other.spread.stages))
+    changed = [
+        (i, x, y) for i, (x, y) in pairs if _stage(one.spread, x, machines) != _stage(other.spread, y, other_machines)
+    ]
+    for i, x, y in changed[:16]:
+        lines.append(f"  stage {i:<8} {_stage(one.spread, x, machines)} -> {_stage(other.spread, y, other_machines)}")
+    if len(changed) > 16:
+        lines.append(f"  ... and {len(changed) - 16} more stages")
+    for name, value in parts_of(a).items():
+        after = parts_of(b)[name]
+        if abs(after - value) > 5e-5:
+            lines.append(f"  {name:14} {seconds(value)} -> {seconds(after)} ({1e3 * (after - value):+.1f} ms)")
+    if not lines:
+        return "The plans are equal."
+    change = b.step_s / a.step_s - 1
+    return "\n".join([*lines, f"Step: {seconds(a.step_s)} -> {seconds(b.step_s)} ({change:+.1%})."])
+
+
+def against(fixed: PlanFile, free: PlanFile) -> str:
+    """What a plan with something fixed costs beside the one that was found without, by the step's parts."""
+    (_, _, mine), (_, _, other) = fixed.evaluate(), free.evaluate()
+    change_s = mine.step_s - other.step_s
+    if abs(change_s) < 1e-6 * other.step_s:
+        return "costs nothing, the step stays as it is"
+    before, after = parts_of(other), parts_of(mine)
+    parts = [f"{name} {1e3 * (after[name] - before[name]):+.1f} ms" for name in before]
+    parts = [text for text in parts if not text.endswith(("+0.0 ms", "-0.0 ms"))]
+    total = f"{1e3 * change_s:+.1f} ms ({seconds(other.step_s)} -> {seconds(mine.step_s)})"
+    return f"{total}: {', '.join(parts)}; without: {free.spread.summary()}"
+
+
+def _stage(spread: Spread, stage: Stage, machines: Machines) -> str:
+    parts = " + ".join(
+        f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({counted(p.rows, 'row')})" for p in stage.parts
+    )
+    how = spread.recompute_of(stage)
+    return f"{stage.count} layers on {parts}" + (f", {how} recompute" if how != "none" else "")

@@ -1,0 +1,1 @@
+"""The search for the fastest spread of a described model that fits."""

@@ -1,0 +1,343 @@
+"""The search: many spreads are ordered by an estimate, the best are cut into stages, the best of those are simulated.
+
+Families of spreads, which together hold what is known to be good:
+
+* pure: every stage lies on one pool, all stages have equally many replicas; pools give stages in proportion to speed;
+* mixed: every stage has replicas of several pools, whose rows are divided by their speed (one stage: data parallelism
+  over unequal devices);
+* exact: for few devices, every assignment of devices to stages (see `whale.planner.search.exact`).
+
+Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
+reduction. Repeated layers are looked at once. What the estimate favours is cut by `whale.planner.search.cut`, then
+simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from cost_model.described.predict import chunk_layers
+from whale.errors import PlanError
+from whale.planner.described.estimate import Candidate, Limits
+from whale.planner.described.evaluate import Evaluation, evaluate, stage_cost
+from whale.planner.described.model import Model
+from whale.planner.described.pools import Machines
+from whale.planner.described.spread import Offload, Part, Spread, Stage
+from whale.planner.search.cut import Chain
+from whale.planner.search.families import Families
+from whale.planner.search.neighbours import Ranks, neighbours, other_ranks
+from whale.planner.search.recompute_stages import Again
+
+
+@dataclass
+class Found:
+    """What the search found: the best spread, others with what they cost, and how it went."""
+
+    spread: Spread
+    evaluation: Evaluation
+    others: list[tuple[Spread, Evaluation]]
+    misfits: list[tuple[Spread, Evaluation]]
+    estimated: int
+    simulated: int
+    seconds: float
+    bound_s: float
+    exhausted: bool
+
+
+@dataclass
+class _Best:
+    entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
+    seen: set[Spread] = field(default_factory=set)
+
+
+class NothingFits(Exception):
+    """No spread fits of those that a search looked at."""
+
+    def __init__(self, search: Search, candidates: list[Candidate]) -> None:
+        super().__init__("nothing fits")
+        self.search, self.candidates = search, candidates
+
+
+class Search(Families):
+    """One search for a model on a cluster with a fixed global batch."""
+
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
+        super().__init__(model, machines, batch, limits)
+        self.simulated = 0
+        self.kept = _Best()
+        self.fastest: tuple[Spread, Evaluation] | None = None
+        self.misfits: list[tuple[Spread, Evaluation]] = []
+        self.again = Again(model, machines, self.ranks)
+        # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
+        self.choices: dict[tuple[int, bool], list[Ranks]] = {}
+
+    def build(self, one: Candidate) -> Spread | None:
+        """The candidate's layers cut; None where it does not fit into memory.
+
+        A stage computes again what the candidate does, or less.
+        """
+        kinds = [parts for parts, count in one.kinds for _ in range(count)]
+        if one.chunks > 1:
+            return self.fitted(self.interleaved(kinds, one))
+        ways = self.ways(one.settings.sequence_parallel)
+        ways = ways[: ways.index(one.settings.recompute) + 1]
+        chain = Chain(self.model, self.machines, kinds, one.settings, self.ranks, ways)
+        ends = chain.best()
+        return None if ends is None else self.fitted(chain.spread(ends))
+
+    def fitted(self, spread: Spread) -> Spread:
+        """The spread, every stage of which computes again as little as its memory lets it."""
+        return self.again.fitted(spread, self.ways(spread.sequence_parallel), lambda index: self._live(spread, index))
+
+    def interleaved(self, kinds: list[tuple[Part, ...]], one: Candidate) -> Spread:
+        lengths = chunk_layers(self.model.count, len(kinds), one.chunks)
+        ends = list(itertools.accumulate(lengths))
+        cuts = [0, *ends]
+        stages = tuple(
+            Stage(tuple((cuts[c * len(kinds) + s], cuts[c * len(kinds) + s + 1]) for c in range(one.chunks)), kind)
+            for s, kind in enumerate(kinds)
+        )
+        s = one.settings
+        return msgspec.structs.replace(s, stages=stages)
+
+    def even(self, one: Candidate) -> Spread:
+        """The candidate with equally many layers per stage, whether it fits or not."""
+        kinds = [parts for parts, count in one.kinds for _ in range(count)]
+        return self.interleaved(kinds, one)
+
+    def consider(self, spread: Spread) -> float:
+        """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
+        if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
+            spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
+        spread = self.fitted(spread)
+        if spread in self.kept.seen:
+            return float("inf")
+        self.kept.seen.add(spread)
+        found = evaluate(self.model, self.machines, spread)
+        self.simulated += 1
+        if not found.fits:
+            if len(self.misfits) < 50:
+                self.misfits.append((spread, found))
+            return float("inf")
+        if self.fastest is None or found.step_s < self.fastest[1].step_s:
+            self.fastest = spread, found
+        self.kept.entries.append((found.step_s, spread, found))
+        return found.step_s
+
+    def improve(self, spread: Spread, seconds: float, wide: bool) -> None:
+        """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
+        if spread.chunks > 1:
+            return
+        few = self.ranks <= self.limits.exact_units
+        while True:
+            best = spread, seconds
+            others = neighbours(spread, few)
+            if wide:
+                choices = self.choices.get((spread.micro_batches, spread.sequence_parallel), [])
+                more = self.limits.stages is None
+                others = itertools.chain(others, other_ranks(spread, self.machines, choices, more))
+            for other in others:
+                if self.late():
+                    break
+                if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - 1e-9):
+                    best = other, took
+            if best[0] is spread:
+                return
+            spread, seconds = best
+
+    def _beginnings(self) -> list[tuple[float, Spread]]:
+        """Spreads to improve: the best of each number of stages and micro-batches, then the others."""
+        first: dict[tuple[int, int], tuple[float, Spread]] = {}
+        others = []
+        for seconds, spread, _ in sorted(self.kept.entries, key=lambda e: e[0]):
+            key = (len(spread.stages), spread.micro_batches)
+            if key in first:
+                others.append((seconds, spread))
+            else:
+                first[key] = (seconds, spread)
+        if self.ranks > self.limits.exact_units:
+            return sorted([*first.values(), *others], key=lambda e: e[0])
+        return [*first.values(), *others]
+
+    def run(self) -> Found:
+        """Searches until the budget is used or nothing is left.
+
+        Raises:
+            NothingFits: nothing does.
+        """
+        candidates: list[Candidate] = []
+        for family in (self.pure, self.mixed):
+            for one in family():
+                candidates.append(one)
+                if len(candidates) % 64 == 0 and self.late(0.6):
+                    break
+        candidates.sort(key=lambda c: c.estimate_s)
+        exhausted = self._try(candidates)
+        if self.ranks <= self.limits.exact_units:
+            from whale.planner.search.exact import exact
+
+            for spread in exact(self):
+                self.consider(spread)
+        if not self.kept.entries:
+            raise NothingFits(self, candidates)
+        # With few devices a simulation costs next to nothing: many beginnings are improved.
+        few = self.ranks <= self.limits.exact_units
+        for number, (seconds, spread) in enumerate(self._beginnings()):
+            if self.late() or number == (100 if few else 4):
+                break
+            self.improve(spread, seconds, few and number < 40)
+        self._without_zero()
+        assert self.fastest is not None
+        spread, evaluation = self.fastest
+        others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
+        return Found(
+            spread,
+            evaluation,
+            others,
+            self.misfits,
+            self.estimated,
+            self.simulated,
+            time.process_time() - self.started,
+            min(evaluation.step_s, self.bound_s()),
+            exhausted,
+        )
+
+    def _try(self, candidates: list[Candidate]) -> bool:
+        """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those."""
+        wanted, failed, finished = 8 if self.coarse else 40, 0, True
+        built: list[tuple[float, Spread]] = []
+        best = float("inf")
+        for one in candidates:
+            if self.late(0.75) and built:
+                finished = False
+                break
+            if one.estimate_s > 1.3 * best or len(built) >= wanted:
+                break
+            spread = self.build(one) if self.roomy(one) else None
+            if spread is None:
+                failed += 1
+                if failed <= 8 and not self.coarse:
+                    self.misfit(self.even(one))
+                continue
+            seconds = self.quick_s(spread)
+            if seconds < float("inf"):
+                built.append((seconds, spread))
+                best = min(best, seconds)
+        for number, (seconds, spread) in enumerate(sorted(built, key=lambda e: e[0])):
+            if self.kept.entries and (self.late(0.85) or number >= (2 if self.coarse else 24) or seconds > 1.3 * best):
+                break
+            self.consider(spread)
+        return finished
+
+    def quick_s(self, spread: Spread) -> float:
+        """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
+        count, stages = spread.micro_batches, len(spread.stages)
+        slowest = total = after = 0.0
+        known: dict[tuple[int, int, tuple[Part, ...], str | None, int], float] = {}
+        for index, stage in enumerate(spread.stages):
+            live = self._live(spread, index)
+            edge = min(index, 1) + 2 * (index == stages - 1)
+            key = (stage.count, edge, stage.parts, stage.recompute, live)
+            if key not in known:
+                cost = stage_cost(self.model, self.machines, spread, index, live, spread.ranks)
+                if cost.lacking_bytes > 0:
+                    return float("inf")
+                known[key] = sum(cost.forward_s) + sum(cost.backward_s)
+                after = max(after, cost.reduce_s + cost.update_s)
+            slowest = max(slowest, known[key])
+            total += known[key]
+        return count * slowest + (total - slowest) / spread.chunks + after
+
+    def _live(self, spread: Spread, index: int) -> int:
+        """Chunks of micro-batches that a stage holds at its peak; interleaved: of the schedule of Narayanan et al."""
+        if spread.chunks == 1:
+            return min(spread.micro_batches, len(spread.stages) - index)
+        stages, whole = len(spread.stages), spread.micro_batches * spread.chunks
+        if spread.micro_batches == stages:
+            return whole
+        return min(whole, 2 * (stages - 1 - index) + (spread.chunks - 1) * stages + 1)
+
+    def misfit(self, spread: Spread) -> None:
+        """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
+        if spread.micro_batches * len(spread.stages) < 5000:
+            self.consider(spread)
+
+    def _without_zero(self) -> None:
+        """The best spread with the optimizer's state on every rank, where the user leaves that free."""
+        if self.limits.zero is None and self.fastest is not None:
+            self.consider(msgspec.structs.replace(self.fastest[0], zero=0))
+
+
+# (ZeRO level, offload), from what costs least to what takes least memory.
+MODES: tuple[tuple[int, Offload], ...] = (
+    (2, "none"), (3, "none"), (1, "state"), (3, "state"), (1, "all"), (3, "all"),
+)  # fmt: skip
+
+
+def search(model: Model, machines: Machines, batch: int, limits: Limits | None = None) -> Found:
+    """The best spread of a model's training step over a cluster (see `Search`).
+
+    ZeRO 1 (and 0) with all on the devices is looked at first. Where memory binds there (recompute, tensors or layers
+    divided), ZeRO 3 has its turn as well; where nothing fits, so have all levels, with state and weights offloaded as
+    far as the hosts' memory is known.
+
+    Raises:
+        PlanError: nothing fits in any way.
+    """
+    if batch < 1:
+        raise PlanError("the global batch must be positive", given=batch)
+    limits = limits or Limits()
+    start_s = time.process_time()
+    failed: NothingFits | None = None
+    found: list[Found] = []
+    try:
+        found.append(Search(model, machines, batch, limits).run())
+    except NothingFits as error:
+        failed = error
+    modes = _modes(machines, limits, found[0] if found else None)
+    for number, (zero, offload) in enumerate(modes):
+        left_s = limits.budget_s - (time.process_time() - start_s)
+        if found and left_s <= 0.2 * limits.budget_s:
+            break
+        own_s = max(left_s / (len(modes) - number), 0.2 * limits.budget_s)
+        try:
+            other = replace(limits, zero=zero, offload=offload, budget_s=own_s)
+            found.append(Search(model, machines, batch, other).run())
+        except NothingFits as error:
+            failed = failed or error
+    if not found:
+        from whale.planner.search.relax import nothing_fits
+
+        assert failed is not None
+        raise nothing_fits(failed.search, failed.candidates)
+    best = min(found, key=lambda f: f.evaluation.step_s)
+    others = [(f.spread, f.evaluation) for f in found if f is not best]
+    return replace(
+        best,
+        others=sorted([*best.others, *others], key=lambda e: e[1].step_s),
+        estimated=sum(f.estimated for f in found),
+        simulated=sum(f.simulated for f in found),
+        seconds=time.process_time() - start_s,
+        bound_s=min(f.bound_s for f in found),
+        exhausted=all(f.exhausted for f in found),
+    )
+
+
+def _modes(machines: Machines, limits: Limits, found: Found | None) -> list[tuple[int, Offload]]:
+    """What else is worth a search, of what the user leaves free."""
+    if found is not None:
+        s = found.spread
+        bound = (
+            set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(p.tensor > 1 for t in s.stages for p in t.parts)
+        )
+        return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
+    hosts = all(pool.host_bytes for pool in machines.pools)
+    return [
+        (zero, offload)
+        for zero, offload in MODES
+        if limits.zero in (None, zero) and limits.offload in (None, offload) and (offload == "none" or hosts)
+    ]

@@ -1,0 +1,1 @@
+"""Rules of arithmetic: elementwise, linear, reductions, matrix products, random."""

@@ -1,0 +1,1 @@
+"""Rules of neural networks' ops: convolutions, pooling, normalisation, recurrent kernels, losses."""

@@ -1,0 +1,1 @@
+"""Writing and reading what a run holds: checkpoints, random states, exported models."""

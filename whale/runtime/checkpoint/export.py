@@ -1,0 +1,133 @@
+"""``wh.export``: a SavedModel for one device, which serves in plain TensorFlow, from a run under any plan."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint.graph_view import ObjectGraphView
+
+from whale.errors import CheckpointError, ProgramError
+from whale.runtime.function import Function, captures_steps
+from whale.runtime.run.context import Context, current
+from whale.runtime.run.trace import span
+from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
+from whale.runtime.variables.deferred import make_whole
+
+_WRITE_TIMEOUT_S = 3600.0
+
+
+def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
+    """Writes a SavedModel for one device; every rank calls it at the same place. The first rank writes.
+
+    Plain TensorFlow serves it: ``tf.saved_model.load(directory).signatures["serving_default"]``, TensorFlow Serving.
+    What was in the directory is replaced once the new model is complete. A variable that lies split is gathered, one
+    after the other; the first rank holds the exported ones whole meanwhile.
+
+    Args:
+      what: a Keras model; or a step of ``wh.function``, a tf.function or a function that predicts; or a tf.Module with
+        such methods.
+      directory: a path of the file system.
+      specs: for a function, the tf.TensorSpec of each argument: ``tf.TensorSpec([None, 28, 28])``.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      ProgramError: a function without ``specs``, or ``specs`` for something else.
+      CheckpointError: it cannot be written (on every rank, with the reason).
+    """
+    context = current("wh.export")
+    directory = os.path.abspath(os.fspath(directory))
+    is_function = callable(what) and not isinstance(what, tf.Module) and not hasattr(what, "export")
+    if is_function != bool(specs):
+        raise ProgramError(
+            "wh.export needs the shapes of a function's arguments, and of nothing else",
+            op=getattr(what, "__name__", type(what).__name__),
+            given=f"{len(specs)} specs",
+            expected="a tf.TensorSpec for each argument" if is_function else "none: a model has its own",
+            action="wh.export(predict, directory, tf.TensorSpec([None, 10]))" if is_function else "leave them out",
+        )
+    with span(context.trace, "export", "checkpoint"):
+        failure: Exception | None = None
+        gathered: list[Any] = []
+        try:
+            with captures_steps():
+                module = _module_of(what, specs) if is_function else what
+            gathered = _gather(module, context)
+            if context.rank == 0:
+                with captures_steps():
+                    _write(module, directory)
+        except (OSError, tf.errors.OpError) as error:
+            failure = error
+        finally:
+            for variable in gathered:
+                variable._whale_parts.settle()
+        _tell(failure, directory, context)
+
+
+def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
+    """A module of a function with its variables."""
+    python_function = getattr(function, "python_function", function)
+    if isinstance(function, Function):
+        python_function = function._python_function
+    module = tf.Module()
+    module.serve = tf.function(python_function, input_signature=list(specs), autograph=True)
+    module.used = list(module.serve.get_concrete_function().graph.variables)
+    return module
+
+
+def _gather(module: Any, context: Context) -> list[Any]:
+    """Whole values of the variables that lie split, on the first rank; returns these variables. Those of stages too."""
+    found: list[Any] = []
+    of_stages: list[Any] = []
+    for trackable in ObjectGraphView(module).breadth_first_traversal()[0]:
+        variable = variable_of(trackable)
+        make_whole(variable)  # if no step has used it
+        if variable is not None:
+            of_stages.append(variable)
+        if lies_split(variable) and not any(variable is other for other in found):
+            whole = variable._whale_parts.whole()
+            if context.rank == 0:
+                found.append(variable)
+                variable._whale_parts.hold(whole)
+    context.variables.bring_home(of_stages, context)
+    return found
+
+
+def _write(module: Any, directory: str) -> None:
+    beside = f"{directory}.{uuid.uuid4().hex[:12]}"
+    try:
+        if hasattr(module, "export"):
+            module.export(beside)
+        else:
+            serve = getattr(module, "serve", None)
+            tf.saved_model.save(module, beside, signatures=serve if hasattr(module, "used") else None)
+        old = f"{beside}.old"
+        if os.path.exists(directory):
+            os.rename(directory, old)
+        os.rename(beside, directory)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _tell(failure: Exception | None, directory: str, context: Context) -> None:
+    text = f"{type(failure).__name__}: {failure}"[:2000] if failure is not None else ""
+    said = [text]
+    if context.between_processes:
+        purpose = f"the export to {directory}"
+        everyone = context.comms[0].allgather_bytes("whale/export", text.encode(), _WRITE_TIMEOUT_S, purpose)
+        said = [other.decode() for other in everyone]
+    for rank, reason in enumerate(said):
+        if reason:
+            raise CheckpointError(
+                "a model cannot be exported",
+                given=directory,
+                rank=rank,
+                reason=reason,
+                expected="a directory with room that the first rank can write",
+                action="see the reason",
+            ) from failure

@@ -1,0 +1,377 @@
+"""``wh.CheckpointManager``: checkpoints in TensorFlow's format, written in parallel by the ranks, each its share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import tensorflow as tf
+
+from whale.errors import CheckpointError, CommError
+from whale.runtime.checkpoint import reading as checkpoint_reading
+from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
+from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
+from whale.runtime.run.context import Context, current
+from whale.runtime.run.trace import span
+
+_WRITE_TIMEOUT_S = 3600.0  # writing a large model may take its time; fault.stall_s says who is waited for
+_LOOK_EVERY_S = 0.02
+_Result = TypeVar("_Result")
+
+
+class _Said(msgspec.Struct):
+    """What a rank tells the others: an error, a digest of what it is about to write, and of the first its folder."""
+
+    error: str = ""
+    digest: bytes = b""
+    temporary: str = ""
+    number: int = 0
+    counter: int = 0
+    latest: str | None = None
+    checkpoints: list[str] = []
+
+
+class CheckpointManager:
+    """Takes the place of tf.train.CheckpointManager: the same calls, made by every rank at the same place.
+
+    Every rank writes its share: of a variable that lies split its part, of the others as many bytes as other ranks. The
+    result is one checkpoint in TensorFlow's format. It loads under any other plan and number of ranks, and in plain
+    TensorFlow with tf.train.Checkpoint; what plain TensorFlow wrote loads here. A rank reads only what it holds.
+
+    A checkpoint counts once it is complete and on the disk. A run that is killed meanwhile finds the one before. All
+    ranks must see the directory; it is used by one run at a time.
+
+    Args:
+      checkpoint: a tf.train.Checkpoint of objects that every rank has. Python's and NumPy's random states and that of
+        TensorFlow's global generator are saved beside them.
+      directory: where the checkpoints are: a path of the file system.
+      max_to_keep: number of checkpoints to keep; None for all.
+      keep_checkpoint_every_n_hours, checkpoint_name, step_counter, checkpoint_interval, init_fn: as in
+        tf.train.CheckpointManager.
+      asynchronous: ``save`` returns when the values are taken; threads write them beside the following steps. An error
+        is raised by the next ``save``, ``wait`` or ``restore``, or by ``wh.shutdown``.
+
+    Raises:
+      ClusterError: made before ``wh.init``.
+      CheckpointError: the directory is not one of the file system, or the first rank cannot use it.
+      ValueError: ``max_to_keep`` is not positive, or an interval without a counter.
+    """
+
+    def __init__(
+        self,
+        checkpoint: tf.train.Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], object] | None = None,
+        *,
+        asynchronous: bool = False,
+    ):
+        self._context: Context = current("wh.CheckpointManager")
+        if max_to_keep is not None and max_to_keep <= 0:
+            raise ValueError(f"max_to_keep must be positive or None, not {max_to_keep}")
+        if checkpoint_interval is not None and step_counter is None:
+            raise ValueError("checkpoint_interval needs a step_counter")
+        self._checkpoint, self._directory, self._name = checkpoint, os.fspath(directory), checkpoint_name
+        self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
+        if "://" in self._directory:
+            raise CheckpointError(
+                "checkpoints are written to a file system that all ranks see",
+                given=self._directory,
+                expected="a path: files are renamed once they are complete, which object stores do not do",
+                action="give a folder on a shared disk, and copy complete checkpoints from there",
+            )
+        self._last_step: int | None = None
+        self._asynchronous = asynchronous
+        self._folder: CheckpointFolder | None = None
+        self._saving: _Saving | None = None
+        keep_every_s = keep_checkpoint_every_n_hours and keep_checkpoint_every_n_hours * 3600.0
+
+        def open_folder() -> _Said:
+            if self._context.rank == 0:
+                self._folder = CheckpointFolder(self._directory, checkpoint_name, max_to_keep, keep_every_s)
+                self._folder.clean()
+            return self._state_of_folder()
+
+        self._state = self._together("opened", open_folder)[0]
+        self._context.before_shutdown.append(self.wait)
+
+    @property
+    def checkpoint(self) -> tf.train.Checkpoint:
+        """What is saved and restored."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return self._directory
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Steps between two checkpoints at least."""
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the complete checkpoints that are kept, oldest first; equal on all ranks."""
+        return list(self._state.checkpoints)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest complete checkpoint, or None; equal on all ranks. One that threads still write is not."""
+        return self._state.latest
+
+    def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
+        """Writes a checkpoint; every rank calls it at the same place.
+
+        Args:
+          checkpoint_number: its number, an integer or a variable; default ``checkpoint.save_counter``, which counts the
+            calls in any case.
+          check_interval: nothing is written before ``checkpoint_interval`` steps have passed.
+
+        Returns:
+          the checkpoint's path, which is complete unless the manager is asynchronous; None if none was written.
+
+        Raises:
+          CheckpointError: a rank cannot write its share (on every rank, with the reason). The checkpoints before are
+            intact, and training can go on.
+          CommError: the ranks save different things, or one is gone.
+        """
+        self.wait()
+        if not self._is_time(check_interval):
+            return None
+        context = self._context
+        with span(context.trace, "save checkpoint", "checkpoint"):
+            counter = self._checkpoint.save_counter
+            counter.assign_add(1)
+            shares: dict[int, list[tuple[str, str, tf.Tensor]]] = {}
+            writers: list[int] = []
+
+            def begin() -> _Said:
+                entries = entries_of(self._checkpoint, context)
+                writers.extend(share_out(entries, context.size))
+                shares.update((rank, snapshot(entries, writers, rank)) for rank in context.ranks)
+                number = int(counter if checkpoint_number is None else checkpoint_number)
+                temporary = self._folder.begin() if self._folder is not None else ""
+                return _Said("", digest(entries, writers), temporary, number, int(counter))
+
+            said = self._together("begun", begin)
+            _check_equal(said)
+            first = said[0]
+            counter.assign(first.counter)
+            path = os.path.join(self._directory, f"{self._name}-{first.number}")
+            self._saving = _Saving(self._folder, first.temporary, path, shares, sorted(set(writers)))
+            if self._asynchronous:
+                self._saving.start()
+            else:
+                self._saving.write_parts()
+                self.wait()
+        return path
+
+    def wait(self) -> None:
+        """Returns when the checkpoint that threads write is complete; every rank calls it. At once if there is none.
+
+        Raises:
+          CheckpointError: it could not be written.
+          CommError: a rank is gone.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            self._together("written", saving.written)
+        except BaseException:
+            saving.abandon()
+            raise
+
+        def install() -> _Said:
+            saving.install()
+            return self._state_of_folder()
+
+        self._state = self._together("installed", install)[0]
+
+    def restore(self, path: str | None) -> Any:
+        """Restores a checkpoint of any origin on every rank; each reads what it holds.
+
+        Args:
+          path: of a checkpoint, as in ``checkpoints``; None restores nothing.
+
+        Returns:
+          the status of tf.train.Checkpoint.restore (``assert_consumed()`` and the like).
+
+        Raises:
+          CheckpointError: it is not there, or damaged: names files and tensors.
+        """
+        self.wait()
+        if path is None:
+            return self._checkpoint.restore(None)
+        status = None
+
+        def read() -> _Said:
+            nonlocal status
+            status = checkpoint_reading.restore(self._checkpoint, os.fspath(path), self._context)
+            return _Said()
+
+        with span(self._context.trace, "restore checkpoint", "checkpoint"):
+            self._together("restored", read)
+        return status
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest complete checkpoint on every rank, or calls ``init_fn``. Returns its path, or None.
+
+        Raises:
+          CheckpointError: as ``restore``.
+        """
+        self.wait()
+        path = self.latest_checkpoint
+        if path is not None:
+            self.restore(path)
+            if self._interval is not None:
+                self._last_step = int(self._step_counter)
+        elif self._init_fn is not None:
+            self._init_fn()
+        return path
+
+    def _is_time(self, check_interval: bool) -> bool:
+        if self._interval is None:
+            return True
+        step, last = int(self._step_counter), self._last_step
+        if last is not None and (step == last or (check_interval and step < last + self._interval)):
+            return False
+        self._last_step = step
+        return True
+
+    def _state_of_folder(self) -> _Said:
+        if self._folder is None:
+            return _Said()
+        return _Said(latest=self._folder.latest, checkpoints=list(self._folder.kept))
+
+    def _together(self, when: str, act: Callable[[], _Said]) -> list[_Said]:
+        """Acts on every rank. Returns what each of them says, or raises on all ranks if one of them failed."""
+        context, failure = self._context, None
+        try:
+            mine = act()
+        except Exception as error:  # told to the others, and raised below
+            failure, mine = error, _Said(error=f"{type(error).__name__}: {error}"[:2000])
+        said = [mine]
+        if context.between_processes:
+            purpose = f"a checkpoint in {self._directory} that is to be {when}"
+            data = msgspec.msgpack.encode(mine)
+            everyone = context.comms[0].allgather_bytes(f"whale/checkpoint/{when}", data, _WRITE_TIMEOUT_S, purpose)
+            said = [msgspec.msgpack.decode(other, type=_Said) for other in everyone]
+        failed = [rank for rank, other in enumerate(said) if other.error]
+        if not failed:
+            return said
+        if failure is not None and not isinstance(failure, (OSError, tf.errors.OpError)):
+            raise failure
+        raise CheckpointError(
+            f"a checkpoint could not be {when}",
+            given=self._directory,
+            ranks=", ".join(map(str, failed)),
+            reason=said[failed[0]].error,
+            expected="a directory with room that every rank can use",
+            action="see the reason; checkpoints before it are intact",
+        ) from failure
+
+
+class _Saving:
+    """A checkpoint on its way to the disk: by ``start`` in a thread, or by ``write_parts`` in the caller's.
+
+    Args:
+      folder: on the first rank, which makes one checkpoint of all ranks' parts; else None.
+      shares: rank of this process -> what it writes; writers: all ranks that have something to write.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder | None,
+        temporary: str,
+        path: str,
+        shares: dict[int, list[tuple[str, str, tf.Tensor]]],
+        writers: list[int],
+    ):
+        self._folder, self._temporary, self._path, self._shares = folder, temporary, path, shares
+        self._parts = [os.path.join(temporary, f"part-{rank}") for rank in writers]
+        self._thread: threading.Thread | None = None
+        self._own_written, self._all_written = threading.Event(), threading.Event()
+        self._abandoned = self._installed = False
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="whale checkpoint", daemon=True)
+        self._thread.start()
+
+    def write_parts(self) -> None:
+        """Writes the parts of this process's ranks; ``written`` raises what goes wrong."""
+        try:
+            while self._shares:
+                rank, share = self._shares.popitem()
+                if share:
+                    write_part(os.path.join(self._temporary, f"part-{rank}"), share)
+        except Exception as error:
+            self._error = error
+        self._shares.clear()  # the snapshot: variables can be updated in place again
+        self._own_written.set()
+
+    def written(self) -> _Said:
+        """Waits for this process's parts."""
+        self._own_written.wait()
+        if self._error is not None:
+            raise self._error
+        return _Said()
+
+    def install(self) -> None:
+        """Waits until the checkpoint is complete; all parts are written."""
+        self._all_written.set()
+        if self._thread is not None:
+            self._thread.join()
+        elif self._folder is not None:
+            self._complete()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """There will be no such checkpoint."""
+        self._abandoned = True
+        self._all_written.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._folder is not None and not self._installed:
+            self._folder.discard(self._temporary)
+
+    def _run(self) -> None:
+        self.write_parts()
+        if self._folder is None or self._error is not None:
+            return
+        # Not by a message: while steps run, ranks tell each other nothing else.
+        while not all(map(os.path.exists, map(mark_of, self._parts))):
+            if self._all_written.wait(_LOOK_EVERY_S):
+                break
+        if not self._abandoned:
+            self._complete()
+
+    def _complete(self) -> None:
+        assert self._folder is not None
+        try:
+            self._folder.install(self._temporary, self._parts, self._path)
+            self._installed = True
+        except Exception as error:
+            self._folder.discard(self._temporary)
+            self._error = error
+
+
+def _check_equal(said: list[_Said]) -> None:
+    other = next((rank for rank, s in enumerate(said) if s.digest != said[0].digest), None)
+    if other is not None:
+        raise CommError(
+            "the ranks save different objects",
+            given=f"rank 0 and rank {other} have checkpoints of other variables, or of variables that lie otherwise",
+            expected="the same tf.train.Checkpoint on every rank",
+            action="make it of the same objects on every rank, at the same place of the script",
+        )

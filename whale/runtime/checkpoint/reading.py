@@ -1,0 +1,154 @@
+"""Restoring from a checkpoint of any origin: each rank reads what it holds, and what is damaged is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
+
+from whale.errors import CheckpointError
+from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
+from whale.runtime.variables.checkpoint_regions import (
+    assign_pieces,
+    lies_split,
+    own_pieces,
+    restored_by_pieces,
+    slice_spec,
+    variable_of,
+)
+from whale.runtime.variables.deferred import deferred_of, restore_from
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+_READ_TOGETHER_BYTES = 64 << 20
+_DAMAGES = (tf.errors.DataLossError, tf.errors.OutOfRangeError)
+
+
+def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any:
+    """Restores the objects of ``checkpoint`` on this rank, and random states if they are there.
+
+    Returns:
+      the status of ``tf.train.Checkpoint.restore``.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    try:
+        reader = tf.train.load_checkpoint(path)
+        if not reader.has_tensor(OBJECT_GRAPH_PROTO_KEY):  # of a Saver: values by names
+            status = checkpoint.restore(path)
+        else:
+            with restored_by_pieces():
+                status = checkpoint.restore(path)
+            _restore_split_variables(status, path, context)
+        if reader.has_tensor(STATE_KEY):
+            set_random_state(reader.get_tensor(STATE_KEY).decode())
+    except tf.errors.OpError as error:
+        raise _explained(error, path) from error
+    return status
+
+
+def _restore_split_variables(status: Any, path: str, context: Context) -> None:
+    found = status._checkpoint  # which of the checkpoint's objects is which of the program's
+    waiting = []
+    for number, trackable in found.object_by_proto_id.items():
+        variable = variable_of(trackable)
+        keys = [a.checkpoint_key for a in found.object_graph_proto.nodes[number].attributes]
+        if deferred_of(variable) is not None:
+            for key in keys:
+                restore_from(variable, partial(read_region, path, key, tuple(variable.shape), variable.dtype))
+        elif lies_split(variable):
+            waiting += [(variable, key) for key in keys]
+    for group in _in_groups(waiting, context):
+        wanted = [(variable, key, piece) for variable, key in group for piece in own_pieces(variable, context)]
+        values = tf.raw_ops.RestoreV2(
+            prefix=path,
+            tensor_names=[key for _, key, _ in wanted],
+            shape_and_slices=[piece.spec(variable.shape) for variable, _, piece in wanted],
+            dtypes=[variable.dtype for variable, _, _ in wanted],
+        )
+        read = dict(zip(((key, piece) for _, key, piece in wanted), values))
+        for variable, key in group:
+            assign_pieces(variable, [(p, read[key, p]) for p in own_pieces(variable, context)], context)
+
+
+def read_region(
+    path: str, key: str, shape: Sequence[int], dtype: tf.DType, begin: Sequence[int], size: Sequence[int]
+) -> tf.Tensor:
+    """A region of a variable whose layout was not known when it was restored."""
+    spec = slice_spec(shape, begin, size) if shape else ""
+    try:
+        return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[spec], dtypes=[dtype])[0]
+    except tf.errors.OpError as error:
+        raise _explained(error, path) from error
+
+
+def _in_groups(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:
+    """Variables that are read together: few at a time, so that hardly more memory is needed than they take."""
+    group: list[tuple[Any, str]] = []
+    size_bytes = 0
+    for variable, key in waiting:
+        group.append((variable, key))
+        pieces = own_pieces(variable, context)
+        size_bytes += sum(int(tf.TensorShape(p.size).num_elements() or 0) for p in pieces) * variable.dtype.size
+        if size_bytes >= _READ_TOGETHER_BYTES:
+            yield group
+            group, size_bytes = [], 0
+    if group:
+        yield group
+
+
+def _explained(error: tf.errors.OpError, path: str) -> CheckpointError:
+    reason = (error.message or str(error)).partition("\n")[0].partition(" [Op:")[0]
+    reason = re.sub(r"^\{\{.*?\}\}\s*", "", reason)
+    if not isinstance(error, _DAMAGES) and type(error) is not tf.errors.OpError:
+        return CheckpointError(
+            "a checkpoint cannot be read",
+            given=path,
+            reason=reason,
+            expected="a checkpoint of these objects, in a folder that every rank can read",
+            action="look for the files; latest_checkpoint names the newest complete one",
+        )
+    tensors, files = damages(path)
+    return CheckpointError(
+        "a checkpoint is damaged",
+        given=path,
+        tensors=", ".join(tensors) or "none can be read",
+        files=", ".join(files) or "its index",
+        reason=reason,
+        expected="the bytes that were written, by their checksums",
+        action="restore an older one: the manager's `checkpoints` lists them",
+    )
+
+
+def damages(path: str) -> tuple[list[str], list[str]]:
+    """Names of the tensors of a checkpoint that cannot be read, and of the files in which they lie.
+
+    Reads all of it, one tensor at a time.
+    """
+    try:
+        reader = tf.train.load_checkpoint(path)
+        shapes = reader.get_variable_to_shape_map()
+    except tf.errors.OpError:
+        return [], [f"{path}.index"]
+    names = tf.io.gfile.glob(f"{path}.data-?????-of-?????")
+    tensors: list[str] = []
+    files: set[str] = set()
+    for key, dtype in sorted(reader.get_variable_to_dtype_map().items()):
+        if key not in shapes:
+            continue
+        try:
+            tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[""], dtypes=[dtype])
+        except tf.errors.OpError as error:
+            tensors.append(key)
+            shard = re.search(r"shard (\d+)", error.message or "")
+            if shard:
+                files.add(f"{path}.data-{int(shard[1]):05d}-of-{len(names):05d}")
+            else:  # TensorFlow does not say which one ends too early
+                files.update(names)
+    return tensors, sorted(files)

@@ -1,0 +1,133 @@
+"""What each rank writes of a checkpoint: parts of split variables by who has them, other variables evenly by bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint.save_util import serialize_graph_view
+from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
+from tensorflow.python.training.saving.saveable_object import SaveSpec
+from tensorflow.python.training.saving.saveable_object_util import SaveableCompatibilityConverter
+
+from whale.errors import CheckpointError
+from whale.runtime.checkpoint.random_state import STATE_KEY, random_state
+from whale.runtime.variables.checkpoint_regions import holders, lies_split, pieces, read_piece, variable_of
+from whale.runtime.variables.deferred import deferred_of
+from whale.runtime.variables.partial_initializers import Initial
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, or a rectangle of one, as it lies in a checkpoint.
+
+    Attributes:
+      key: its name there; spec: shape and slice as TensorFlow writes them, "" for a whole tensor.
+      holders: the ranks that can write it; size_bytes: 0 where it is too small to matter.
+      read: from the number of a rank that holds it to its values now; None where there is nothing to write.
+    """
+
+    key: str
+    spec: str
+    holders: tuple[int, ...]
+    size_bytes: int
+    read: Callable[[int], tf.Tensor | None]
+
+
+def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]:
+    """All that a checkpoint consists of, under the keys of ``tf.train.Checkpoint``; equal on all ranks but for values.
+
+    Raises:
+      CheckpointError: an object of the checkpoint can only be saved by a saver of its own.
+    """
+    tensors, _, savers, graph = serialize_graph_view(checkpoint._saver._graph_view)
+    if savers:
+        raise CheckpointError(
+            "an object of the checkpoint has a saver of its own, which knows no slices",
+            given=", ".join(sorted(savers)),
+            expected="variables, iterators and Python state",
+            action="leave it out of the checkpoint",
+        )
+    found: list[Entry] = []
+    for trackable, by_key in tensors.items():
+        variable = variable_of(trackable.obj if isinstance(trackable, SaveableCompatibilityConverter) else trackable)
+        for key, value in by_key.items():
+            initial = deferred_of(variable)
+            if initial is not None:  # saved before the first step: computed, and not kept
+                found.append(Entry(key, "", (0,), 0, partial(_whole, initial)))
+            elif lies_split(variable):
+                found += _entries_of_pieces(key, variable, context)
+            elif isinstance(value, dict):
+                found += [Entry(key, spec, (0,), 0, partial(_read, v)) for spec, v in value.items()]
+            elif variable is not None and context.variables.owns(variable):
+                who = context.variables.holders(variable, context)
+                # Read as ever, a variable of a stage would be sent first, which takes all ranks.
+                read = value if len(who) == context.size else partial(context.variables.own_value, variable)
+                found.append(Entry(key, "", who, _bytes(variable.shape, variable.dtype), partial(_read, read)))
+            else:  # Whatever no step has used may differ between ranks: the first one's counts.
+                found.append(Entry(key, "", (0,), 0, partial(_read, value)))
+    text = graph.SerializeToString()
+    found.append(Entry(OBJECT_GRAPH_PROTO_KEY, "", (0,), 0, lambda rank: tf.constant(text)))
+    found.append(Entry(STATE_KEY, "", (0,), 0, lambda rank: tf.constant(random_state())))
+    return found
+
+
+def share_out(entries: Sequence[Entry], size: int) -> list[int]:
+    """The rank that writes each entry, so that the largest share is small: largest first, to who has least so far."""
+    loads, writers = [0] * size, [0] * len(entries)
+    order = sorted(range(len(entries)), key=lambda i: (len(entries[i].holders) > 1, -entries[i].size_bytes))
+    for i in order:
+        writers[i] = min(entries[i].holders, key=lambda rank: (loads[rank], rank))
+        loads[writers[i]] += entries[i].size_bytes
+    return writers
+
+
+def digest(entries: Sequence[Entry], writers: Sequence[int]) -> bytes:
+    """Differs when ranks would write different things."""
+    text = "\n".join(f"{e.key}\t{e.spec}\t{rank}" for e, rank in zip(entries, writers))
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def snapshot(entries: Sequence[Entry], writers: Sequence[int], rank: int) -> list[tuple[str, str, tf.Tensor]]:
+    """(key, spec, values now) of what ``rank`` writes. Later steps leave these values alone: as long as they are held,
+    TensorFlow updates a copy of the variable, of one variable at a time."""
+    values = ((e, e.read(rank)) for e, writer in zip(entries, writers) if writer == rank)
+    return [(e.key, e.spec, value) for e, value in values if value is not None]
+
+
+def _entries_of_pieces(key: str, variable: Any, context: Context) -> list[Entry]:
+    return [
+        Entry(
+            key,
+            piece.spec(variable.shape),
+            holders(variable, piece, context),
+            _bytes(piece.size, variable.dtype),
+            partial(read_piece, variable, piece, context),
+        )
+        for piece in pieces(variable)
+    ]
+
+
+def _bytes(shape: Sequence[int], dtype: tf.DType) -> int:
+    return int(tf.TensorShape(shape).num_elements() or 0) * (dtype.size or 0)
+
+
+def _whole(initial: Initial, rank: int) -> tf.Tensor:
+    return initial.whole()
+
+
+def _read(value: Any, rank: int) -> tf.Tensor | None:
+    """What TensorFlow serialises: a tensor, or something that makes one; None for a variable without a value."""
+    with tf.device("/device:CPU:0"):
+        if isinstance(value, SaveSpec):
+            value = value.tensor
+        elif callable(value):
+            value = value()
+        return None if value is None else tf.identity(value)

@@ -1,0 +1,1 @@
+"""From a captured program to the programs of this process's ranks."""

@@ -1,0 +1,215 @@
+"""What a step will take in memory, before it runs: by rank and category, against what the devices have.
+
+The prediction is made of the programs that the ranks would run (see cost_model.captured.held), so the schedule,
+micro-batches, recomputation, mixed precision and `zero.level` are in it by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from cost_model.captured.held import held
+from cost_model.machines.discover import host_resources
+from cost_model.ops import executions
+from whale.cgroup import memory_limit_bytes
+from whale.config import Config
+from whale.errors import PlanError, WhaleError
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Program, Ref
+from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
+from whale.passes.order import PlanSettings
+from whale.runtime.run.context import Context
+
+_KINDS = ("activations", *(name for name in CATEGORIES if name != "activations"))
+_MOST_MICRO_BATCHES = 64
+
+# The programs that some ranks would run, under other settings: (settings, program as captured) -> rank -> program.
+Lower = Callable[[PlanSettings, Program], Mapping[int, Program]]
+
+
+def predicted(program: Program, rank: int, size: int, counted_from_bytes: int = 0) -> dict[str, int]:
+    """Category -> bytes of ``rank`` at the moment of a step of ``program`` (its own) when they are most together.
+
+    Args:
+      counted_from_bytes: smaller tensors are left out, as TensorFlow's counters of host memory leave them out.
+    """
+    number = {name: i for i, name in enumerate(_KINDS)}
+
+    def kinds_of(graph: Program) -> tuple[dict[Ref, int], dict[str, int]]:
+        tensors = {ref: number[kind] for ref, kind in tensor_kinds(graph).items()}
+        return tensors, {handle: number[kind] for handle, kind in variable_kinds(graph).items()}
+
+    found = held(program, rank, size, len(_KINDS), kinds_of, number["buffers"], counted_from_bytes)
+    by_name = dict(zip(_KINDS, found.at_peak))
+    return {name: by_name[name] for name in CATEGORIES}
+
+
+def at_most_bytes(program: Program) -> int:
+    """More than a rank can take: all tensors of a step at once, in pieces twice as large. Found without a play."""
+    called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
+    return 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
+
+
+def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
+    """(bytes that each of ``local_ranks`` ranks of this host may take, what says so); infinite where nobody knows."""
+    import tensorflow as tf
+
+    if config["memory.limit_bytes"]:
+        return float(config["memory.limit_bytes"]), "memory.limit_bytes"
+    if tf.config.list_physical_devices("GPU"):
+        return math.inf, "no limit is known; memory.limit_bytes sets one"
+    _, host_bytes = host_resources(memory_limit_bytes=memory_limit_bytes())
+    return host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
+
+
+class _Rank(msgspec.Struct):
+    """What a rank says of its program: nothing but the limit where it fits."""
+
+    limit: float
+    source: str
+    memory: dict[str, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.limit
+
+
+def refuse_what_does_not_fit(
+    programs: Mapping[int, Program], context: Context, number: int, settings: PlanSettings, options: Callable[[], str]
+) -> None:
+    """Raises PlanError on every rank when one of them would take more than its device has. Collective.
+
+    Args:
+      programs: of this process's ranks.
+      number: of the program in this run.
+      options: what would make it fit; asked of the first rank, and only then.
+    """
+    mine = []
+    for rank, program in programs.items():
+        limit, source = limit_bytes(context.config, context.local_ranks)
+        fits = at_most_bytes(program) <= limit
+        mine.append(_Rank(limit, source, {} if fits else predicted(program, rank, settings.size)))
+    said = dict(zip(programs, mine))
+    if context.between_processes:
+        comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+        each = comm.allgather_bytes(f"whale/memory/{number}", msgspec.json.encode(mine[0]), timeout_s)
+        said = {rank: msgspec.json.decode(one, type=_Rank) for rank, one in enumerate(each)}
+    if all(one.fits for one in said.values()):
+        return
+    text = ""
+    if context.rank == 0:
+        text = options()
+    if context.between_processes:
+        comm = context.comms[0]
+        key = f"whale/memory/{number}/options"
+        text = comm.broadcast_bytes(key, text.encode() if context.rank == 0 else None, 0, 600.0).decode()
+    raise _refusal(next(iter(programs.values())).name, said, text)
+
+
+def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
+    rank, most = max(said.items(), key=lambda item: item[1].bytes - item[1].limit)
+    others = sum(not one.fits for one in said.values()) - 1
+    parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in most.memory.items() if n)
+    return PlanError(
+        "the step does not fit into memory",
+        op=name,
+        device=f"rank {rank}" + (f", and {others} other ranks" if others else ""),
+        given=f"predicted {human_bytes(most.bytes)} at most ({parts})",
+        expected=f"{human_bytes(most.limit)} ({most.source}), {human_bytes(most.bytes - most.limit)} less",
+        action=options,
+    )
+
+
+def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequence[float], options: str) -> PlanError:
+    """The error for a plan whose ranks would take more than ``limits``."""
+    said = {
+        rank: _Rank(limit, "the device's memory", {kind: sizes[rank] for kind, sizes in memory.items()})
+        for rank, limit in enumerate(limits[: len(next(iter(memory.values())))])
+    }
+    return _refusal(name, said, options)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A key of the configuration with another value; what it changes in the planner's settings."""
+
+    name: str
+    changes: Mapping[str, Any]
+
+    def and_also(self, other: _Option) -> _Option:
+        return _Option(f"{self.name} with {other.name}", {**self.changes, **other.changes})
+
+
+def options_text(
+    settings: PlanSettings,
+    limit: float,
+    program: Program,
+    marked: Callable[[], Program] | None,
+    lower: Lower,
+    beside_host: bool,
+) -> str:
+    """Which other settings would make a step fit into ``limit`` bytes, by what they are predicted to take.
+
+    Args:
+      settings, program: with which it does not fit; the program is as captured.
+      marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
+      lower: gives the programs of some ranks.
+      beside_host: the device that computes has a memory of its own, beside its host's.
+    """
+
+    def size_of(option: _Option) -> int | None:
+        other = replace(settings, dump="", **option.changes)
+        try:
+            source = marked() if marked is not None and "recompute" in option.changes else program
+            return max(sum(predicted(p, r, other.size).values()) for r, p in lower(other, source).items())
+        except WhaleError:
+            return None  # this program cannot run so
+
+    def sizes(options: Sequence[_Option]) -> list[tuple[int, _Option]]:
+        return sorted(((n, o) for o in options if (n := size_of(o)) is not None), key=lambda found: found[0])
+
+    found = sizes(_options(settings, marked is not None, beside_host))
+    if found and found[0][0] > limit:
+        least = found[0][1]
+        apart = [o for _, o in found if o.changes.keys().isdisjoint(least.changes)]
+        found = sorted([*found, *sizes([least.and_also(o) for o in apart])], key=lambda one: one[0])
+    fitting = [f"{option.name} ({human_bytes(n)})" for n, option in found if n <= limit]
+    if fitting:
+        return "set " + ", or ".join(fitting) + "; in parentheses what is predicted then"
+    best = f" (the least is {human_bytes(found[0][0])}, {found[0][1].name})" if found else ""
+    return f"nothing that was tried makes it fit{best}; use more ranks or a smaller batch"
+
+
+def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> list[_Option]:
+    """What may take less than ``settings``."""
+    found = []
+    if settings.size > 1 and settings.split_variables:
+        levels = (level for level in (1, 3) if level > settings.zero_level)
+        found += [_Option(f"zero.level={level}", {"zero_level": level}) for level in levels]
+    if recomputes and settings.recompute != "auto":
+        found.append(_Option("gradient_checkpoint.type=auto", {"recompute": "auto"}))
+    if beside_host and settings.split_variables:
+        levels_above = {"": ("optimizer", "v0"), "optimizer": ("v0",)}.get(settings.offload, ())
+        found += [_Option(f"offload.level={level}", {"offload": level}) for level in levels_above]
+    count = max(2, 2 * settings.micro_batches)
+    while count <= _MOST_MICRO_BATCHES:
+        found.append(_Option(f"pipeline.num_micro_batch={count}", {"micro_batches": count}))
+        count *= 4
+    if not settings.mixed_precision:
+        found.append(_Option("amp.level=O1", {"mixed_precision": "bfloat16"}))
+    if not settings.local and not settings.shares:
+        found.append(_Option(f"{2 * settings.size} ranks", {"size": 2 * settings.size}))
+    return found
+
+
+def _all_bytes(program: Program) -> int:
+    return sum(t.bytes for node in program.nodes for t in node.outputs)

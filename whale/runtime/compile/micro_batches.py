@@ -1,0 +1,45 @@
+"""A rank's program in micro-batches: planned over time, and rolled up."""
+
+from __future__ import annotations
+
+from whale.ir.layout import Split, even_sizes, split
+from whale.ir.plan import Plan
+from whale.ir.program import Program, Ref
+from whale.lowering.emit import reshard_name
+from whale.lowering.micro import roll
+from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
+from whale.passes.order import PlanSettings
+from whale.runtime.compile.mesh import SECOND_AXIS
+
+
+def batch_rows(program: Program, plan: Plan, rank: int) -> dict[str, Split]:
+    """Nodes of ``rank``'s program that yield its rows of the batch -> how these are cut into micro-batches."""
+    inner, place, prefix = (plan, rank, "whale") if plan.inner is None else (
+        plan.inner, rank % plan.inner.size, SECOND_AXIS)  # fmt: skip
+    found: dict[str, Split] = {}
+    for b in inner.batch_inputs:
+        assert isinstance(b.placement, Split)
+        count = b.placement.local(place)
+        names = [b.name, reshard_name(prefix, Ref(b.name), b.placement)]
+        name = next((n for n in reversed(names) if n in program.by_name), "")
+        if name and (program.by_name[name].outputs[0].shape or (None,))[0] == count:
+            found[name] = split(0, even_sizes(count, plan.micro_batches))
+    return found
+
+
+def in_micro_batches(program: Program, plan: Plan, rank: int, context: PlanSettings) -> Program:
+    """What ``rank`` runs, its rows cut into micro-batches that run one after the other.
+
+    Args:
+      program: what it runs on all its rows.
+
+    Raises:
+      PlanError: a value of all micro-batches is needed before the last one is through.
+    """
+    rows = batch_rows(program, plan, rank)
+    if not rows:
+        return program
+    program = prepared(program)
+    time = time_plan(program, plan.micro_batches, rows, context.own_streams, context.micro_statistics)
+    each = {name for name, region in regions(program, time).items() if region == EACH}
+    return roll(program, time, each)

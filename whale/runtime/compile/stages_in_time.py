@@ -1,0 +1,107 @@
+"""A rank's stages gone through in micro-batches, in the order of a schedule."""
+
+from __future__ import annotations
+
+from whale.errors import PlanError
+from whale.ir.layout import Split, parse_placement, split
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref
+from whale.ir.schedule import credits, live_micro_batches, schedule
+from whale.lowering.ahead import ahead
+from whale.lowering.local import localise
+from whale.lowering.micro import Call, roll
+from whale.passes.facts.stages import stages_of
+from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
+from whale.passes.in_time.phases import kinds, phases_of_rank
+from whale.passes.order import PlanSettings
+from whale.rules.structure.communication import ROWS
+from whale.runtime.compile.micro_batches import batch_rows
+
+
+class WholeInTime:
+    """What one coordinate would run if it had all stages, in micro-batches: what all its ranks have to agree on.
+
+    Attributes:
+      rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
+    """
+
+    def __init__(self, expanded: Program, plan: Plan, mine: Plan, coordinate: int, context: PlanSettings):
+        """
+        Args:
+          mine: the part of ``plan`` that is for places of this one's size.
+        """
+        self.plan, self.mine, self.coordinate, self.context = plan, mine, coordinate, context
+        whole = prepared(localise(expanded, mine, coordinate, "", None))
+        time = self._planned(whole, {})
+        each = {name for name, region in regions(whole, time).items() if region == EACH}
+        strategies = time.strategies[""]
+        self.rows: dict[Ref, Split] = {}
+        for node in expanded.nodes:
+            if node.name in each:
+                for ref, placement in zip(node.refs(), strategies[node.name].outputs):
+                    if isinstance(placement, Split):
+                        self.rows[ref] = placement
+        numbers = {stage: i for i, stage in enumerate(stages_of(expanded))}
+        self.kinds = kinds(whole, each, numbers, plan.schedule == "zb-h1")
+
+    def pipelined(self, program: Program, number: int) -> Program:
+        """The program of this coordinate's rank at place ``number``, rolled up.
+
+        Args:
+          program: what it runs on all its rows.
+
+        Raises:
+          PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the places
+            are not alike; a tensor is cut otherwise by its sender than by its receiver.
+        """
+        program = prepared(program)
+        received: dict[str, Split] = {}
+        for node in program.nodes:
+            if node.op == "WhaleRecv" and node.attrs.get(ROWS):
+                received[node.name] = _as_split(node)
+        time = self._planned(program, received)
+        for node in program.nodes:
+            if node.op == "WhaleSend" and node.attrs.get(ROWS):
+                wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]
+                if found != wanted:
+                    raise PlanError(
+                        "two stages cut a tensor into micro-batches in two ways",
+                        op=node.name,
+                        given=f"{found}, {wanted}",
+                        expected="the same",
+                        action="set pipeline.num_micro_batch=1",
+                    )
+        each = {name for name, region in regions(program, time).items() if region == EACH}
+        places = self.plan.places
+        if len({len(place.stages) for place in places}) > 1:
+            raise PlanError(
+                "some ranks have more stages than others",
+                given="; ".join(f"{list(place.ranks)}: {place.name}" for place in places),
+                expected="as many stages on each, for a schedule of micro-batches",
+                action="change the devices of the stages",
+            )
+        chunks = {stage: i for i, stage in enumerate(places[number].stages)}
+        phases = phases_of_rank(program, each, self.kinds, chunks)
+        rows = schedule(self.plan.schedule, len(places), len(chunks), self.plan.micro_batches)
+        here = set(phases.values())
+        named = [(f"{p.kind.name}{p.chunk}", p.micro_batch) for p in rows[number]]
+        calls = [Call(phase, micro_batch) for phase, micro_batch in named if phase in here]
+        waiting = credits(rows)
+
+        def room(edge: tuple[int, int]) -> int:
+            """What may wait, and what is read; past other stages, no more is sent than is alive."""
+            return 1 + waiting.get(edge, live_micro_batches(rows[edge[0]]))
+
+        return ahead(roll(program, time, each, calls, phases), room)
+
+    def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
+        rows = {**batch_rows(program, self.mine, self.coordinate), **received}
+        context = self.context
+        return time_plan(program, self.plan.micro_batches, rows, context.own_streams, context.micro_statistics)
+
+
+def _as_split(node: Node) -> Split:
+    """How micro-batches cut what travels for each of them."""
+    placement = parse_placement(str(node.attrs[ROWS]))
+    assert isinstance(placement, Split)
+    return split(placement.dim, placement.sizes, placement.blocks)

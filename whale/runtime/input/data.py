@@ -1,0 +1,256 @@
+"""``wh.shard``: a tf.data dataset of which each rank reads its rows of every batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
+
+from whale.capture.sharded import ShardedTensor as ShardedTensor
+from whale.errors import PlanError, ProgramError
+from whale.ir.values import UNMOVABLE
+from whale.passes.facts.batch import rows_of_ranks
+from whale.runtime.input.dataset_position import Epochs, ShardedIterator
+from whale.runtime.input.dataset_rows import (
+    OwnRows,
+    Unknown,
+    batch_size,
+    own_rows,
+    refuse_other_orders,
+    reshuffles,
+    shuffles_freely,
+)
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, Brought, brought, exchange, failed, rows_of_values
+from whale.runtime.run.context import Context, current
+
+Element = Any  # a structure of tensors, as the dataset yields it
+
+
+class ShardedDataset:
+    """What ``shard`` returns: an iterable over batches; each iteration starts the dataset anew.
+
+    Attributes:
+      report: how the rows come to this rank, in one sentence.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, context: Context, by: str) -> None:
+        self._whole, self._context, self._by = dataset, context, by
+        self._leaves = tf.nest.flatten(dataset.element_spec)
+        self._own: OwnRows | None = None
+        self._read: tf.data.Dataset = dataset
+        if not context.between_processes:
+            self.report = "one process: it reads whole batches"
+        elif by == "file":
+            self._read, files = self._of_own_files()
+            self.report = f"rank {context.rank} reads {files}, and makes batches of them"
+        else:
+            self.report = self._by_rows()
+        options = tf.data.Options().merge(dataset.options())
+        if options.threading.private_threadpool_size is None:
+            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
+            options.threading.private_threadpool_size = context.config["input.threads"]
+        self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
+        self._epochs = Epochs(
+            elements=self._traced,
+            begin=lambda: iter(self._read),
+            reshuffles=reshuffles(dataset),
+            reproducible="a shuffle without a seed" if shuffles_freely(dataset) else "",
+            parts=context.size if context.between_processes and by == "file" else 0,
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a whole batch."""
+        return self._whole.element_spec
+
+    def __len__(self) -> int:
+        """Number of batches; TypeError where tf.data does not know it."""
+        return len(self._whole)
+
+    def __repr__(self) -> str:
+        return f"<wh.shard of {self._whole!r}: {self.report}>"
+
+    def __iter__(self) -> ShardedIterator:
+        return ShardedIterator(self._epochs)
+
+    def _traced(self, start: int) -> Iterator[Element]:
+        trace = self._context.trace
+        return self._elements(start) if trace is None else trace.batches(self._elements(start))
+
+    def _elements(self, start: int) -> Iterator[Element]:
+        """The batches from number ``start`` on."""
+        if not self._context.between_processes:
+            return iter(_without(self._read, start))
+        if self._by == "file":
+            return self._elements_of_files(start)
+        return self._own_elements(self._own, start) if self._own is not None else self._cut_elements(start)
+
+    # -- rows of global batches
+
+    def _by_rows(self) -> str:
+        """Decides how rows are read; returns the report."""
+        rank = self._context.rank
+        seed = self._common_seed()
+        seeds = ((seed, i) for i in itertools.count(1))
+        try:
+            if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
+                raise Unknown("its batches hold strings, ragged or sparse tensors")
+            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds))
+        except Unknown as reason:
+            refuse_other_orders(self._whole)
+            text = f"every rank reads all rows and keeps its own: {reason}"
+            if rank == 0:
+                sys.stderr.write(f"whale: wh.shard: {text}\n")
+            return text
+        refuse_other_orders(self._whole, own.reseeded)
+        self._own, self._read = own, own.dataset
+        behind = f"; {', '.join(own.kept)} run for all samples" if own.kept else ""
+        return f"rank {rank} reads its rows of every batch; {own.moved} maps run for its samples only{behind}"
+
+    def _shares(self, rows: int) -> tuple[int, ...]:
+        return rows_of_ranks(rows, self._context.size, self._context.config["replica.shares"])
+
+    def _common_seed(self) -> int:
+        """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
+        context = self._context
+        drawn = random.SystemRandom().getrandbits(31) + 1
+        mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn
+        key, context.elements = f"whale/element/{context.elements}", context.elements + 1
+        said = context.comms[0].allgather_bytes(key, msgspec.json.encode(mine), ELEMENT_TIMEOUT_S)
+        (spec, count, seed), *others = [msgspec.json.decode(data, type=tuple[str, int, int]) for data in said]
+        for rank, (other_spec, other_count, _) in enumerate(others, 1):
+            if (other_spec, other_count) != (spec, count):
+                raise ProgramError(
+                    "the ranks share out different datasets",
+                    given=f"rank 0 has {spec}, {count} batches; rank {rank} has {other_spec}, {other_count} batches",
+                    expected="the same dataset on every rank (-1 batches: without end, -2: not known)",
+                    action='remove what depends on the rank, or use by="file"',
+                )
+        return seed
+
+    def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
+        rank, batches = self._context.rank, own.batch_sizes()
+        before = sum(self._shares(rows)[rank] > 0 for rows in itertools.islice(batches, start))
+        rows_read = iter(_without(self._read, before))
+        for rows in batches:
+            sizes = self._shares(rows)
+            if sizes[rank]:
+                local = tf.nest.flatten(next(rows_read))
+            else:
+                local = [tf.zeros([0, *s.shape[1:]], s.dtype) for s in self._leaves]
+            yield self._element([ShardedTensor(t, sizes, rank) for t in local])
+
+    def _cut_elements(self, start: int) -> Iterator[Element]:
+        rank = self._context.rank
+        for element in _without(self._read, start):
+            leaves = tf.nest.flatten(element)
+            rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
+            if rows is None:
+                yield element
+                continue
+            sizes = self._shares(rows)
+            start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+            yield self._element(
+                ShardedTensor(t[start:end], sizes, rank) if _divisible(t) and t.shape[0] == rows else t for t in leaves
+            )
+
+    # -- files
+
+    def _of_own_files(self) -> tuple[tf.data.Dataset, str]:
+        """The batches that this rank makes of its own files, and which these are in words."""
+        context = self._context
+        usual = self._shares(batch_size(self._whole))
+        readers = [rank for rank, rows in enumerate(usual) if rows]
+        if context.rank not in readers:
+            return self._whole.take(0), "no files, since its share is 0"
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+        index = readers.index(context.rank)
+        try:
+            own = _AutoShardDataset(self._whole.with_options(options), len(readers), index)
+        except tf.errors.OpError as error:
+            raise ProgramError(
+                "the files of a dataset cannot be shared out",
+                given=(error.message or "").splitlines()[0],
+                expected=f"a dataset that reads at least {len(readers)} files",
+                action="write the data to more files, or share out rows: wh.shard(dataset)",
+            ) from None
+        return own.rebatch(usual[context.rank]), f"part {index} of {len(readers)} of the files"
+
+    def _elements_of_files(self, start: int) -> Iterator[Element]:
+        """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
+        rank, names = self._context.rank, [s.name or f"value {i}" for i, s in enumerate(self._leaves)]
+        own = iter(_without(self._read, start))
+        local: list[Any] | None = []
+        while True:
+            try:
+                element = next(own, None) if local is not None else None
+            except tf.errors.OpError as error:
+                exchange(failed(error), self._context)
+                raise
+            local = None if element is None else tf.nest.flatten(element)
+            everyone = exchange(Brought(ended=True) if local is None else brought(local), self._context)
+            if all(b.ended for b in everyone):
+                return
+            rows = rows_of_values(everyone, names)
+            if local is None:
+                shapes = next(b.values for b in everyone if not b.ended)
+                parts = [tf.zeros([0, *shape[1:]], dtype) for dtype, shape in shapes]
+            else:
+                parts = local
+            yield self._element(
+                [t if sizes is None else ShardedTensor(t, sizes, rank) for t, sizes in zip(parts, rows)]
+            )
+
+    def _element(self, leaves: Any) -> Element:
+        return tf.nest.pack_sequence_as(self._whole.element_spec, list(leaves))
+
+
+def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
+    """Shares out a dataset of global batches: each rank reads its rows of every batch; together they are that batch.
+
+    Use it where the loop takes its batches: ``for x, y in wh.shard(dataset): step(x, y)``. Its elements are those of
+    ``dataset`` with a ``wh.ShardedTensor`` in place of every tensor that has the batch's rows; a step of
+    ``wh.function`` takes them as the whole batch. The shares are those of ``replica.shares``. At most
+    ``input.prefetch`` batches are read ahead. In one process (with the in-process transport too) its elements are whole
+    batches.
+
+    Args:
+      dataset: yields global batches: rows are dimension 0 of the tensors that have as many rows as the first one. Best
+        is ``....batch(n)``, then perhaps prefetch, repeat or take: a rank then transforms only its rows in the maps
+        before. The same dataset, in the same order, on every rank.
+      by: "row", which is exact; or "file": each rank reads files of its own, and the global batch is what the ranks
+        made of them, in order of ranks. Epochs then hold the same samples, in other batches.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      ProgramError: the ranks have different datasets, or would see them in different orders; or files cannot be
+        shared out.
+    """
+    context = current("wh.shard")
+    if by not in ("row", "file"):
+        raise PlanError(
+            "a dataset cannot be shared out that way", given=f"by={by!r}", expected='"row" or "file"', action="use one"
+        )
+    if not tf.executing_eagerly():
+        raise ProgramError(
+            "wh.shard is for loops in Python",
+            given="a graph that is being built",
+            expected="eager execution",
+            action="use the dataset itself: a wh.Session reads it on the first rank and divides its batches",
+        )
+    return ShardedDataset(dataset, context, by)
+
+
+def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
+    return dataset.skip(count) if count else dataset
+
+
+def _divisible(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank and value.dtype.name not in UNMOVABLE

@@ -1,0 +1,116 @@
+"""What the ranks bring to one batch: they tell each other the shapes, and the global batch follows from these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import tensorflow as tf
+
+from whale.capture.sharded import ShardedTensor
+from whale.capture.signature import Arguments
+from whale.errors import ProgramError
+from whale.ir.values import UNMOVABLE
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+ELEMENT_TIMEOUT_S = 3600.0  # until a rank has a batch: a pipeline may take its time to fill its buffers
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """What a rank brings: dtype and shape of each value; or that it has nothing more; or the error that it met."""
+
+    values: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    ended: bool = False
+    error_code: int = 0
+    error: str = ""
+
+
+def brought(values: Sequence[Any]) -> Brought:
+    """Of tensors or arrays."""
+    return Brought(tuple((tf.as_dtype(v.dtype).name, tuple(v.shape)) for v in values))
+
+
+def failed(error: tf.errors.OpError) -> Brought:
+    """Of a rank that could not read its batch."""
+    return Brought(error_code=error.error_code, error=error.message or "")
+
+
+def exchange(mine: Brought, context: Context) -> list[Brought]:
+    """What each rank brings. Collective between processes; a dry run takes the ranks for equal.
+
+    Raises:
+      tf.errors.OpError: the error of the first rank that met one, on every rank.
+    """
+    if context.dry is not None:
+        return [mine] * context.dry.size
+    key, context.elements = f"whale/element/{context.elements}", context.elements + 1
+    said = context.comms[0].allgather_bytes(key, msgspec.msgpack.encode(mine), ELEMENT_TIMEOUT_S)
+    everyone = [msgspec.msgpack.decode(data, type=Brought) for data in said]
+    for other in everyone:
+        if other.error_code:
+            raise tf.compat.v1.errors.exception_type_from_error_code(other.error_code)(None, None, other.error)
+    return everyone
+
+
+def rows_of_values(
+    everyone: Sequence[Brought], names: Sequence[str], marked: Collection[str] = ()
+) -> list[tuple[int, ...] | None]:
+    """For each value the rows of every rank, or None where it is no part of a batch but equal on all ranks.
+
+    Args:
+      everyone: by rank; those that have ended bring no rows.
+      names: what a person calls the values.
+      marked: names of the values that are parts; empty means those that on every rank have as many rows as the first
+        value that has rows.
+
+    Raises:
+      ProgramError: the ranks' values do not fit together; names the ranks.
+    """
+    bringing = [(rank, b.values) for rank, b in enumerate(everyone) if not b.ended]
+    first_rank, first = bringing[0]
+    for rank, values in bringing:
+        if len(values) != len(first):
+            raise _mismatch("number of values", first_rank, len(first), rank, len(values))
+    rows = [[values[i][1][:1] for _, values in bringing] for i in range(len(first))]
+    divisible = [all(r) and first[i][0] not in UNMOVABLE for i, r in enumerate(rows)]
+    usual = next((r for r, ok in zip(rows, divisible) if ok), None)
+    found: list[tuple[int, ...] | None] = []
+    for i, name in enumerate(names):
+        part = divisible[i] and (name in marked if marked else rows[i] == usual)
+        for rank, values in bringing:
+            (dtype, shape), (other_dtype, other_shape) = first[i], values[i]
+            if dtype != other_dtype or shape[part:] != other_shape[part:]:
+                raise _mismatch(name, first_rank, f"{dtype}{list(shape)}", rank, f"{other_dtype}{list(other_shape)}")
+        sizes = [0] * len(everyone)
+        for rank, values in bringing if part else ():
+            sizes[rank] = values[i][1][0]
+        found.append(tuple(sizes) if part else None)
+    return found
+
+
+def local_arguments(arguments: Arguments, context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call to which every rank brings its own batch, with its parts marked as such.
+
+    Collective, unless one is marked already: its rank knows the rows of the others.
+    """
+    tensors = list(arguments.tensors)
+    if tensors and not any(isinstance(t, ShardedTensor) for t in tensors):
+        sizes = rows_of_values(exchange(brought(tensors), context), arguments.names, context.config["batch.inputs"])
+        tensors = [
+            t if rows is None else ShardedTensor(tf.convert_to_tensor(t), rows, context.rank)
+            for t, rows in zip(tensors, sizes)
+        ]
+    return arguments.rebuild(tensors)
+
+
+def _mismatch(what: str, rank: int, given: object, other: int, other_given: object) -> ProgramError:
+    return ProgramError(
+        "the ranks bring parts that are not of one batch",
+        value=what,
+        given=f"rank {rank} has {given}, rank {other} has {other_given}",
+        expected="equal dtypes, and equal shapes but for the rows of a batch",
+        action="give every rank examples of one shape; name the inputs that carry the batch in batch.inputs",
+    )

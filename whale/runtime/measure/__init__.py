@@ -1,0 +1,1 @@
+"""What operations, exchanges and steps take on this machine."""

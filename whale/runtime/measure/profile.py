@@ -1,0 +1,193 @@
+"""``whale profile``: measures this machine's operations and exchanges, or a script's own operations and step."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tensorflow as tf
+
+from cost_model.captured import table as tables
+from cost_model.captured.predict import measured_machine, predict_ranks
+from cost_model.captured.table import Curve, Operation, Step, Table
+from whale.errors import ClusterError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.order import make_plan
+from whale.runtime.compile.mesh import plan_program
+from whale.runtime.measure import operations as measure
+from whale.runtime.measure.steps import step_seconds
+from whale.runtime.measure.without_exchanges import apart, talks_inside
+from whale.runtime.tools.dry_run import first_step
+from whale.runtime.tools.plan_prediction import Planned, rank_programs
+
+SECONDS_FOR_OPERATIONS = 25.0
+SECONDS_FOR_LINKS = 60.0
+LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
+_WATCH = """
+import sys, time
+clock, least = time.perf_counter, float(sys.argv[1])
+last = clock()
+end = last + 0.6
+while last < end:
+    now = clock()
+    if now - last > least:
+        print(now - last)
+    last = now
+"""
+
+
+def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> Table:
+    """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and gives the table.
+
+    Raises:
+      ClusterError: the ranks did not start.
+    """
+    curves, wake_s = _links(ranks)
+    say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    from whale.runtime.measure import samples
+
+    found, _ = measure.measure(list(measure.distinct(samples.programs()).values()), SECONDS_FOR_OPERATIONS, say)
+    call_s, node_s = measure.overheads()
+    name = platform.node() or "local"
+    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves)
+    tables.write(table, out)
+    return table
+
+
+def _slice_s() -> float:
+    """Seconds that a computing thread keeps its core when another waits: two on each see how long they stand still."""
+    found = []
+    count = 2 * len(os.sched_getaffinity(0))
+    command = [sys.executable, "-S", "-c", _WATCH, str(LEAST_PAUSE_S)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    for process in running:
+        found += [float(pause) for pause in process.communicate()[0].split()]
+    if len(found) < 4:  # next to none stood still: there are more cores than affinity tells
+        return LEAST_PAUSE_S
+    return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
+
+
+def _links(ranks: int) -> tuple[list[Curve], float]:
+    """(curves of exchanges, seconds that an engine waits for a core where all compute)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "links.json"
+        command = [
+            sys.executable,
+            "-m",
+            "whale",
+            "run",
+            "-np",
+            str(ranks),
+            "-m",
+            "whale.runtime.measure.links",
+            str(path),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
+        if done.returncode or not path.exists():
+            raise ClusterError(
+                "the exchanges between ranks could not be measured",
+                given=(done.stderr.strip() or done.stdout.strip())[-500:],
+                action="see whether `whale doctor` finds why runs fail here",
+            )
+        found = json.loads(path.read_text())
+    return [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()], found["wake_s"]
+
+
+def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:
+    """Measures what a script's first step consists of, on one device and as ``ranks`` ranks would run it.
+
+    The step is captured, not run; it is measured on random values. The table of the machine is completed.
+
+    Raises:
+      ClusterError: the machine has not been measured.
+      ProgramError: the script has no step that takes a batch.
+    """
+    table = tables.read(out)
+    planned = first_step(path, args, ranks)
+    return programs(table, [planned], out, say)
+
+
+def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[[str], None]) -> Table:
+    """Measures what all ranks of some plans run, and whole steps side by side; writes the larger table."""
+    ranks = {id(p): rank_programs(p) for p in planned}
+    runs: dict[int, dict[str, list[Program]]] = {}  # by the number of ranks
+    for p in planned:
+        programs = ranks[id(p)]
+        marked = runs.setdefault(len(programs), {})
+        marked[fingerprint(p.program)] = [_alone(p)] * len(programs)
+        if any(map(talks_inside, programs)):
+            say(f"{p.program.name}: a loop communicates, so only its step on one device is measured")
+        elif len(programs) > 1:
+            marked[fingerprint(programs[0])] = list(map(apart, programs))
+    measured_s: dict[tuple[str, int], float] = {}
+    for count, marked in runs.items():
+        for (mark, run), seconds in zip(marked.items(), step_seconds(list(marked.values()))):
+            measured_s[mark, count] = max(1e-6, seconds - table.call_s)
+            what = "on one device" if run[0] is run[-1] else "as the ranks run it but for exchanges"
+            say(f"{run[0].name}: {1e3 * seconds:.1f} ms {what}, {count} side by side")
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    every = [one for marked in runs.values() for run in marked.values() for one in run]
+    every += [one for programs in ranks.values() for one in programs]
+    known = {o.signature for o in table.operations}
+    new = [one for name, one in measure.distinct(every).items() if name not in known]
+    found, skipped = measure.measure(new, 120.0, say)
+    say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
+    table = table.merged(found)
+    steps = [
+        Step(mark, measured_s[mark, count], _predicted_s(table, run), count)
+        for count, marked in runs.items()
+        for mark, run in marked.items()
+    ]
+    table = table.merged((), steps)
+    tables.write(table, out)
+    return table
+
+
+def _alone(planned: Planned) -> Program:
+    settings = replace(planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, devices=())
+    plan = make_plan(planned.program, settings)
+    return localise(planned.program, plan, 0, "", None)
+
+
+def _predicted_s(table: Table, run: Sequence[Program]) -> float:
+    """Seconds of steps side by side by their operations as they are alone, calls left out."""
+    found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
+    return sum(one.end_s for one in found) / len(found)
+
+
+def replan(planned: Planned, **changes: object) -> Planned:
+    """The same program under other settings (see whale.passes.order.PlanContext)."""
+    settings = replace(planned.settings, **changes)  # type: ignore[arg-type]
+    return Planned(planned.program, plan_program(planned.program, settings), settings)
+
+
+def summary(table: Table) -> str:
+    """Some lines for people."""
+    fastest: dict[str, Operation] = {}
+    for o in table.operations:
+        if o.op in ("MatMul", "Conv2D", "AddV2"):
+            best = fastest.get(o.op)
+            rate = (o.flops if o.op != "AddV2" else o.moved_bytes) / o.seconds
+            if best is None or rate > (best.flops if o.op != "AddV2" else best.moved_bytes) / best.seconds:
+                fastest[o.op] = o
+    lines = [f"{table.host}: {table.cores:g} cores, {len(table.operations)} operations, {len(table.steps)} steps"]
+    for op, o in sorted(fastest.items()):
+        lines.append(
+            f"  {op:<8} up to {o.moved_bytes / o.seconds / 1e9:.1f} GB/s" if op == "AddV2"
+            else f"  {op:<8} up to {o.flops / o.seconds / 1e9:.1f} GFLOP/s"
+        )  # fmt: skip
+    for c in table.curves:
+        (_, first_s), (last, last_s) = c.samples[0], c.samples[-1]
+        lines.append(f"  {c.kind:<14} {c.ranks} ranks: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,132 @@
+"""What ranks compute and exchange in a second: measured for a moment, on all ranks at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from whale.ir.program import Program
+from whale.planner.captured.ways import Rates
+from whale.runtime.run.context import Context
+
+UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
+SUSPECT = 1.1  # ranks that seem to differ by more are measured again
+# Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
+# more as parts of the work that differ than it gains.
+ONE_KIND = 1.15
+ROUNDS, ROUND_S = 5, 0.25  # of measuring them again; the median of each rank counts
+ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
+
+
+def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
+    """Whether ranks differ by more than what is taken to be noise."""
+    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
+    return max(speeds) > by * min(speeds)
+
+
+def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
+    """Less than a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
+    import tensorflow as tf
+
+    x = tf.random.normal([1024, 1024])
+    # Over as many bytes as the variables have, which may lie in caches.
+    held = sum(v.type.bytes for v in program.variables if v.type.is_static)
+    count = min(16 << 20, max(1 << 18, held // 12))
+    y = tf.random.normal([count])
+    product = tf.function(lambda: tf.linalg.matmul(x, x))
+    stream = tf.function(lambda: y + y * 0.5)
+    product(), product(), stream(), stream()
+
+    def measured(seconds: float) -> tuple[float, float]:
+        flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
+        return flops_per_s, 3.0 * 4 * count / _seconds(stream, seconds / 2) * 5 / 3
+
+    between = context.between_processes and not dry
+    exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
+    pairs = _together(context, "first", measured, 0.4) if between else [measured(0.4)]
+    if between:
+        exchange_s, exchanged = _exchanges(context)
+        how = f"exchange {1e6 * exchange_s:.0f} us and {exchanged / 1e9:.2f} GB/s"
+    elif not dry:
+        # Ranks of one process exchange through its memory.
+        exchanged, how = pairs[0][1] / 4, "ranks of one process"
+
+    def of(flops_per_s: float, bytes_per_s: float) -> Rates:
+        origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
+        return Rates(flops_per_s, bytes_per_s, 5e-6, exchange_s, exchanged, origin)
+
+    if not between:
+        return [of(*pairs[0])] * max(context.size, context.dry.size if context.dry is not None else 1)
+    if unequal([of(*pair) for pair in pairs], SUSPECT):
+        # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
+        rounds = [_together(context, f"again/{n}", measured, ROUND_S) for n in range(ROUNDS)]
+        flops, moved = ([statistics.median(r[k][i] for r in rounds) for k in range(len(pairs))] for i in (0, 1))
+        pairs = list(zip(flops, moved))
+        if unequal([of(*pair) for pair in pairs]):
+            return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
+    return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
+
+
+def of_kinds(values: Sequence[float]) -> list[float]:
+    """Each value replaced by the mean of its kind."""
+    found = list(values)
+    order = sorted(range(len(values)), key=lambda r: -values[r])
+    while order:
+        kind = [r for r in order if values[r] * ONE_KIND >= values[order[0]]]
+        for rank in kind:
+            found[rank] = statistics.mean(values[r] for r in kind)
+        order = order[len(kind) :]
+    return found
+
+
+def _together(
+    context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
+) -> list[tuple[float, float]]:
+    """What every rank measures, all beginning at once: processors share caches and threads of cores."""
+    comm = context.comms[0]
+    comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
+    said = comm.allgather_bytes(f"whale/auto/rates/{what}", msgspec.json.encode(measured(seconds)))
+    return [msgspec.json.decode(one, type=tuple[float, float]) for one in said]
+
+
+def _exchanges(context: Context) -> tuple[float, float]:
+    """(seconds of the smallest all-reduce, bytes that a rank sends in a second of large ones)."""
+    import tensorflow as tf
+
+    import whale_ops
+
+    ops, comm = whale_ops.ops(), context.comms[0]
+    found = []
+    for size, calls in ((1, 20), (1 << 20, 6)):
+        x = tf.ones([size])
+
+        def exchange(x: Any = x, size: int = size) -> Any:
+            handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
+            return ops.whale_all_reduce(handle, [x], key=f"whale/auto/{size}")[0]
+
+        step = tf.function(exchange)
+        times = []
+        for _ in range(calls):
+            start_s = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start_s)
+        found.append(statistics.median(times[2:]))
+    small_s, large_s = found
+    sent = 2 * (comm.size - 1) / comm.size * 4 * (1 << 20)
+    return small_s, sent / max(1e-6, large_s - small_s)
+
+
+def _seconds(call: Callable[[], Any], least_s: float) -> float:
+    """Mean seconds of a call that has been warmed up.
+
+    The mean, since a processor that is taken away from time to time (a quota) is slow by that.
+    """
+    count, start_s = 0, time.perf_counter()
+    while count < 5 or time.perf_counter() < start_s + least_s:
+        call()
+        count += 1
+    return (time.perf_counter() - start_s) / count

@@ -1,0 +1,1 @@
+"""One run of Whale in this process: its context, communicators, watch, trace."""

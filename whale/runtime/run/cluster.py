@@ -1,0 +1,70 @@
+"""``wh.cluster``: the ranks of a run in slices, for the ``devices`` of scopes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whale.errors import ClusterError
+from whale.runtime.run.context import current
+
+Slice = tuple[tuple[int, ...], ...]
+_LAYOUTS = '"all", {"average": k}, {"row": n} or {"specific": [[ranks], ...]}'
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks of a run.
+
+    Attributes:
+      slices: what ``devices=cluster.slices[i]`` gives to a scope: groups of ranks.
+    """
+
+    slices: tuple[Slice, ...]
+
+
+def cluster(layout: str | Mapping[str, Any] = "all") -> Cluster:
+    """Cuts the ranks of the run into slices.
+
+    Args:
+      layout: ``"all"``: one slice of all ranks. ``{"average": k}``: k slices of as many ranks, in order.
+        ``{"row": n}``: ranks in rows of n, and slice i is the i-th of each row, so each row is one replica of a
+        pipeline whose stage i is on slice i: four ranks in rows of 2 are ``[[0], [2]]`` and ``[[1], [3]]``.
+        ``{"specific": s}``: the slices s, each a list of ranks or of lists of ranks.
+
+    Raises:
+      ClusterError: called before ``wh.init``, or the ranks cannot be cut so.
+    """
+    context = current("wh.cluster()")
+    size = context.size if context.dry is None else context.dry.size
+    kind, value = (layout, None) if isinstance(layout, str) else next(iter(layout.items()), ("", None))
+    if kind == "all":
+        return Cluster(((tuple(range(size)),),))
+    if kind == "specific" and isinstance(value, Sequence):
+        return Cluster(tuple(_slice(item, size) for item in value))
+    if kind in ("average", "row") and isinstance(value, int) and value > 0 and size % value == 0:
+        if kind == "average":
+            each = size // value
+            return Cluster(tuple((tuple(range(i * each, (i + 1) * each)),) for i in range(value)))
+        return Cluster(tuple(tuple((r,) for r in range(i, size, value)) for i in range(value)))
+    divides = kind in ("average", "row")
+    raise ClusterError(
+        "the ranks cannot be cut into slices so",
+        given=f"layout={layout!r}, {size} ranks",
+        expected=f"a number that divides {size}" if divides else _LAYOUTS,
+        action="correct the layout, or start another number of ranks",
+    )
+
+
+def _slice(item: Any, size: int) -> Slice:
+    groups = [item] if all(isinstance(r, int) for r in item) else list(item)
+    ranks = [r for group in groups for r in group]
+    if not ranks or not {*ranks} <= {*range(size)} or len({*ranks}) < len(ranks):
+        raise ClusterError(
+            "a slice of the cluster has ranks that do not exist, or one twice",
+            given=f"{item}, {size} ranks",
+            expected=f"different ranks below {size}",
+            action="correct the slice",
+        )
+    return tuple(tuple(group) for group in groups)

@@ -1,0 +1,28 @@
+"""TensorFlow's errors that come from communication, as errors of Whale."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from whale.errors import CommError
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+
+def raise_comm_error(error: tf.errors.OpError, context: Context) -> None:
+    """Raises CommError when a communication op failed (a rank is gone, or ranks do not match); else returns.
+
+    A failure in any other op of this rank is told to the other ranks first, which would wait for it otherwise.
+    """
+    text = error.message or ""
+    if "{{node whale/" in text or "whale/" in getattr(error.node_def, "name", "") or "Whale" in text:
+        sentence = re.sub(
+            r"\s*\[\[\{\{node .*|\s*\[Op:.*|^.*?\{\{function_node [^}]*\}\}\s*", "", text, flags=re.S
+        ).strip()
+        raise CommError(sentence or text) from None
+    for comm in context.comms:
+        comm.abort(f"rank {context.rank} failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}")

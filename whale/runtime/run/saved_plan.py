@@ -1,0 +1,99 @@
+"""Running a script under a plan that was saved: the key ``plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import Split
+from whale.ir.plan import BatchInput, Plan, plan_from_json
+from whale.ir.program import Program
+from whale.passes.order import PlanSettings
+from whale.planner.captured.ways import Choice, trains
+
+
+@dataclass
+class SavedPlan:
+    """A plan of one of the run's programs; the others are planned as without it.
+
+    Attributes:
+      path: of its file.
+      used: whether that program has come.
+    """
+
+    path: str
+    plan: Plan
+    used: bool = False
+
+    @property
+    def choice(self) -> Choice | None:
+        """How `auto_parallel` spread the program, where the plan comes from there."""
+        return msgspec.json.decode(self.plan.choice, type=Choice) if self.plan.choice else None
+
+    def of(self, program: Program, settings: PlanSettings) -> Plan | None:
+        """The plan, if it is this program's.
+
+        Raises:
+          PlanError: the program has the plan's name and inputs, trains, and is another one, or passes its batch in
+            other parts.
+        """
+        if fingerprint(program) != self.plan.fingerprint:
+            # Runs of a session all have one name: initial values and evaluation are told apart by what they do.
+            inputs = {b.name for b in self.plan.batch_inputs}
+            same = program.name == self.plan.program and inputs <= set(program.inputs) and trains(program)
+            if same and not self.used:
+                raise PlanError(
+                    "the saved plan was made for another program",
+                    op=program.name,
+                    given=self.path,
+                    expected="the same script, arguments, configuration and number of ranks as when it was made",
+                    action="make the plan again with `whale plan`",
+                )
+            return None
+        self.used = True
+        return replace(self.plan, batch_inputs=tuple(self._passed(b, settings) for b in self.plan.batch_inputs))
+
+    def _passed(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
+        """The input as this run's ranks pass it: whole, or each its own rows."""
+        sizes = settings.local.get(batch.name)
+        if sizes is None:
+            return replace(batch, local=False)
+        if not isinstance(batch.placement, Split) or batch.placement.sizes != sizes:
+            raise PlanError(
+                "the ranks pass other parts of the batch than the saved plan has",
+                op=batch.name,
+                given=f"rows {list(sizes)}",
+                expected=str(batch.placement),
+                action="make the plan again, or set replica.shares to its rows",
+            )
+        return replace(batch, local=True)
+
+
+def read_saved_plan(path: str, ranks: int) -> SavedPlan:
+    """Reads the plan of a run of so many ranks.
+
+    Raises:
+      PlanError: the file cannot be read, is none of a captured program, or is for another number of ranks.
+    """
+    try:
+        plan = plan_from_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            "the saved plan cannot be read",
+            given=path,
+            reason=error,
+            expected="a file that `whale plan -o FILE train.py` wrote, on every host",
+            action="correct the path, or make the plan again",
+        ) from error
+    if plan.ranks != ranks:
+        raise PlanError(
+            "the saved plan is for another number of ranks",
+            given=f"{path}: {plan.ranks} ranks, of which {ranks} run",
+            expected=f"{plan.ranks} ranks",
+            action=f"start {plan.ranks} ranks, or make the plan again with -np {ranks}",
+        )
+    return SavedPlan(path, plan)

@@ -1,0 +1,190 @@
+"""What entering a scope does: nodes built under it carry its path, and so do variables created under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from whale.errors import PlanError
+from whale.ir.program import AGAIN, CHECKPOINT
+from whale.passes.facts.scopes import micro_batches_in, ranks_of_scope, split_scope
+from whale.passes.facts.stages import stage_of
+from whale.runtime.run.context import Context, current
+
+SCOPE_ATTRIBUTE = "_whale_scope"
+
+
+@contextmanager
+def entered(
+    kind: str, devices: tuple[int, ...] | None, dim: int | None = None, sequence: int | None = None
+) -> Iterator[None]:
+    """Annotates what is built inside with a new scope of ``kind``; its settings and some of the ranks go into its name.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: devices that are no ranks of the run; ``sequence`` is neither 0 nor 1.
+    """
+    context = current(f"the scope wh.{kind}")
+    size = _checked(kind, devices, context)
+    settings = [f"dim={dim}"] if dim is not None else []
+    if sequence is not None:
+        if sequence not in (0, 1) or isinstance(sequence, bool):
+            raise PlanError(
+                "a split names a dimension that is none of a sequence",
+                given=f"sequence={sequence!r}",
+                expected="1 for activations [batch, sequence, features], 0 for [sequence, batch, features]",
+                action="correct sequence, or leave it out",
+            )
+        settings.append(f"sequence={sequence}")
+    inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
+    if devices is not None and (len(devices) < size or inside_of is not None):
+        settings.append(_ranks(sorted(devices)))
+    with _in_scope(context, kind, f"({','.join(settings)})" if settings else ""):
+        yield
+
+
+@contextmanager
+def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
+    """Annotates what is built inside with a new stage of a pipeline.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: a stage inside a stage, or devices that are no ranks of the run.
+    """
+    context = current("the scope wh.stage")
+    _checked("stage", devices, context)
+    if stage_of("/".join(context.scopes[-1:])):
+        raise PlanError(
+            "a stage inside a stage",
+            given=context.scopes[-1],
+            expected="stages beside each other",
+            action="leave the inner wh.stage out",
+        )
+    with _in_scope(context, "stage", "" if devices is None else f"({_ranks(devices)})"):
+        yield
+
+
+def _ranks(devices: Iterable[int]) -> str:
+    return f"ranks={'+'.join(map(str, devices))}"
+
+
+def _checked(kind: str, devices: tuple[int, ...] | None, context: Context) -> int:
+    """The number of ranks; raises PlanError for devices that are none of them."""
+    size = context.size if context.dry is None else context.dry.size
+    if devices is not None and (
+        not devices or not set(devices) <= set(range(size)) or len(set(devices)) < len(devices)
+    ):
+        raise PlanError(
+            f"wh.{kind} is on ranks that do not exist, on one twice, or on none",
+            given=f"devices={list(devices)}, {size} ranks",
+            expected=f"different ranks below {size}",
+            action="correct devices, or leave them out",
+        )
+    return size
+
+
+@contextmanager
+def entered_pipeline(num_micro_batch: int) -> Iterator[None]:
+    """Annotates what is built inside with a new pipeline.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: no positive integer; a pipeline inside a stage or split, or where another number holds.
+    """
+    context = current("the scope wh.pipeline")
+    if not isinstance(num_micro_batch, int) or isinstance(num_micro_batch, bool) or num_micro_batch < 1:
+        raise PlanError(
+            "a batch cannot be cut into that many micro-batches",
+            given=f"num_micro_batch={num_micro_batch!r}",
+            expected="an integer of at least 1",
+            action="correct num_micro_batch",
+        )
+    path = "".join(context.scopes[-1:])
+    if stage_of(path) or any(map(split_scope, path.split("/"))):
+        raise PlanError(
+            "a pipeline inside a stage or a split",
+            given=path,
+            expected="replica, pipeline, stage and split inside each other in this order",
+            action="enter wh.pipeline around them",
+        )
+    settings = f"(micro_batches={num_micro_batch})"
+    one_number(context, [*context.scopes[-1:], f"pipeline_0{settings}"])
+    with _in_scope(context, "pipeline", settings):
+        yield
+
+
+def one_number(context: Context, paths: Iterable[str]) -> int:
+    """Into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
+
+    Raises:
+      PlanError: scopes ask for different numbers, or for another one than the configuration sets.
+    """
+    key = "pipeline.num_micro_batch"
+    asked = {n: f"wh.pipeline(num_micro_batch={n})" for n in micro_batches_in(paths)}
+    origin = context.config.origin(key)
+    if origin != "default" or not asked:
+        asked.setdefault(context.config[key], f"{key}={context.config[key]} ({origin})")
+    if len(asked) > 1:
+        raise PlanError(
+            "a step cannot be computed in different numbers of micro-batches",
+            given=", ".join(asked.values()),
+            expected="one number for the whole step",
+            action=f"give every wh.pipeline of the step the same number, and leave {key} out or set it to that",
+        )
+    return next(iter(asked))
+
+
+@contextmanager
+def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    # Numbered within a graph, so that tracing it again gives the same names.
+    number = getattr(graph, "_whale_scopes", 0) if graph is not None else context.scope_count
+    path = "/".join([*context.scopes[-1:], f"{kind}_{number}{settings}"])
+    if graph is not None:
+        graph._whale_scopes = number + 1
+    else:
+        context.scope_count = number + 1
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        variable._whale_scope = path
+        return variable
+
+    context.dividing_scope_seen |= kind in ("split", "stage")
+    context.scopes.append(path)
+    with ExitStack() as stack:
+        stack.callback(context.scopes.pop)
+        stack.enter_context(tf.variable_creator_scope(creator))
+        if graph is not None:
+            attribute = attr_value_pb2.AttrValue(s=path.encode())
+            stack.enter_context(graph._attr_scope({SCOPE_ATTRIBUTE: attribute}))
+        yield
+
+
+def held(tensor: Any) -> Any:
+    """``tensor`` with the mark of what is held until the backward pass; outside of a graph as it is."""
+    if tf.executing_eagerly():
+        return tensor
+    with tf.compat.v1.get_default_graph()._attr_scope({CHECKPOINT: attr_value_pb2.AttrValue(b=True)}):
+        return tf.identity(tensor, "checkpoint")
+
+
+@contextmanager
+def again() -> Iterator[None]:
+    """Marks what is built inside as what is computed again for the backward pass; outside of a graph nothing is."""
+    with ExitStack() as stack:
+        if not tf.executing_eagerly():
+            mark = {AGAIN: attr_value_pb2.AttrValue(b=True)}
+            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark))
+        yield
+
+
+@contextmanager
+def on_path(path: str) -> Iterator[None]:
+    """What is built inside stands in the scope of this path, in the graph at hand; there need be no run."""
+    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTRIBUTE: attr_value_pb2.AttrValue(s=path.encode())}):
+        yield

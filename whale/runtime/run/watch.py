@@ -1,0 +1,139 @@
+"""The thread that hears from `whale run` that another rank is gone, and says when this rank waits for long.
+
+Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
+
+    worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone
+    script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5}   before and after connecting
+                       {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
+                       {"counters": [...]}                                          what this rank has communicated
+
+Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import socket
+import sys
+import threading
+from typing import Any
+
+from whale.config import Config
+from whale.runtime.run.trace import Trace
+from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
+from whale_ops import Communicator, Wait
+
+_LOOK_EVERY_S = 0.5
+
+
+class Watch:
+    """Listens from its making to ``stop``; looks after a communicator once it is given one.
+
+    Args:
+      config: for the keys under ``fault``.
+      trace: shows what is heard and reported here, if there is one.
+    """
+
+    def __init__(self, config: Config, trace: Trace | None = None):
+        self._config = config
+        self._trace = trace
+        self._comm: Communicator | None = None
+        self._early: list[dict[str, Any]] = []  # what was heard before there was a communicator
+        self._lock = threading.Lock()
+        self._tell_lock = threading.Lock()
+        self._launcher = _launcher_socket()
+        self._wake, self._wake_writer = os.pipe()
+        self._report_after_s = config["fault.stall_s"]
+        self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
+        self._tell({"joining": True})
+        self._thread.start()
+
+    def look_after(self, comm: Communicator) -> None:
+        """From now on operations of this communicator fail when another rank is gone, and their waits are reported."""
+        with self._lock:
+            self._comm = comm
+            for message in self._early:
+                comm.lose(message["rank"], message["what"])
+            self._early.clear()
+        self._tell({"joining": False, "freeze_s": self._config["fault.freeze_s"]})
+
+    def tell_counters(self, comm: Communicator) -> None:
+        """Tells `whale run`, where it asks for that, what this rank has communicated so far; the last time counts."""
+        if COUNTERS_VARIABLE in os.environ:
+            self._tell({"counters": [dataclasses.asdict(counter) for counter in comm.counters()]})
+
+    def stop(self) -> None:
+        """Ends the thread; the next ``Watch`` of this process finds the socket as it was."""
+        self._tell({"joining": False})
+        os.write(self._wake_writer, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._wake_writer)
+        if self._launcher is not None:
+            self._launcher.detach()
+
+    def _run(self) -> None:
+        pending = b""
+        sources = [self._wake] if self._launcher is None else [self._wake, self._launcher.fileno()]
+        while True:
+            ready, _, _ = select.select(sources, [], [], _LOOK_EVERY_S)
+            if self._wake in ready:
+                return
+            if ready:
+                assert self._launcher is not None  # it is the only other source
+                data = self._launcher.recv(1 << 16)
+                if not data:  # the worker is gone, and this process will be in a moment
+                    return
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    self._hear(json.loads(line))
+            if self._comm is not None:
+                self._look(self._comm)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            if self._comm is None:
+                self._early.append(message)
+            else:
+                self._comm.lose(message["rank"], message["what"])
+                self.tell_counters(self._comm)  # this process may be ended before it can
+        if self._trace is not None:
+            self._trace.mark(f"rank {message['rank']} {message['what']}")
+
+    def _look(self, comm: Communicator) -> None:
+        stall_s, give_up_s = self._config["fault.stall_s"], self._config["fault.give_up_s"]
+        waits = comm.waits()
+        if not waits or waits[0].seconds < stall_s:
+            self._report_after_s = stall_s
+        elif waits[0].seconds >= self._report_after_s:
+            self._report_after_s = 2 * waits[0].seconds
+            self._report(comm.rank, waits[0])
+        if give_up_s and waits and waits[0].seconds >= give_up_s:
+            comm.abort(f"{_sentence(comm.rank, waits[0])}, longer than fault.give_up_s")
+
+    def _report(self, rank: int, wait: Wait) -> None:
+        if self._trace is not None:
+            self._trace.mark(_sentence(rank, wait))
+        if self._launcher is not None:
+            self._tell({"stall": {"what": wait.what, "seconds": wait.seconds, "missing": wait.missing}})
+            return
+        sys.stderr.write(f"whale: {_sentence(rank, wait)}; look at what is going on there\n")
+        sys.stderr.flush()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._launcher is not None:
+            with self._tell_lock:
+                self._launcher.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _sentence(rank: int, wait: Wait) -> str:
+    whom = f" for rank{'s' * (len(wait.missing) > 1)} {', '.join(map(str, wait.missing))}" if wait.missing else ""
+    return f"rank {rank} has waited {wait.seconds:.0f} s in {wait.what}{whom}"
+
+
+def _launcher_socket() -> socket.socket | None:
+    descriptor = own_descriptor(CONTROL_VARIABLE)
+    return None if descriptor is None else socket.socket(fileno=descriptor)

@@ -1,0 +1,1 @@
+"""Sessions of TensorFlow 1 whose runs are spread over the ranks."""

@@ -1,0 +1,147 @@
+"""Saving from a session whose variables lie split: each rank writes its parts, under what a tf Saver asked for."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from whale.errors import CheckpointError
+from whale.ir.layout import even_sizes, split
+from whale.ir.program import Program, prune
+from whale.runtime.session.variables import SessionVariables
+from whale.runtime.variables.checkpoint_regions import Piece, pieces_of
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+# Name in the checkpoint, slice, and what reads the values.
+_Part = tuple[str, str, Callable[[], Any]]
+_WRITE_TIMEOUT_S = 3600.0
+
+
+def variables_behind(save: tf.Operation) -> list[str]:
+    """The names of the variables that a SaveV2 writes."""
+    return [name for name in map(_variable, save.inputs[3:]) if name is not None]
+
+
+def computed_by(save: tf.Operation) -> list[tf.Tensor]:
+    """The tensor that names its files, and what it writes that is no variable's value."""
+    return [save.inputs[0], *(t for t in save.inputs[3:] if _variable(t) is None)]
+
+
+def without(program: Program, done: Collection[str]) -> Program:
+    """``program`` without what these operations do."""
+    if not done:
+        return program
+    nodes = [replace(n, op="NoOp", inputs=(), attrs={}) if n.name in done else n for n in program.nodes]
+    return prune(program.with_nodes(tuple(nodes)))
+
+
+def write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
+    """Does what a SaveV2 does, each rank with what it has. Collective between processes.
+
+    Args:
+      path: of the files.
+      values: of what is no variable's value.
+
+    Raises:
+      CheckpointError: a rank could not write; on every rank.
+    """
+    keys, specs = ([text.decode() for text in tf.get_static_value(t)] for t in save.inputs[1:3])
+    shares: list[list[_Part]] = [[] for _ in range(held.context.size)]
+    for key, spec, tensor in zip(keys, specs, save.inputs[3:]):
+        name = _variable(tensor)
+        if name is not None and held.is_apart(name) and not spec:
+            for rank, part in _parts(key, name, held):
+                shares[rank].append(part)
+        elif name is not None:
+            shares[0].append((key, spec, partial(held.read, name, 0, tensor.dtype)))
+        else:
+            shares[0].append((key, spec, partial(np.asarray, values[tensor])))
+    parts = {rank: f"{path}_part-{rank}" for rank, share in enumerate(shares) if share}
+
+    def write() -> None:
+        for rank in held.context.ranks:
+            if rank in parts:
+                keys, specs, reads = zip(*shares[rank])
+                tensors = [read() for read in reads]
+                tf.raw_ops.SaveV2(prefix=parts[rank], tensor_names=keys, shape_and_slices=specs, tensors=tensors)
+
+    def merge() -> None:
+        if held.context.rank == 0:
+            prefixes = list(parts.values())
+            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=path, delete_old_dirs=False)
+
+    for when, act in (("written", write), ("merged", merge)):
+        try:
+            _together(when, act, path, held.context)
+        except CheckpointError:
+            for rank in held.context.ranks:
+                for left in glob.glob(f"{glob.escape(parts[rank])}.*") if rank in parts else ():
+                    os.remove(left)
+            raise
+
+
+def _together(when: str, act: Callable[[], None], path: str, context: Context) -> None:
+    """Acts on every rank; raises CheckpointError on all of them where one fails."""
+    said = [b""]
+    try:
+        with tf_context.eager_mode():
+            act()
+    except (OSError, tf.errors.OpError) as error:
+        said = [f"{type(error).__name__}: {error}"[:2000].encode()]
+    if context.between_processes:
+        purpose = f"a checkpoint {path} that is to be {when}"
+        said = context.comms[0].allgather_bytes(f"whale/saver/{when}", said[0], _WRITE_TIMEOUT_S, purpose)
+    failed = [rank for rank, text in enumerate(said) if text]
+    if failed:
+        raise CheckpointError(
+            f"a checkpoint could not be {when}",
+            given=path,
+            ranks=", ".join(map(str, failed)),
+            reason=said[failed[0]].decode(errors="replace"),
+            expected="a directory with room that every rank can use",
+            action="see the reason; checkpoints before it are intact",
+        )
+
+
+def _parts(key: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
+    """(rank, what it writes) of a variable that lies split, or waits for its value: that is computed, and not kept."""
+    initial = held.held(name)
+    if initial is not None:
+        size, shape = held.context.size, initial.shape
+        if not initial.is_divisible or not shape or shape[0] < size:
+            return [(0, (key, "", initial.whole))]
+        even = split(0, even_sizes(shape[0], size))
+
+        def made(place: int) -> tf.Tensor:
+            return initial.part(even, place).read_value()
+
+        return [(p.place, (key, p.spec(shape), partial(made, p.place))) for p in pieces_of(even, shape)]
+    placement, held_type = held.layout(name)
+    shape = tuple(n or 0 for n in held_type.shape or ())
+
+    def read(piece: Piece) -> np.ndarray:
+        position = held.context.ranks.index(piece.place)
+        part = held.read(name, position, tf.as_dtype(held_type.dtype))
+        return part[(slice(None),) * piece.dim + (slice(piece.start, piece.start + piece.size[piece.dim]),)]
+
+    return [(p.place, (key, p.spec(shape), partial(read, p))) for p in pieces_of(placement, shape)]
+
+
+def _variable(tensor: tf.Tensor) -> str | None:
+    """The name of the variable whose value a tensor is; None: it is something else."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type != "ReadVariableOp" or tensor.op.inputs[0].op.type != "VarHandleOp":
+        return None
+    handle = tensor.op.inputs[0].op
+    return handle.get_attr("shared_name").decode() or str(handle.name)

@@ -1,0 +1,428 @@
+"""``wh.Session``: a TF1 session whose runs are spread over the ranks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.captured import Captured
+from whale.capture.retype import is_loose, retype
+from whale.capture.v1 import GraphCapture, Source
+from whale.errors import ConfigError, ProgramError
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.lowering.functions import load_ops, lower_to_graph
+from whale.passes.normalise.inline import inline
+from whale.passes.normalise.specialise import specialise
+from whale.passes.normalise.unpack import unpack
+from whale.runtime.compile.compile import Compiled, compile_alone, compile_program
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
+from whale.runtime.run.context import current
+from whale.runtime.run.faults import raise_comm_error
+from whale.runtime.run.trace import span
+from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
+from whale.runtime.session.names import own_resources, random_streams
+from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts
+from whale.runtime.session.session_stage_variables import Present
+from whale.runtime.session.variables import Layout, SessionVariables, Waiting
+from whale.runtime.variables.stage_variables import Use
+
+_tags = itertools.count()
+_QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
+
+
+class Session(tf.compat.v1.Session):
+    """Runs parts of a graph on all ranks; takes the place of tf.compat.v1.Session, as a context manager too.
+
+    Every rank makes the same runs. What is fed is global (the whole batch), and so is what is fetched. The first run of
+    a set of fetches and shapes compiles it. Variables live in this session's ranks: initialise or restore them through
+    it.
+
+    What brings data into the graph (iterators, dequeues, Python functions of feeds and constants) runs on the first
+    rank, before the rest of the run; its values are then the batch that is divided. Queue runners fill every rank's
+    queues; the first rank's are read. With ``batch.mode="local"`` every rank feeds or brings in a batch of its own, and
+    the global batch is all of them in order of ranks.
+
+    Args:
+      target: must be "": Whale starts the processes, TensorFlow's servers take no part.
+      graph: the graph to run; default the current one. Its variables must be resource variables.
+      config: a tf.compat.v1.ConfigProto.
+
+    Raises:
+      ClusterError: made before ``wh.init``.
+      ProgramError: ``target`` names a server.
+    """
+
+    def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
+        self._whale = current("wh.Session")
+        if target:
+            raise ProgramError(
+                "wh.Session runs in this process",
+                given=f"target={target!r}",
+                expected='target=""',
+                action="start the script with `whale run -np N` and leave the target out",
+            )
+        super().__init__("", graph, config)
+        self._ranks_graph = tf.Graph()
+        self._inner = tf.compat.v1.Session(graph=self._ranks_graph, config=config)
+        self._runs: dict[Hashable, _Run] = {}
+        self._plans: dict[Hashable, Compiled] = {}
+        self._sources: dict[Hashable, list[Source]] = {}
+        self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
+        self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
+        self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
+        self._lock = threading.Lock()  # queue runners run beside the main thread
+        if self._whale.config["amp.level"] and self._whale.config["amp.dtype"] == "float16":
+            raise ConfigError(
+                "a session's losses cannot be scaled",
+                given='amp.dtype="float16"',
+                expected='amp.dtype="bfloat16", or a step that is a wh.function',
+                action="leave amp.dtype out, or write the step as a wh.function",
+            )
+        self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
+        self._capture_only = False
+        self._present = Present(self._whale.size)
+        self._variables = SessionVariables(self._whale, self._inner, self._ranks_graph)
+        self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
+        self._layouts: dict[Hashable, dict[str, Layout]] = {}
+        self._uses: dict[Hashable, dict[str, Use]] = {}
+        self._refreshes = 0
+
+    def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
+        """The plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
+        self._capture_only = True
+        try:
+            self.run(fetches, feed_dict)
+        except _PlanOnly as found:
+            return found.plan
+        finally:
+            self._capture_only = False
+        raise ProgramError(
+            "nothing is computed by this run",
+            given=repr(fetches),
+            expected="fetches that are not fed",
+            action="fetch a tensor or operation of the step",
+        )
+
+    def close(self) -> None:
+        """Frees the session's variables and graphs."""
+        self._inner.close()
+        super().close()
+
+    def make_callable(self, fetches: Any, feed_list: Any = None, accept_options: bool = False) -> Any:
+        """A callable that runs ``fetches``, fed in the order of ``feed_list``; same results as ``run``."""
+        feeds = list(feed_list or ())
+
+        def call(*values: Any, options: Any = None, run_metadata: Any = None) -> Any:
+            if len(values) != len(feeds):
+                raise ValueError(f"{len(values)} values for {len(feeds)} feeds: pass one value for each of {feeds}")
+            return self.run(fetches, dict(zip(feeds, values)), options, run_metadata)
+
+        return call
+
+    def _do_run(
+        self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
+    ) -> Any:
+        """TensorFlow's session has taken fetches and feeds apart and converted values; here is where they run."""
+        if handle is not None:
+            raise ProgramError(
+                "a partial run cannot be spread over ranks",
+                given="partial_run",
+                expected="run",
+                action="run the step as a whole with Session.run",
+            )
+        feeds = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
+        settings = options, run_metadata
+        if target_list and not fetch_list and all(op.type in _QUEUE_WRITERS for op in target_list):
+            # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
+            return self._run_alone([], target_list, feeds, settings)
+        if saves := self._saves([*fetch_list, *target_list], feeds):
+            written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
+            # One rank writes the variables that all have whole, and nobody goes on before the file is there.
+            return [v[()] for v in self._from_first_rank(fetch_list, feeds, options, target_list, written)]
+        given, done = self._bring_in([*fetch_list, *target_list], feeds, options)
+        fetches = [t for t in fetch_list if t not in given]
+        targets = [op for op in target_list if op.name not in done]
+        values = iter(self._run_spread(fetches, targets, given, done, settings))
+        return [given[t] if t in given else next(values) for t in fetch_list]
+
+    def _bring_in(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
+    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
+        """Runs what brings data in (iterators, dequeues) on the first rank: (all that is fed then, what has run)."""
+        given, done = dict(feeds), set[str]()
+        while True:
+            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
+            if key not in self._sources:
+                with self._lock:
+                    self._sources[key] = self._captures.sources(wanted, given)
+            if not self._sources[key]:
+                # What was brought in goes first: the first input tells which size is the batch's.
+                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
+            for source in self._sources[key]:
+                outputs = list(source.operation.outputs)
+                if self._capture_only:
+                    values = [np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._expected(outputs)]
+                else:
+                    needed = {t: v for t, v in given.items() if t.name in source.fed}
+                    values = self._from_first_rank(outputs, needed, options)
+                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
+                given.update(zip(outputs, values))
+                done.add(source.operation.name)
+
+    def _expected(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
+        """The shapes of what a source will bring, by the graph or else by the last run."""
+        found: list[tuple[tf.Tensor, Sequence[int]]] = []
+        for t in outputs:
+            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
+            if shape is None:
+                raise ProgramError(
+                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    op=t.name,
+                    given=t.shape,
+                    expected="a static shape",
+                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                )
+            found.append((t, shape))
+        return found
+
+    def _saves(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> list[tf.Operation]:
+        key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+        if key not in self._saving:
+            with self._lock:
+                self._saving[key] = self._captures.saves(wanted, feeds)
+        return self._saving[key]
+
+    def _save_parts(
+        self, saves: Sequence[tf.Operation], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
+    ) -> frozenset[str]:
+        """Writes what these operations would, each rank what it has. Returns the names of those that are done."""
+        done = [op for op in saves if any(self._variables.is_apart(name) for name in variables_behind(op))]
+        for op in done:
+            prefix, *others = computed_by(op)
+            path = self._from_first_rank([prefix], feeds, options, ())[0].item()
+            values = dict(zip(others, self._run_spread(others, [], feeds, (), (options, None))))
+            write_parts(op, tf.compat.as_str(path), values, self._variables)
+        return frozenset(op.name for op in done)
+
+    def _from_first_rank(
+        self,
+        outputs: Sequence[tf.Tensor],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        targets: Sequence[Any] | None = None,
+        written: frozenset[str] = frozenset(),
+    ) -> list[np.ndarray]:
+        """The first rank's values on every rank, or its error (an iterator that is at its end).
+
+        With local batches, every rank's own; an error is told to the others, which exchange their parts next. What has
+        ``targets`` brings no batch in, and runs on the first rank only; of its operations, ``written`` have run.
+        """
+        context = self._whale
+        if not context.between_processes:
+            return self._run_alone(outputs, targets or (), feeds, (options, None), written)
+        if context.local_batch and targets is None:
+            try:
+                return self._run_alone(outputs, [], feeds, (options, None))
+            except tf.errors.OpError as error:
+                exchange(failed(error), context)
+                raise
+        key = f"whale/element/{context.elements}"
+        context.elements += 1
+        comm = context.comms[0]
+        if context.rank > 0:
+            return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
+        try:
+            values = self._run_alone(outputs, targets or (), feeds, (options, None), written)
+        except tf.errors.OpError as error:
+            comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
+            raise
+        comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
+        return values
+
+    def _run_alone(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+        written: frozenset[str] = frozenset(),
+    ) -> list[np.ndarray]:
+        """A run of this process only, in which operations that have ``written`` do nothing more."""
+        names = ", ".join(w.name for w in (*fetches, *targets))
+        key = ("alone", _key(fetches, targets, feeds), written)
+        with span(self._whale.trace, names, "input"):
+            with self._lock:
+                if key not in self._runs:
+                    captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
+                    program = compile_alone(without(captured.program, written), self._whale)
+                    self._variables.refuse_alone(program)
+                    tag = f"whale_alone_{next(_tags)}"
+                    self._runs[key] = self._import([program], tag, captured.inputs, captured.fed, alone=True)
+            return [np.asarray(v) for v in self._runs[key](feeds, settings)]
+
+    def _run_spread(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        done: Collection[str],
+        settings: tuple[Any, Any],
+    ) -> list[Any]:
+        """A run of all ranks; ``settings`` are the options and metadata buffers of Session.run."""
+        if not fetches and not targets:
+            return []
+        local = self._parts(feeds)
+        key: Hashable = (_key(fetches, targets, feeds), tuple(local.items()))
+        with self._lock:
+            captured = None
+            if key not in self._waiting:
+                captured = self._capture(fetches, targets, feeds, local, done)
+                self._waiting[key] = self._variables.waiting_in(captured.program, self.graph)
+            waiting = self._waiting[key]
+            paths = waiting.restored_from(feeds)
+            if paths is None:
+                key, waiting, paths = (key, "at once"), Waiting({}), {}
+            if key not in self._runs:
+                with span(self._whale.trace, "compile run", "compile"):
+                    captured = captured or self._capture(fetches, targets, feeds, local, done)
+                    name = ", ".join(w.name for w in (*fetches, *targets))
+                    self._plans[key] = self._compile(key, name, captured, local, waiting)
+        if self._capture_only:
+            raise _PlanOnly(self._plans[key].plan)
+        try:
+            self._refresh(self._present.stale(self._uses[key]))
+            self._settle(key)
+            results = self._runs[key](feeds, settings)
+            self._present.after(self._uses[key])
+            self._variables.wait(waiting, paths)
+            return results
+        except tf.errors.OpError as error:
+            raise_comm_error(error, self._whale)
+            raise
+
+    def _settle(self, key: Hashable) -> None:
+        """Lets variables lie as a run has them; runs that were compiled for other layouts are forgotten."""
+        moved = self._variables.settle(self._layouts[key])
+        for other, layouts in list(self._layouts.items()) if moved else ():
+            if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
+                del self._layouts[other], self._runs[other], self._plans[other], self._uses[other]
+
+    def _refresh(self, names: Sequence[str]) -> None:
+        """Present values of these variables on every rank."""
+        if names:
+            context = self._whale
+            ranks = self._present.sent(names, context.ranks, context.comm_name, self._refreshes)
+            self._refreshes += 1
+            self._import(ranks, f"whale_present_{next(_tags)}", (), ())({}, (None, None))
+
+    def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
+        """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
+        context = self._whale
+        if not context.local_batch or not feeds:
+            return {}
+        names = [t.name for t in feeds]
+        marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
+        found = rows_of_values(exchange(brought(list(feeds.values())), context), names, marked)
+        return {name: sizes for name, sizes in zip(names, found) if sizes is not None}
+
+    def _capture(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        local: Mapping[str, tuple[int, ...]],
+        done: Collection[str],
+    ) -> Captured:
+        shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
+        return self._captures.capture([*fetches, *targets], shapes, done)
+
+    def _compile(
+        self, key: Hashable, name: str, captured: Captured, local: Mapping[str, tuple[int, ...]], waiting: Waiting
+    ) -> Compiled:
+        program = waiting.left_out(captured.program)
+        known = self._variables.known(program)
+        if is_loose(program):
+            program = retype(unpack(specialise(inline(program))))
+        parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
+        compiled = compile_program(program, self._whale, parts, known)
+        load_ops(compiled.ranks)
+        self._uses[key] = self._present.uses(compiled)
+        self._layouts[key] = self._variables.wanted(compiled)
+        tag = f"whale_{compiled.number}_{next(_tags)}"
+        run = self._import(compiled.ranks, tag, captured.inputs, captured.fed)
+        trace = self._whale.trace
+        traced = run if trace is None else trace.steps(run, name, compiled.number)
+        self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)
+        return compiled
+
+    def _import(
+        self, ranks: Sequence[Program], tag: str, arguments: Sequence[str], fed: Sequence[str], alone: bool = False
+    ) -> _Run:
+        """The ranks' programs side by side in the inner session's graph, as a function of what is fed.
+
+        ``alone``: not all ranks make this run, so it must not advance random streams that they share.
+        """
+        inputs: list[Any] = []
+        results: list[Any] = []
+        effects: list[Any] = []
+        for position, program in enumerate(ranks):
+            program = own_resources(program, position)
+            names = [f"{r.node}:{r.index}" for r in program.outputs]
+            elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
+            prefix = f"{tag}_rank{position}"
+            with_state = {} if alone else random_streams(program)
+            # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
+            with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
+            known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
+            with self._ranks_graph.as_default():
+                found = tf.graph_util.import_graph_def(
+                    lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
+                )
+            found = [known.get(name, element) for name, element in zip(elements, found)]
+            for t, k in with_state.items():
+                kept = self._kept.setdefault((position, k), self._ranks_graph.get_tensor_by_name(f"{prefix}/{t}"))
+                if kept.op.type != "OneShotIterator":
+                    # A rank without rows may not read its numbers, but stays at the same place of the stream.
+                    effects.append(kept.op)
+            if position == 0:
+                results = found[: len(names)]
+            effects += [
+                e if isinstance(e, tf.Operation) else e.op
+                for e in found[len(names) : len(names) + len(program.effects)]
+            ]
+            effects += [t.op for t in found[: len(names)] if position > 0]
+            inputs.append(found[len(names) + len(program.effects) :])
+        feed_list = [t for of_rank in inputs for t in of_rank]
+        call = self._inner.make_callable([results, effects], feed_list)
+
+        def run(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
+            # A feed that the fetches do not need is not an input.
+            by_name = {t.name: v for t, v in feeds.items()}
+            values = [by_name[name] for name in fed] * len(inputs)
+            if settings == (None, None):
+                return call(*values)[0]
+            given = {t.ref(): v for t, v in zip(feed_list, values)}
+            return self._inner._do_run(None, effects, results, given, *settings)
+
+        return run
+
+
+_Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
+
+
+def _key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
+    shapes = tuple((t.name, v.shape) for t, v in feeds.items())
+    return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
+
+
+class _PlanOnly(BaseException):
+    """Leaves Session.run once the plan is known."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan

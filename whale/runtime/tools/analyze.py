@@ -1,0 +1,194 @@
+"""One rank of `whale show --analyze`: runs a script under a saved plan for some steps, and writes what they took.
+
+    whale run -np N -m whale.runtime.tools.analyze FOLDER STEPS PROFILE SCRIPT [ARGUMENTS...]
+
+Each rank writes `rank<N>.json` into the folder; rank 0 also `prediction.json`, of the program that really ran.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tensorflow as tf
+
+import whale_ops.memory
+from cost_model.captured.predict import covered_s
+from cost_model.captured.table import read
+from whale.errors import CommError, PlanError, ProgramError
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.passes.order import PlanSettings
+from whale.planner.report.analysis import Measured, Predicted, Prediction
+from whale.runtime.run import context as runtime_context
+from whale.runtime.tools.dry_run import as_main
+from whale.runtime.tools.plan_prediction import Planned, predict_plan
+
+WARM, PROFILED = 5, 3
+_KERNEL = re.compile(r"([\w./\-]+):(_?[A-Za-z]\w*)")  # a node and its op, as TensorFlow's executor names its events
+_NO_KERNELS = ("Whale", "PartitionedCall", "StatefulPartitionedCall")
+
+
+class _Done(BaseException):
+    """Ends the script: its steps are measured. Not an Exception, so that the script's own handlers let it pass."""
+
+
+class _Meter:
+    """Measures the steps of the program that the saved plan is for.
+
+    Attributes:
+      taken: seconds of each step after the first ones.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps_wanted = steps
+        self.seen: Planned | None = None
+        self.taken: list[float] = []
+        self.calls = 0
+        self.counted_s = self.moving_s = self.busy_s = 0.0
+        self.peak_bytes: int | None = None
+        self.kernels: defaultdict[str, float] = defaultdict(float)
+
+    def planned(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
+        saved = runtime_context.current().saved
+        if saved is not None and plan.fingerprint == saved.plan.fingerprint:
+            self.seen = Planned(program, plan, settings)
+
+    def steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+        saved = runtime_context.current().saved
+        if saved is None or plan.fingerprint != saved.plan.fingerprint:
+            return call
+        return lambda *args: self._step(call, args)
+
+    def _step(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        self.calls += 1
+        number = self.calls - WARM
+        if number == 1:
+            _try(whale_ops.memory.reset_peak)
+            self.counted_s = _moving_s()
+        if number == self.steps_wanted + 1:
+            self._end()
+        if number <= self.steps_wanted:
+            start_s = time.perf_counter()
+            result = call(*args)
+            if tf.executing_eagerly():  # a session's results are there
+                tf.test.experimental.sync_devices()
+            if number > 0:
+                self.taken.append(time.perf_counter() - start_s)
+            return result
+        self._profiled(call, args)
+        raise _Done
+
+    def _end(self) -> None:
+        """The timed steps are over."""
+        self.moving_s = (_moving_s() - self.counted_s) / len(self.taken)
+        held = _try(whale_ops.memory.memory)
+        self.peak_bytes = held.peak_bytes if held is not None else None
+
+    def _profiled(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Some more steps under TensorFlow's profiler."""
+        if tf.config.list_logical_devices("GPU"):
+            return  # its host events are launches, not kernels
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
+        with tempfile.TemporaryDirectory() as folder:
+            tf.profiler.experimental.start(folder, options)
+            for _ in range(PROFILED):
+                call(*args)
+            tf.profiler.experimental.stop()
+            for path in Path(folder).rglob("*.xplane.pb"):
+                self._take(path.read_bytes())
+
+    def _take(self, data: bytes) -> None:
+        from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+
+        space = XSpace()
+        space.ParseFromString(data)
+        ran: list[tuple[float, float]] = []
+        for plane in space.planes:
+            names = {number: entry.name for number, entry in plane.event_metadata.items()}
+            for line in plane.lines:
+                for event in line.events:
+                    found = _KERNEL.fullmatch(names[event.metadata_id])
+                    if found and not found[2].startswith(_NO_KERNELS):
+                        start_s = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
+                        ran.append((start_s, start_s + event.duration_ps * 1e-12))
+                        self.kernels[found[1]] += event.duration_ps * 1e-12 / PROFILED
+        self.busy_s += covered_s(ran) / PROFILED
+
+
+def _try(call: Callable[[], Any]) -> Any:
+    """The result, None where the allocator keeps no figures."""
+    try:
+        return call()
+    except CommError:
+        return None
+
+
+def _moving_s() -> float:
+    """Seconds so far in which this rank's exchanges moved, after all had come."""
+    found = [c for comm in runtime_context.current().comms for c in comm.counters()]
+    return float(sum(c.seconds - c.waiting_seconds for c in found))
+
+
+def _predicted(planned: Planned, profile: str) -> Prediction:
+    table = read(profile)
+    found = predict_plan(planned, table, whale_ops.memory.COUNTED_FROM_BYTES, with_timelines=True)
+    ranks = []
+    for ran, timeline in zip(found.ranks, found.timelines):
+        kernels: defaultdict[str, float] = defaultdict(float)
+        for span in timeline.spans:
+            if not span.exchange:
+                kernels[span.name] += span.seconds
+        busy_s = timeline.busy_s(exchange=False)
+        ranks.append(Predicted(ran.compute_s, busy_s, ran.exchange_s, ran.peak_bytes, dict(kernels)))
+    stages = [""] * len(ranks)
+    for place in planned.plan.places:
+        for rank in place.ranks:
+            stages[rank] = place.name
+    return Prediction(f"{table.host} as `whale profile` measured it", found.step_s, ranks, stages)
+
+
+def main() -> None:
+    """Runs the script, and writes this rank's figures.
+
+    Raises:
+      ProgramError: the script ended before the step was measured.
+    """
+    folder, steps, profile, script, *args = sys.argv[1:]
+    meter = _Meter(int(steps))
+    try:
+        with as_main(script, args), runtime_context.measured_run(meter):
+            runpy.run_path(script, run_name="__main__")
+    except _Done:
+        pass
+    else:
+        raise ProgramError(
+            "the script ended before enough of its steps could be measured",
+            given=f"{meter.calls} steps of the plan's program",
+            expected=f"{WARM + meter.steps_wanted + 1} steps",
+            action="let it train longer, or give --steps a smaller number",
+        )
+    rank = runtime_context.rank()
+    if runtime_context.size() > 1 and len(runtime_context.current().ranks) > 1:
+        raise PlanError("the ranks of one process cannot be measured apart", action="leave in-process transport out")
+    runtime_context.shutdown()
+    if meter.seen is None:
+        raise ProgramError("the step of the saved plan did not run", given=script)
+    seen = meter.seen.plan.program
+    kernels = dict(meter.kernels)
+    found = Measured(rank, seen, meter.taken, kernels, meter.busy_s, meter.moving_s, meter.peak_bytes)
+    (Path(folder) / f"rank{rank}.json").write_bytes(msgspec.json.encode(found))
+    if rank == 0:
+        (Path(folder) / "prediction.json").write_bytes(msgspec.json.encode(_predicted(meter.seen, profile)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Plans without processes: ``wh.plan`` and `whale plan script`."""
+
+from __future__ import annotations
+
+import math
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cost_model.captured.table import Table, default_path, read
+from cost_model.machines.allocation import machines
+from cost_model.machines.cluster import Cluster
+from whale.capture.function import capture_function
+from whale.cgroup import cpu_quota
+from whale.errors import ClusterError, ProgramError, WhaleError
+from whale.ir.plan import Plan, Predicted, plan_from_json
+from whale.ir.plan_text import format_plan, step_lines
+from whale.ir.program import Program
+from whale.passes.judge.explain import explained
+from whale.passes.order import PlanSettings, expand, make_plan, normalise
+from whale.planner.captured.ways import trains
+from whale.planner.report.draw_captured import Drawn
+from whale.runtime.compile.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
+from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
+from whale.runtime.run import context as runtime_context
+from whale.runtime.run.loss_scale import loss_scale_of
+from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
+from whale.runtime.tools.what_if import compared, read_fixed
+
+
+def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
+    """The plan of a step for ``ranks`` ranks, made in this process alone.
+
+    Args:
+      fn: a Python function, a tf.function or a wh.function.
+      args, kwargs: its arguments; tf.TensorSpec with static shapes (the global batch) stand for tensors.
+
+    Raises:
+      CaptureError: the step cannot be captured.
+      PlanError: the batch cannot be split as asked.
+    """
+    settings, scale = PlanSettings(size=ranks), None
+    if runtime_context._current is not None:
+        scale = loss_scale_of(runtime_context._current)
+        settings = replace(plan_context(runtime_context._current), size=ranks)
+    marked = bool(settings.recompute)
+    captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
+    program = normalise(captured.program, settings)
+    return with_memory(program, make_any_plan(program, settings), settings)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """On what a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
+
+    Without either it is the file that `whale profile` writes unless told otherwise, if there is one.
+    """
+
+    profile: str | None = None
+    cluster: str | None = None  # or local, this machine
+    network: str | None = None  # between the hosts of this job, where the cluster is local
+
+    def read(self) -> Table | Cluster:
+        """The file's figures.
+
+        Raises:
+          ClusterError: it cannot be read, or none was named and this machine has not been measured.
+        """
+        return self._machines() if self.cluster is not None else read(self.profile or default_path())
+
+    def _machines(self) -> Cluster:
+        return machines(self.cluster or "local", self.network, cpu_quota())
+
+    def of(self, planned: Planned) -> tuple[Predicted | None, str]:
+        """(what the plan is predicted to take, or why that is not known).
+
+        Raises:
+          ClusterError: a file that was named cannot be read, or does not fit the plan.
+          PlanError: a file was named, and the program has no predicted time.
+        """
+        if self.cluster is not None:
+            on = self._machines()
+            return kept(predict_plan(planned, on), f"{on.name}, by the catalogue's figures"), ""
+        path = Path(self.profile) if self.profile is not None else default_path()
+        if self.profile is None and not path.exists():
+            return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
+        try:
+            table = read(path)
+            return kept(predict_plan(planned, table), f"{table.host} as `whale profile` measured it"), ""
+        except WhaleError as error:
+            if self.profile is not None:
+                raise
+            return None, f"No predicted time: {error}\n"
+
+    def check_memory(self, planned: Planned) -> None:
+        """Compares the plan's memory with that of the cluster's devices, or with ``memory.limit_bytes``.
+
+        Raises:
+          PlanError: it does not fit.
+        """
+        plan, settings = planned.plan, planned.settings
+        if not plan.memory:
+            return
+        ranks = len(next(iter(plan.memory.values())))
+        limits: Sequence[float] = [settings.limit_bytes or math.inf] * ranks
+        if self.cluster is not None and not settings.limit_bytes:
+            limits = machine(self._machines(), settings.size).memory_bytes
+        totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
+        if any(total > limit for total, limit in zip(totals, limits)):
+            # The program is normalised as it was planned; that changes nothing when it is done again.
+            devices = [e.device for h in self._machines().hosts for e in h.devices] if self.cluster else []
+            beside_host = bool(devices) and all(device.kind == "gpu" for device in devices)
+            options = options_text(settings, min(limits), planned.program, None, lower_first_ranks, beside_host)
+            raise refusal_of_plan(plan.program, plan.memory, limits, options)
+
+
+def main(
+    script: str,
+    args: Sequence[str],
+    ranks: int,
+    out: str | None = None,
+    prediction: Prediction = Prediction(),
+    is_model: bool = False,
+    explain: str | None = None,
+    fixed: Sequence[str] = (),
+) -> int:
+    """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
+
+    Args:
+      args: the script's arguments.
+      out: file that receives the plan as JSON.
+      prediction: on what the time is predicted.
+      is_model: ``script`` is a model file (see whale.runtime.described).
+      explain: name or pattern of operations of which it is said why they lie as they do.
+      fixed: choices, each of which is tried beside the plan (see whale.runtime.tools.what_if).
+
+    Raises:
+      ClusterError: the script or a file does not exist.
+      PlanError: a choice cannot be read, or the plan does not fit.
+      ProgramError: the script ended without a step that takes a batch.
+    """
+    asked = [read_fixed(text) for text in fixed]
+    planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
+    predicted, why = prediction.of(planned)
+    plan = replace(planned.plan, predicted=predicted)
+    if out is not None:
+        plan.save(out)
+    sys.stdout.write(format_plan(plan))
+    sys.stdout.write(why)
+    if explain is not None:
+        expanded = expand(planned.program, planned.plan.expanded, planned.settings)
+        sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
+    if asked:
+        sys.stdout.write("\n")
+    for one in asked:
+        sys.stdout.write(compared(planned, one, prediction.read() if predicted else None) + "\n")
+    prediction.check_memory(planned)
+    return 0
+
+
+def replayed(plan_path: str, prediction: Prediction) -> Drawn:
+    """A saved plan's step, captured again from its script and played on what ``prediction`` names.
+
+    Raises:
+      ClusterError: the script does not exist here, or there is nothing to predict by.
+      PlanError: the program is not the plan's any more.
+    """
+    saved = plan_from_json(Path(plan_path).read_bytes())
+    script = saved.script or ("the plan names no script",)
+    planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
+    on = prediction.read()
+    alone = replace(
+        planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, micro_batches=1, devices=()
+    )
+    alone_plan = make_plan(planned.program, alone)
+    found = predict_plan(planned, on, with_timelines=True)
+    alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
+    limits = machine(on, saved.ranks).memory_bytes
+    name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
+    return Drawn(planned.plan, planned.program, found, alone_s, limits, name)
+
+
+def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
+    """(what a step of a model file is predicted to take on a machine that `whale profile` measured, whether it fits).
+
+    Raises:
+      ClusterError: a file cannot be read.
+    """
+    table = read(measured)
+    planned = _described(model, ranks)
+    found = predict_plan(planned, table)
+    text = "\n".join(step_lines(kept(found, f"{table.host} as `whale profile` measured it"))) + "\n"
+    limits = machine(table, ranks).memory_bytes
+    fits = True
+    for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
+        if ran.peak_bytes > limit:
+            fits = False
+            text += f"does not fit: rank {rank} lacks {(ran.peak_bytes - limit) / 1e9:.1f} GB\n"
+    return text, fits
+
+
+def _described(path: str, ranks: int) -> Planned:
+    from whale.runtime import described
+
+    description = described.read(path)
+    settings = PlanSettings(size=ranks, recompute="" if description.recompute == "none" else "collection")
+    program = normalise(described.program_of(description), settings)
+    return Planned(program, make_any_plan(program, settings), settings)
+
+
+def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") -> Planned:
+    """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
+
+    Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
+
+    Args:
+      saved: file of a plan that the step is under, instead of being planned.
+
+    Raises:
+      ClusterError: the script does not exist.
+      ProgramError: the script ended without a step that takes a batch.
+    """
+    if not Path(script).is_file():
+        raise ClusterError(
+            "the script does not exist", given=script, expected="a Python file", action="correct the path"
+        )
+    planned: list[Planned] = []
+
+    def stop(plan: Plan, program: Program, settings: PlanSettings) -> None:
+        # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
+        if plan.batch_inputs or (plan.choice and trains(program)):
+            planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
+            raise _Planned
+
+    with as_main(script, args), runtime_context.dry_run(ranks, stop, saved), suppress(_Planned):
+        runpy.run_path(script, run_name="__main__")
+    if not planned:
+        raise ProgramError(
+            "the script ended before it ran a step that takes a batch",
+            given=script,
+            expected="a call of a wh.function or wh.Session.run that takes or is fed a batch",
+            action="check that the script calls its step when started alone",
+        )
+    return planned[0]
+
+
+@contextmanager
+def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as ``script`` has them when Python is started with it."""
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+
+
+class _Planned(BaseException):
+    """Ends the script: its plan is known. Not an Exception, so that the script's own handlers let it pass."""

@@ -1,0 +1,73 @@
+"""Predicted step time and memory of a program under a plan: what its ranks would run, played by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_model.captured.predict import CapturedPrediction, Machine, cluster_machine, measured_machine, predict_ranks
+from cost_model.captured.table import Table
+from cost_model.machines.cluster import Cluster
+from whale.ir.fingerprint import fingerprint
+from whale.ir.plan import Plan, Predicted, PredictedRank
+from whale.ir.program import Program
+from whale.passes.normalise.inline import inline
+from whale.passes.order import PlanSettings, expand
+from whale.runtime.compile.compile import lower_ranks
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A normalised program, its plan, and how it was planned."""
+
+    program: Program
+    plan: Plan
+    settings: PlanSettings
+
+
+def rank_programs(planned: Planned) -> list[Program]:
+    """What every rank would run.
+
+    Raises:
+      PlanError: the plan lacks a strategy or a reshard.
+    """
+    program, plan, settings = planned.program, planned.plan, planned.settings
+    size = plan.size if plan.inner is None else plan.size * plan.inner.size
+    if plan.places:
+        size = sum(len(place.ranks) for place in plan.places)
+    expanded = expand(program, plan.expanded, settings)
+    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
+    return [inline(r) for r in lower_ranks(program, expanded, plan, settings, range(size), "", "")]
+
+
+def predict_plan(
+    planned: Planned, on: Table | Cluster, counted_from_bytes: int = 0, with_timelines: bool = False
+) -> CapturedPrediction:
+    """Predicts a step on a machine that `whale profile` has measured, or on a cluster by the catalogue's formulas.
+
+    Args:
+      counted_from_bytes: tensors below are left out of memory, as TensorFlow's counters of host memory leave them out.
+      with_timelines: also when each rank does what, and what it holds then.
+
+    Raises:
+      PlanError: data decide how often a loop or branch of the program runs.
+      ClusterError: too few devices, or the profile lacks what the program runs.
+    """
+    programs = rank_programs(planned)
+    # The ranks' own steps say more than steps of the whole batch, which fill the caches otherwise.
+    marks = [fingerprint(programs[0]), fingerprint(planned.program)]
+    return predict_ranks(programs, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
+
+
+def machine(on: Table | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
+    """What the ranks run on; ``marks``: fingerprints that the program's own step may have been measured under."""
+    return measured_machine(on, ranks, marks, counted_from_bytes) if isinstance(on, Table) else cluster_machine(on)
+
+
+def kept(found: CapturedPrediction, where: str) -> Predicted:
+    """What a plan keeps of it."""
+    ranks = (
+        PredictedRank(r.end_s, r.compute_s, r.exchange_s, round(r.peak_bytes), round(r.resident_bytes))
+        for r in found.ranks
+    )
+    return Predicted(where, found.step_s, tuple(ranks))

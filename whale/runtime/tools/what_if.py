@@ -1,0 +1,159 @@
+"""`whale plan script --set 'dense*.split=2'`: the script's plan again with a choice fixed, and why that lost.
+
+read_fixed  PATTERN.split=N
+with_fixed  the step planned again, all other choices as they were
+compared    the two plans: predicted time, exchanges, bytes; or why the choice cannot be
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+
+from cost_model.captured.table import Table
+from cost_model.machines.cluster import Cluster
+from whale.errors import PlanError
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Program, Ref
+from whale.passes.facts.scopes import split_scope
+from whale.passes.normalise.annotate import annotate
+from whale.planner.captured.ways import EXCHANGES, products
+from whale.runtime.compile.compile import make_any_plan
+from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
+
+SCOPE = "set/split_0"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Operations whose names match ``pattern`` are divided over groups of ``ways`` ranks, or not at all (1)."""
+
+    pattern: str
+    ways: int
+
+    def __str__(self) -> str:
+        return f"{self.pattern}.split={self.ways}"
+
+    def names(self, name: str) -> bool:
+        """Whether an operation is meant: by its whole name, or what follows a scope's name (as a gradient's does)."""
+        return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, f"*/{self.pattern}")
+
+
+def read_fixed(text: str) -> Fixed:
+    """
+    Raises:
+      PlanError: it says something else.
+    """
+    match = re.fullmatch(r"(.+)\.split=([1-9]\d*)", text)
+    if match is None:
+        raise PlanError(
+            "this cannot be fixed for a script",
+            given=text,
+            expected="PATTERN.split=N: how many ranks divide the operations of these names, as in 'dense*.split=2'",
+            action="correct it; stages=..., tensor=... and the like are for --describe",
+        )
+    return Fixed(match[1], int(match[2]))
+
+
+def with_fixed(planned: Planned, one: Fixed) -> Planned:
+    """
+    Raises:
+      PlanError: there is no such operation.
+      _Infeasible: the choice cannot be.
+    """
+    program, settings = planned.program, planned.settings
+    meant = {n.name for n in program.nodes if one.names(n.name)}
+    weights = {handle for handle, nodes in products(program).items() if any(n.name in meant for n in nodes)}
+    if not weights:
+        known = [n.name for nodes in products(program).values() for n in nodes[:1]]
+        raise PlanError(
+            "no operation of that name has a weight that could be divided",
+            given=one.pattern,
+            expected="a name, or a pattern, of one of " + ", ".join(known[:6]),
+            action="correct the name (`whale plan -o plan.json` and `whale show -v plan.json` list them)",
+        )
+    if settings.size % one.ways:
+        raise _Infeasible(f"{settings.size} ranks are not divisible by {one.ways}")
+    for handle in sorted(weights):
+        weight = program.variable_of[handle]
+        if max(size or 0 for size in weight.type.shape or (0,)) < one.ways:
+            raise _Infeasible(f"{weight.name} of shape {list(weight.type.shape or ())} has no {one.ways} parts")
+    readers = {n.name for handle in weights for n, _ in program.consumers.get(Ref(handle), ())}
+    inside = meant | weights | readers
+    if one.ways == 1:
+        program = _rescoped(program, inside, _whole)
+        if not any(split_scope(n.scope) for nodes in products(program).values() for n in nodes):
+            program = _rescoped(program, program.by_name.keys(), _whole)  # what is left has nothing to be divided for
+        return _planned(program, planned, settings.split_ranks)
+    program = annotate(_rescoped(program, inside, _divided))
+    return _planned(program, planned, 0 if one.ways == settings.size else one.ways)
+
+
+def _divided(path: str) -> str:
+    if split_scope(path):
+        return path
+    return f"{path}/{SCOPE}" if path else SCOPE
+
+
+def _whole(path: str) -> str:
+    return path.rpartition("/")[0] if split_scope(path) else path
+
+
+def _rescoped(program: Program, names: Set[str], scope: Callable[[str], str]) -> Program:
+    """``names``: of nodes, and of variables by their handles."""
+    nodes = tuple(replace(n, scope=scope(n.scope)) if n.name in names else n for n in program.nodes)
+    variables = tuple(replace(v, scope=scope(v.scope)) if v.node in names else v for v in program.variables)
+    return replace(program, nodes=nodes, variables=variables)
+
+
+def _planned(program: Program, planned: Planned, split_ranks: int) -> Planned:
+    settings = replace(planned.settings, split_ranks=split_ranks)
+    try:
+        return Planned(program, make_any_plan(program, settings), settings)
+    except PlanError as error:
+        raise _Infeasible(str(error)) from error
+
+
+class _Infeasible(Exception):
+    """Why a choice cannot be."""
+
+
+def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
+    """One line: what the choice changes, or why it cannot be.
+
+    Args:
+      on: what times are predicted by; None: they are not.
+
+    Raises:
+      PlanError: there is no such operation.
+    """
+    try:
+        other = with_fixed(planned, one)
+    except _Infeasible as reason:
+        return f"{one}: infeasible: {reason}"
+    mine, theirs = exchanges(planned), exchanges(other)
+    times = [predict_plan(p, on).step_s for p in (planned, other)] if on is not None else []
+    changes = []
+    for kind in sorted(EXCHANGES):
+        more = theirs[kind] - mine[kind]
+        if more:
+            name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.removeprefix("Whale")).lower()
+            changes.append(f"{abs(more)} {'more' if more > 0 else 'fewer'} {name}")
+    before, after = planned.plan.logical_bytes, other.plan.logical_bytes
+    if before != after:
+        changes.append(f"{human_bytes(before)} -> {human_bytes(after)} moved a step")
+    split = [p.plan.split_flops_fraction for p in (planned, other)]
+    if split[0] != split[1]:
+        changes.append(f"products divided {split[0]:.0%} -> {split[1]:.0%}")
+    told = ", ".join(changes) or "the plan stays as it is"
+    if not times:
+        return f"{one}: {told} (no predicted time)"
+    return f"{one}: {1e3 * (times[1] - times[0]):+.2f} ms ({1e3 * times[0]:.2f} -> {1e3 * times[1]:.2f} ms): {told}"
+
+
+def exchanges(planned: Planned) -> Counter[str]:
+    """How many operations of each kind the first rank's program has that exchange data."""
+    return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in EXCHANGES)

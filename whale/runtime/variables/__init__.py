@@ -1,0 +1,1 @@
+"""Who holds which part of which variable, and how it came to hold it."""

@@ -1,0 +1,168 @@
+"""Variables that exist before anybody knows how they lie: a handle and a recorded initial value, but no memory.
+
+A program's first plan says which part a rank holds, and that part is all that is made. Whoever needs the variable
+before, or outside of steps (reading it, a plain tf.function), gets the whole value, as ever.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
+
+from whale.runtime.variables.checkpoint_regions import restores_by_pieces
+from whale.runtime.variables.initializer_recording import record
+from whale.runtime.variables.partial_initializers import Initial, Reader, uniform_value
+from whale.runtime.variables.split_variable import NEED_WHOLE
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+# While a step is captured its graph refers to handles, whatever lies behind them.
+capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
+
+_PASSED_ON = ("trainable", "name", "constraint", "synchronization", "aggregation")
+_PLAIN = {"use_resource": (None, True), "validate_shape": (None, True)}
+
+
+def deferred_of(variable: Any) -> Initial | None:
+    """The initial value of a variable that has not been made; None: the variable holds a value."""
+    return getattr(variable, "_whale_initial", None)
+
+
+def install(context: Context) -> None:
+    """Variables that this thread creates eagerly from now on, while the run goes on, are deferred where that may help.
+
+    The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing.
+    """
+    from whale.runtime.run.context import is_current
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        if not is_current(context) or not may_lie_split(context) or not tf.executing_eagerly():
+            return next_creator(**kwargs)
+        return _created(next_creator, kwargs)
+
+    graph = tf.compat.v1.get_default_graph()
+    graph._variable_creator_stack = [(0, creator), *graph._variable_creator_stack]  # asked last, after the user's own
+
+
+def may_lie_split(context: Context) -> bool:
+    """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
+    config = context.config
+    if context.dry is not None or (context.size == 1 and not config["offload.level"]):
+        return False
+    return bool(
+        config.zero_level
+        or config["offload.level"]
+        or config["auto_parallel"]
+        or context.scopes
+        or context.dividing_scope_seen
+    )
+
+
+def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
+    initial = _initial(kwargs)
+    if initial is None:
+        return next_creator(**kwargs)
+    if not isinstance(initial, Initial):
+        return next_creator(**{**kwargs, "initial_value": initial})
+    passed = {name: kwargs[name] for name in _PASSED_ON if kwargs.get(name) is not None}
+    variable = resource_variable_ops.UninitializedVariable(
+        shape=tf.TensorShape(initial.shape), dtype=tf.as_dtype(initial.dtype), **passed
+    )
+    defer(variable, initial)
+    return variable
+
+
+def _initial(kwargs: dict[str, Any]) -> Initial | tf.Tensor | None:
+    """What to make of a creation: a deferred initial value, a little one that is computed, or None: leave it alone."""
+    known = {*_PASSED_ON, *_PLAIN, "initial_value", "dtype", "shape", "experimental_enable_variable_lifting"}
+    known.add("collections")  # of graphs: no matter where creation is eager
+    odd = any(value is not None and name not in known for name, value in kwargs.items())
+    if odd or any(kwargs.get(name) not in values for name, values in _PLAIN.items()):
+        return None
+    value, dtype, shape = kwargs.get("initial_value"), kwargs.get("dtype"), kwargs.get("shape")
+    found: Initial | tf.Tensor | None = None
+    if callable(value):
+        states = random.getstate(), np.random.get_state()
+        try:
+            found = record(value, dtype)
+        except Exception:  # whatever is wrong with it, running it shows
+            found = None
+        if found is None:  # it is run instead, and draws what it would have drawn
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+    elif isinstance(value, tf.__internal__.EagerTensor) and dtype in (None, value.dtype):
+        found = uniform_value(value)
+    if isinstance(found, Initial) and shape is not None and tf.TensorShape(shape) != tf.TensorShape(found.shape):
+        return Initial(found.shape, found.dtype, found.little, found.ops, found.result).whole()
+    return found
+
+
+def defer(variable: Any, initial: Initial) -> None:
+    """Makes ``variable``, which holds nothing, one that will hold ``initial``."""
+    variable._whale_initial = initial
+    variable.__class__ = _deferred_class()
+
+
+def forget(variable: Any) -> None:
+    """``variable`` is deferred no more, and holds nothing: somebody gives it a value now."""
+    if deferred_of(variable) is not None:
+        variable.__class__ = resource_variable_ops.ResourceVariable
+        del variable._whale_initial
+
+
+def restore_from(variable: Any, reader: Reader) -> None:
+    """Lets a deferred variable take its value from ``reader``, once it is known which part of it is wanted.
+
+    Args:
+      reader: called with (begin, size) of a region of the global value, over all dimensions; returns what lies there.
+    """
+    initial = variable._whale_initial
+    variable._whale_initial = Initial(initial.shape, initial.dtype, {}, (), 0, reader)
+
+
+def make_whole(variable: Any) -> None:
+    """Gives a deferred variable its whole value."""
+    initial = deferred_of(variable)
+    if initial is not None:
+        with tf.init_scope():
+            value = initial.whole()
+            forget(variable)
+            gen_resource_variable_ops.assign_variable_op(variable._handle, value)
+
+
+@cache
+def _deferred_class() -> type:
+    kind = resource_variable_ops.ResourceVariable
+
+    def first_made(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly() or not capturing.get():
+                make_whole(self)
+                return getattr(self, name)(*args, **kwargs)
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    def given(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                forget(self)
+                return getattr(self, name)(*args, **kwargs)
+            return first_made(name)(self, *args, **kwargs)
+
+        return method
+
+    def serialized(self: Any) -> dict[str, Any]:
+        return {} if restores_by_pieces() else kind._serialize_to_tensors(self)
+
+    members: dict[str, Any] = {name: first_made(name) for name in ("_read_variable_op", "is_initialized", *NEED_WHOLE)}
+    members.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))
+    members["_serialize_to_tensors"] = serialized
+    return type(kind.__name__, (kind,), members)

@@ -1,0 +1,228 @@
+"""What an initializer computes, recorded without running it: of a Python function, or of a session's graph."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.framework import func_graph, random_seed
+
+from whale.runtime.variables.partial_initializers import LITTLE_BYTES, PHILOX, RESERVED, Initial, Op, execute_op
+
+# Stateful ops of graphs -> the op that draws the same numbers from the same place of the stream.
+_STREAMS = {
+    "RandomUniform": "StatelessRandomUniformV2",
+    "RandomStandardNormal": "StatelessRandomNormalV2",
+    "TruncatedNormal": "StatelessTruncatedNormalV2",
+}
+# Stateful ops that read and advance little states when a variable is created (a generator of seeds).
+_OF_STATES = frozenset({"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+
+
+def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | None:
+    """What ``make`` computes: not computed yet, or its value where that is little; None: it has to be run to know.
+
+    Raises what ``make`` raises in a graph, and ValueError where only running it can tell what it does.
+    """
+    graph = func_graph.FuncGraph("whale_initial")
+    graph.seed = None  # so that only ops with a seed of their own have one
+    with graph.as_default(), tf.variable_creator_scope(_refuse_variable):
+        made = tf.convert_to_tensor(make(), dtype=tf.as_dtype(dtype) if dtype is not None else None)
+    outer = {id(inner): external for external, inner in graph.captures}
+    found = _recorded(graph.get_operations(), made, outer)
+    if not isinstance(found, Recorded):
+        return found
+    if any(any(stream.seeds) for stream in found.streams):
+        return None  # eager ops of equal seeds share a stream, and nobody knows how far it has come
+    return found.run(Counter(), _eager_seeds)
+
+
+def _eager_seeds(number: int) -> tuple[int, int]:
+    """Of the next random op that is run eagerly without a seed of its own."""
+    first, second = random_seed.get_seed(None)
+    if first is None:
+        first, second = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
+    return first, second
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """What a stateful op draws: numbers of ``little`` for its key and counter, and how far a run moves the counter."""
+
+    op: str
+    key: int
+    counter: int
+    seeds: tuple[int, int]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a graph computes whenever it runs, as an initial value but for the present state of its random ops."""
+
+    initial: Initial
+    streams: tuple[_Stream, ...] = ()
+
+    @property
+    def is_seeded(self) -> bool:
+        return all(any(stream.seeds) for stream in self.streams)
+
+    @property
+    def digest(self) -> str:
+        """Equal for graphs that compute the same."""
+        little = sorted((n, v.dtype.str, v.shape, v.tobytes()) for n, v in self.initial.little.items())
+        what = (self.initial.shape, self.initial.dtype, little, self.initial.ops, self.initial.result, self.streams)
+        return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+
+    def run(self, runs: Counter[str], seeds: Callable[[int], tuple[int, int]]) -> Initial:
+        """What the next run computes.
+
+        Args:
+          runs: name of a random op -> how often it has run; counts on.
+          seeds: of random ops that have none, by their number.
+        """
+        little = dict(self.initial.little)
+        for number, stream in enumerate(self.streams):
+            first, second = stream.seeds if any(stream.seeds) else seeds(number)
+            little[stream.key] = np.array([first % 2**64], np.uint64)
+            little[stream.counter] = np.array([runs[stream.op] * stream.steps, second % 2**64], np.uint64)
+            runs[stream.op] += 1
+        return replace(self.initial, little=little)
+
+
+def record_tensor(made: tf.Tensor) -> Recorded | None:
+    """What a session's graph computes for ``made``; None: it depends on more than constants and seeds."""
+    wanted, waiting = {made.op}, [made.op]
+    while waiting:
+        for t in waiting.pop().inputs:
+            if t.op not in wanted:
+                wanted.add(t.op)
+                waiting.append(t.op)
+    if any(op.type == "Placeholder" for op in wanted):
+        return None
+    try:
+        with tf_context.eager_mode():
+            found = _recorded(sorted(wanted, key=lambda op: op._id), made, {})
+    except ValueError:
+        return None
+    return found if isinstance(found, Recorded) else None
+
+
+def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any]) -> Recorded | tf.Tensor | None:
+    """See ``record``."""
+    if not all(op.type in _STREAMS or _is_recordable(op, outer) for op in operations):
+        return None
+    if not all(t.shape.is_fully_defined() for op in operations for t in (made, *op.outputs)):
+        return None
+    numbers: dict[int, int] = {}
+    little: dict[int, Any] = {}
+    later: list[Op] = []
+    found: list[_Stream] = []
+    for op in operations:
+        first = len(numbers)
+        for output in op.outputs:
+            numbers[id(output)] = len(numbers)
+        if op.type == "Placeholder":
+            little[first] = outer[id(op.outputs[0])]
+            continue
+        operands = tuple(numbers[id(t)] for t in op.inputs)
+        shapes = tuple(tuple(t.shape.as_list()) for t in op.outputs)
+        dtypes = tuple(t.dtype.name for t in op.outputs)
+        if op.type in _STREAMS:
+            key = -3 * len(found) - 1  # below zero: no tensor of the graph
+            little[key] = little[key - 1] = tf.constant(0)
+            little[key - 2] = tf.constant(PHILOX)
+            steps = math.prod(shapes[0]) * RESERVED
+            found.append(_Stream(op.name, key, key - 1, (op.get_attr("seed"), op.get_attr("seed2")), steps))
+            attrs = ("dtype", op.get_attr("dtype").as_datatype_enum, "Tshape", op.get_attr("T").as_datatype_enum)
+            later.append(Op(_STREAMS[op.type], attrs, (operands[0], key, key - 1, key - 2), first, shapes, dtypes))
+            continue
+        if op.type == "Const" and not _is_little(op):
+            dims, value = len(numbers), len(numbers) + 1
+            numbers.update({-dims: dims, -value: value})  # of no tensor
+            little[dims], little[value] = tf.constant(shapes[0], tf.int32), tf.constant(_repeated(op))
+            attrs = ("T", op.get_attr("dtype").as_datatype_enum, "index_type", tf.int32.as_datatype_enum)
+            later.append(Op("Fill", attrs, (dims, value), first, shapes, dtypes))
+            continue
+        recorded = Op(op.type, _attrs(op), operands, first, shapes, dtypes)
+        if all(n in little for n in operands) and _is_little(op):
+            values = execute_op(recorded, [little[n] for n in operands])
+            little.update((first + i, v) for i, v in enumerate(values))
+        elif op.op_def.is_stateful:
+            raise ValueError(f"{op.name} waits for what is not computed yet")
+        else:
+            later.append(recorded)
+    result = numbers[id(made)]
+    if result in little:
+        return tf.convert_to_tensor(little[result])
+    needed = _needed(later, result)
+    kept = {n: little[n].numpy() for op in needed for n in op.operands if n in little}
+    initial = Initial(tuple(made.shape.as_list()), made.dtype.name, kept, tuple(needed), result)
+    return Recorded(initial, tuple(found))
+
+
+def _refuse_variable(next_creator: Any, **kwargs: Any) -> Any:
+    raise ValueError("an initializer that creates variables is not recorded")
+
+
+def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:
+    if op.type == "Placeholder":
+        return id(op.outputs[0]) in outer
+    if op.op_def.is_stateful and op.type not in _OF_STATES:
+        return False
+    if any(_carries_function(a.type) for a in op.op_def.attr):
+        return False
+    if not all(t.shape.is_fully_defined() for t in op.outputs):
+        return False
+    if op.type == "Const":
+        return _is_little(op) or _repeated(op) is not None
+    return _is_little(op) if op.op_def.is_stateful else True
+
+
+def _repeated(op: Any) -> np.ndarray | None:
+    """The element of a constant whose elements are all alike, by the form it has in the graph."""
+    proto = op.get_attr("value")
+    values = [value for field, value in proto.ListFields() if field.name.endswith("_val")]
+    if proto.tensor_content or proto.string_val or sum(map(len, values)) != 1:
+        return None
+    one = type(proto)()
+    one.CopyFrom(proto)
+    one.tensor_shape.Clear()
+    found: np.ndarray = tf.make_ndarray(one)
+    return found
+
+
+def _carries_function(kind: str) -> bool:
+    return kind in ("func", "list(func)")
+
+
+def _is_little(op: Any) -> bool:
+    return sum(t.shape.num_elements() * max(1, t.dtype.size) for t in op.outputs) <= LITTLE_BYTES
+
+
+def _needed(ops: Sequence[Op], result: int) -> list[Op]:
+    wanted, found = {result}, []
+    for op in reversed(ops):
+        if any(op.first + i in wanted for i in range(len(op.shapes))):
+            wanted.update(op.operands)
+            found.append(op)
+    return found[::-1]
+
+
+def _attrs(op: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for attr in op.op_def.attr:
+        value = op.get_attr(attr.name)
+        if isinstance(value, tf.DType):
+            value = value.as_datatype_enum
+        elif isinstance(value, list):
+            value = [v.as_datatype_enum if isinstance(v, tf.DType) else v for v in value]
+        found += [attr.name, value]
+    return tuple(found)

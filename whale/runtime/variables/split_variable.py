@@ -1,0 +1,261 @@
+"""Variables that lie split between steps: every rank holds its part, and steps read and update the parts.
+
+One that lies whole in the host's memory beside an accelerator has one part, which all ranks hold.
+
+The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives
+the global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step
+cuts into parts again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
+
+import whale_ops
+from whale.errors import CommError
+from whale.ir.layout import Split
+from whale.runtime.variables.checkpoint_regions import restores_by_pieces
+from whale.runtime.variables.partial_initializers import Initial, own_memory
+
+if TYPE_CHECKING:
+    from whale.capture.captured import CapturedVariable
+    from whale.runtime.run.context import Context
+
+# Methods that need the whole value in the variable itself.
+NEED_WHOLE = (
+    "assign_add", "assign_sub", "sparse_read", "gather_nd", "scatter_add", "scatter_sub", "scatter_mul", "scatter_div",
+    "scatter_max", "scatter_min", "scatter_update", "scatter_nd_add", "scatter_nd_sub", "scatter_nd_max",
+    "scatter_nd_min", "scatter_nd_update", "batch_scatter_update",
+)  # fmt: skip
+
+
+class Parts:
+    """The parts that this process's ranks hold of one variable.
+
+    Attributes:
+      group: the ranks that have the parts, if they are those of a stage; empty: all ranks. In groups in a row, where
+        they are more than the parts.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedVariable,
+        placement: Split,
+        context: Context,
+        initial: Initial | None = None,
+        group: tuple[int, ...] = (),
+        device: str | None = None,
+    ):
+        """
+        Args:
+          initial: the value of a variable that holds none: its parts are all that is made.
+          device: on which the parts lie; None: TensorFlow's choice.
+        """
+        self.device = device
+        self.name, self.placement, self.group = captured.name, placement, group
+        self._variable, self._handle, self._context = captured.variable, captured.handle, context
+        self._parts: dict[int, tf.Variable] = {}  # by rank
+        if initial is None:
+            self.settle()
+        else:
+            with tf.device(device):
+                for rank, place in self._own():
+                    self._parts[rank] = initial.part(placement, place, f"part{rank}")
+            hold_nothing(self._handle, initial.dtype)
+        self._variable._whale_parts = self
+        kind: type = type(self._variable)
+        self._variable.__class__ = _split_class(kind)
+
+    @property
+    def dtype(self) -> tf.DType:
+        return self._variable.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self._variable.shape
+
+    def place(self, rank: int) -> int | None:
+        """Which part a rank has; None: it has none."""
+        if not self.group:
+            return rank % len(self.placement.sizes)
+        return self.group.index(rank) % len(self.placement.sizes) if rank in self.group else None
+
+    def holders(self, place: int) -> tuple[int, ...]:
+        """The ranks that have a part."""
+        return (self.group or tuple(range(self._context.size)))[place :: len(self.placement.sizes)]
+
+    def of_rank(self, rank: int) -> tf.Variable:
+        """The part that a rank of this process has."""
+        return self._parts[rank]
+
+    def _own(self) -> list[tuple[int, int]]:
+        """(rank, part) of this process's ranks that have one."""
+        places = ((rank, self.place(rank)) for rank in self._context.ranks)
+        return [(rank, place) for rank, place in places if place is not None]
+
+    @property
+    def bytes(self) -> int:
+        """What these ranks hold: their parts, and the whole value where somebody assigned one."""
+        held = self._held()
+        whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
+        return whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts.values())
+
+    def settle(self) -> None:
+        """Cuts the whole value into parts, if the variable itself has one."""
+        whole = self._held()
+        if whole is None:
+            return
+        for rank, place in self._own():
+            self._set(rank, cut(whole, self.placement, place))
+        hold_nothing(self._handle, whole.dtype)
+
+    def _set(self, rank: int, part: tf.Tensor) -> None:
+        if rank in self._parts:
+            self._parts[rank].assign(part)
+        else:
+            # Not tf.Variable, which asks who defers creations.
+            name = f"part{rank}"
+            with tf.device(self.device):
+                self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
+
+    def whole(self) -> tf.Tensor:
+        """The global value. Collective between processes, unless a whole value was assigned.
+
+        Raises:
+          CommError: the ranks do not all read it, or the run is over.
+        """
+        held = self._held()
+        if held is not None:
+            return held
+        if self._context.between_processes:
+            part = self._parts.get(self._context.rank)
+            if len(self.placement.sizes) == 1 and not self.group and part is not None:
+                return part.read_value()  # every rank has all of it
+            return _gathered(None if part is None else part.read_value(), self, self._context)
+        parts = [self._parts[self.holders(i)[0]].read_value() for i in range(len(self.placement.sizes))]
+        return _joined(parts, self.placement)
+
+    def bring_home(self) -> None:
+        """The whole value into the variable itself, until the next step. Collective between processes."""
+        self.hold(self.whole())
+
+    def hold(self, whole: tf.Tensor) -> None:
+        """A whole value into the variable itself, until the next step."""
+        gen_resource_variable_ops.assign_variable_op(self._handle, whole)
+
+    def make_room(self) -> None:
+        """Any whole value, so that another can be assigned."""
+        if self._held() is None:
+            zeros = tf.zeros(self._variable.shape, self._variable.dtype)
+            gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
+
+    def _held(self) -> tf.Tensor | None:
+        value = gen_resource_variable_ops.read_variable_op(self._handle, self._variable.dtype)
+        return value if value.shape == self._variable.shape else None
+
+
+def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
+    """Frees the memory of a variable whose value lies elsewhere. It stays initialised.
+
+    TensorFlow's eager operations read a variable that they are given past its methods. They must not find a number that
+    passes for its value: NaN, of a rank that no variable has, gives NaN or an error.
+    """
+    nan = tf.as_dtype(dtype).is_floating
+    nothing = tf.constant(float("nan"), dtype, (1,) * 9) if nan else tf.zeros((0,), dtype)
+    gen_resource_variable_ops.assign_variable_op(handle, nothing)
+
+
+def cut(whole: tf.Tensor, placement: Split, rank: int) -> tf.Tensor:
+    """The part that coordinate ``rank`` holds of a value, in memory of its own."""
+    if placement.blocks > 1:
+        return tf.gather(whole, placement.indices(rank), axis=placement.dim)
+    begin, size = [0] * whole.shape.rank, [-1] * whole.shape.rank
+    begin[placement.dim], size[placement.dim] = placement.offset(rank), placement.sizes[rank]
+    return own_memory(tf.slice(whole, begin, size))
+
+
+def _joined(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
+    joined = tf.concat(parts, axis=placement.dim)
+    return _in_order(joined, placement)
+
+
+def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
+    if placement.blocks == 1:
+        return joined
+    order = np.concatenate([placement.indices(i) for i in range(len(placement.sizes))])
+    return tf.gather(joined, np.argsort(order), axis=placement.dim)
+
+
+def _gathered(part: tf.Tensor | None, parts: Parts, context: Context) -> tf.Tensor:
+    from whale.runtime.run.context import is_current
+
+    name, placement = parts.name, parts.placement
+    if not is_current(context):
+        raise CommError(
+            "a variable that lies split over the ranks cannot be read any more",
+            variable=name,
+            given="a reading after wh.shutdown()",
+            expected="a reading by all ranks before it",
+            action="read or save variables before wh.shutdown()",
+        )
+    # Told apart by this exchange, which every other rank has to make at the same place of its script.
+    purpose = f"the reading of the variable {name!r}, which lies split over the ranks (every rank has to read it)"
+    said = context.comms[0].allgather_bytes("whale/read", name.encode(), context.config["check.timeout_s"], purpose)
+    other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
+    if other is not None:
+        raise CommError(
+            "the ranks read different variables, which lie split over them",
+            given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
+            expected="the same variables in the same order on every rank",
+            action="read variables on every rank, whatever the rank does with the value",
+        )
+    ops = whale_ops.ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    sizes = [placement.local(place) for place in range(len(placement.sizes))]
+    first = context.rank - context.rank % len(sizes)  # of the ranks that have the parts between them
+    group = list(parts.group[: len(sizes)] or range(first, first + len(sizes)))
+    key = f"whale/read/{name}@{group[0]}"
+    joined = tf.zeros((0,), parts.dtype)
+    if part is not None and context.rank in group:
+        joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=group)
+        joined = _in_order(joined, placement)
+    if parts.group:  # the other ranks have nothing of it
+        (joined,) = ops.whale_broadcast(
+            comm=comm, inputs=[joined], key=f"{key}/sent", root=group[0], shapes=[parts.shape], ranks=[]
+        )
+    return joined
+
+
+@cache
+def _split_class(kind: type) -> type:
+    """``kind`` for a variable that lies split; graphs that read it are built as ever."""
+
+    def read(self: Any, no_copy: bool = False) -> Any:
+        if tf.executing_eagerly():
+            return self._whale_parts.whole()
+        return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+
+    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self._whale_parts.make_room()
+        return kind.assign(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def serialized(self: Any) -> dict[str, Any]:
+        return {} if restores_by_pieces() else kind._serialize_to_tensors(self)  # type: ignore[attr-defined]
+
+    def whole_first(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                self._whale_parts.bring_home()
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    methods = {name: whole_first(name) for name in NEED_WHOLE if hasattr(kind, name)}
+    methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialized)
+    return type(kind.__name__, (kind,), methods)

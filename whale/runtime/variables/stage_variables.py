@@ -1,0 +1,203 @@
+"""Variables of stages: only the ranks of their stage keep them up to date, and whoever else reads one has it sent.
+
+Every rank knows of every variable on which ranks its value is the present one, since that follows from the plans of the
+steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
+collective, as for variables that lie split. Between processes the other ranks hold no value after a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+import whale_ops
+from whale.errors import CommError
+from whale.runtime.run.faults import raise_comm_error
+from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
+
+if TYPE_CHECKING:
+    from whale.runtime.run.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a program does with one variable: on which ranks, and whether it writes.
+
+    ``place`` are the ranks in the order of the one stage that has it; empty: there is none.
+    """
+
+    ranks: frozenset[int]
+    writes: bool
+    place: tuple[int, ...] = ()
+
+
+class Home:
+    """Where a variable's value is the present one.
+
+    Attributes:
+      ranks: those ranks; None: all.
+      held: whether the variable itself has a value here, be it the present one or not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        variable: Any,
+        copies: Sequence[Any],
+        context: Context,
+        ranks: frozenset[int] | None = None,
+        held: bool = True,
+    ):
+        self.name, self.variable, self.copies, self.context = name, variable, tuple(copies), context
+        self.ranks, self.held = ranks, held
+        if context.between_processes:
+            variable._whale_home = self
+            kind: type = type(variable)
+            variable.__class__ = _homed_class(kind)
+
+    def of_position(self, position: int) -> Any:
+        return self.variable if position == 0 else self.copies[position - 1]
+
+    def after(self, use: Use) -> None:
+        """Takes note of a step; in one process, the first rank's variable is what the script sees."""
+        if not use.writes:
+            return
+        self.ranks = use.ranks if len(use.ranks) < self.context.size else None
+        if self.context.between_processes:
+            if self.held and self.ranks is not None and self.context.rank not in self.ranks:
+                hold_nothing(self.variable._handle, self.variable.dtype)
+                self.held = False
+        elif 0 not in use.ranks:
+            self.variable.assign(self.of_position(min(use.ranks)).read_value())
+            self.ranks = use.ranks | {0}
+
+    def make_room(self) -> None:
+        """Any value, so that another can be assigned."""
+        if not self.held:
+            self.hold(tf.zeros(self.variable.shape, self.variable.dtype))
+
+    def hold(self, value: tf.Tensor) -> None:
+        """A value into the variable itself."""
+        gen_resource_variable_ops.assign_variable_op(self.variable.handle, value)
+        self.held = True
+
+    def own_value(self) -> tf.Tensor:
+        """What this rank's variable holds, or zeros."""
+        if not self.held:
+            return tf.zeros(self.variable.shape, self.variable.dtype)
+        return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
+
+
+def refresh(homes: Sequence[Home], context: Context) -> None:
+    """Present values on every rank. Collective."""
+    homes = [home for home in homes if home.ranks is not None]
+    if not context.between_processes:
+        for home in homes:
+            assert home.ranks is not None
+            value = home.of_position(min(home.ranks)).read_value()
+            for position in set(range(context.size)) - home.ranks:
+                home.of_position(position).assign(value)
+            home.ranks = None
+        return
+    together: dict[tuple[int, str], list[Home]] = {}
+    for home in homes:
+        assert home.ranks is not None
+        together.setdefault((min(home.ranks), home.variable.dtype.name), []).append(home)
+    ops = whale_ops.ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    try:
+        for (root, dtype), group in together.items():
+            values = ops.whale_broadcast(
+                comm=comm,
+                inputs=[home.own_value() for home in group],
+                key=f"whale/present_values/{root}/{dtype}",
+                root=root,
+                shapes=[home.variable.shape for home in group],
+                ranks=[],
+            )
+            for home, value in zip(group, values):
+                if context.rank not in home.ranks:  # type: ignore[operator]
+                    home.hold(value)
+                home.ranks = None
+    except tf.errors.OpError as error:
+        raise_comm_error(error, context)
+        raise
+
+
+def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, Use]], context: Context) -> None:
+    """Before a step: present values of what it uses on ranks that lack them."""
+    stale = []
+    for key, use in uses:
+        home = homes.get(key)
+        if home is not None and home.ranks is not None and not use.ranks <= home.ranks:
+            stale.append(home)
+    if stale:
+        refresh(stale, context)
+
+
+def _read_by_script(home: Home) -> None:
+    """The present value, before the script reads it here. All ranks have to read it.
+
+    Raises:
+      CommError: the ranks do not all read it, or the run is over.
+    """
+    from whale.runtime.run.context import is_current
+
+    if home.ranks is None:
+        return
+    context = home.context
+    if not is_current(context):
+        raise CommError(
+            "a variable that another stage holds cannot be read any more",
+            variable=home.name,
+            given="a reading after wh.shutdown()",
+            expected="a reading by all ranks before it",
+            action="read or save variables before wh.shutdown()",
+        )
+    purpose = f"the reading of the variable {home.name!r}, which one stage holds (every rank has to read it)"
+    timeout_s = context.config["check.timeout_s"]
+    said = context.comms[0].allgather_bytes("whale/read", home.name.encode(), timeout_s, purpose)
+    other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
+    if other is not None:
+        raise CommError(
+            "the ranks read different variables, which stages hold",
+            given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
+            expected="the same variables in the same order on every rank",
+            action="read variables on every rank, whatever the rank does with the value",
+        )
+    refresh([home], context)
+
+
+@cache
+def _homed_class(kind: type) -> type:
+    """``kind`` for a variable of a stage; graphs that read it are built as ever."""
+
+    def read(self: Any, no_copy: bool = False) -> Any:
+        if tf.executing_eagerly():
+            _read_by_script(self._whale_home)
+        return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+
+    def given(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                self._whale_home.make_room()
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    def value_first(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                _read_by_script(self._whale_home)
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    methods = {name: value_first(name) for name in NEED_WHOLE if hasattr(kind, name)}
+    methods.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))
+    return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read})
