@@ -237,10 +237,10 @@ def test_rank_that_is_killed_before_it_sends_first_values(launcher: Launcher) ->
         STEP
         + """
 import os, signal
-import whale.runtime.variables as variables
+import whale.runtime.variables.owner as owner
 wh.init()
 if wh.rank() == 0:
-    variables._broadcast_values = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    owner._broadcast_values = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 try:
     wh.function(descend)(x, y)
 except wh.CommError as error:

@@ -11,7 +11,7 @@ import contextlib, sys
 import numpy as np
 import tensorflow as tf
 import whale as wh
-from whale.runtime.deferred import deferred_of
+from whale.runtime.variables.deferred import deferred_of
 from whale_ops.memory import memory
 
 WIDTH = 256
