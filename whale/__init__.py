@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from whale.runtime.input.data import ShardedTensor as ShardedTensor
     from whale.runtime.input.data import shard as shard
     from whale.runtime.run.cluster import cluster as cluster
-    from whale.runtime.run.context import check_replicas as check_replicas
-    from whale.runtime.run.context import init as init
     from whale.runtime.run.context import local_rank as local_rank
     from whale.runtime.run.context import rank as rank
-    from whale.runtime.run.context import shutdown as shutdown
     from whale.runtime.run.context import size as size
     from whale.runtime.run.loss_scale import loss_scale as loss_scale
+    from whale.runtime.run.start import check_replicas as check_replicas
+    from whale.runtime.run.start import init as init
+    from whale.runtime.run.start import shutdown as shutdown
     from whale.runtime.session.monitored import MonitoredTrainingSession as MonitoredTrainingSession
     from whale.runtime.session.session import Session as Session
     from whale.runtime.tools.dry_run import plan as plan
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from whale.started import restarts as restarts
 
 _PUBLIC = {
-    "init": "whale.runtime.run.context",
+    "init": "whale.runtime.run.start",
     "rank": "whale.runtime.run.context",
     "size": "whale.runtime.run.context",
     "local_rank": "whale.runtime.run.context",
-    "shutdown": "whale.runtime.run.context",
-    "check_replicas": "whale.runtime.run.context",
+    "shutdown": "whale.runtime.run.start",
+    "check_replicas": "whale.runtime.run.start",
     "restarts": "whale.started",
     "cluster": "whale.runtime.run.cluster",
     "checkpoint": "whale.annotations",

@@ -20,7 +20,8 @@ from whale.passes.order import normalise
 from whale.runtime.compile.compile import plan_context
 from whale.runtime.compile.mesh import plan_program
 from whale.runtime.measure.profile import programs as profile_programs
-from whale.runtime.run.context import current, dry_run
+from whale.runtime.run.context import current
+from whale.runtime.run.start import planning_run
 from whale.runtime.tools.plan_prediction import Planned, predict_plan
 from whale_ops.memory import COUNTED_FROM_BYTES
 
@@ -45,7 +46,7 @@ def main() -> None:
 def plan(name: str, kind_name: str) -> Planned:
     """The workload under one plan."""
     workload, kind = WORKLOADS[name], KINDS[kind_name]
-    with dry_run(kind.ranks, lambda *_: None):
+    with planning_run(kind.ranks, lambda *_: None):
         wh.init(kind.configuration(workload.batch))
         step, batch = make_step(workload, lambda fn: fn, kind.scope())
         captured = capture_function(step, batch, {})

@@ -63,7 +63,7 @@ class Exchange:
     def __init__(self) -> None:
         import whale_ops
         from whale.config import Config
-        from whale.runtime.run.watch import Watch
+        from whale.runtime.ranks.watch import Watch
 
         config = Config()
         watch = Watch(config)

@@ -14,7 +14,7 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.planner.captured import ways as programs
 from whale.runtime.compile import auto
-from whale.runtime.run.context import check_replicas
+from whale.runtime.run.start import check_replicas
 
 SCOPES = {
     "": contextlib.nullcontext,

@@ -30,10 +30,10 @@ class Kind(enum.IntEnum):
     SIGNAL = 6  # launcher: {signal}, to be sent to the script's process group
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
     STOPPED = 8  # worker: {stopped}, when the script's process is stopped (SIGSTOP) or goes on
-    SCRIPT = 9  # worker: a message of the script to the launcher, see whale/runtime/run/watch.py
+    SCRIPT = 9  # worker: a message of the script to the launcher, see whale/runtime/ranks/watch.py
     LOST = 10  # launcher: {rank, what}, for the script: another rank is gone
     CLOCK = 11  # launcher: {asked_ns}; worker: {asked_ns, received_ns, answered_ns}
-    TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/run/trace.py
+    TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
 
 
 def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:

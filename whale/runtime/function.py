@@ -31,10 +31,10 @@ from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.stage_groups import uses_of_places
 from whale.runtime.input.local_batches import local_arguments
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
-from whale.runtime.run.faults import raise_comm_error
 from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.trace import span
 from whale.runtime.tools.memory_report import trim
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.stage_variables import Use

@@ -19,7 +19,7 @@ from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
 from whale.ir.plan import Plan
-from whale.runtime.run.context import check_replicas
+from whale.runtime.run.start import check_replicas
 from whale.runtime.variables import split_variable
 
 Values = dict[str, np.ndarray]

@@ -21,7 +21,7 @@ from tests.whale_ops.host_device import build_host_device
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.ir.plan_text import format_plan
-from whale.runtime.run import device_exchange
+from whale.runtime.ranks import device_exchange
 from whale.started import ProcessPlace
 
 Start = Callable[..., None]

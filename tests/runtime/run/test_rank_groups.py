@@ -16,7 +16,7 @@ from tests.runtime.layouts.test_split import Classifier, double  # noqa: F401  (
 from whale.errors import PlanError
 from whale.ir.layout import Split
 from whale.ir.plan import Plan
-from whale.runtime.run.context import check_replicas
+from whale.runtime.run.start import check_replicas
 
 Start = Callable[..., None]
 Values = dict[str, np.ndarray]

@@ -27,6 +27,7 @@ from whale.planner.report import analysis
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 from whale.runtime.run.saved_plan import SavedPlan
+from whale.runtime.run.start import planning_run
 from whale.runtime.tools import analyze, dry_run
 
 __all__ = ["double", "speed"]
@@ -35,7 +36,7 @@ __all__ = ["double", "speed"]
 def saved(path: Path, step: Callable[[], None], **config: Any) -> Plan:
     """What a dry run of two ranks plans for a step, written to a file."""
     plans: list[Plan] = []
-    with context.dry_run(2, lambda plan, program, settings: plans.append(plan)):
+    with planning_run(2, lambda plan, program, settings: plans.append(plan)):
         wh.init(config)
         step()
     plans[0].save(path)

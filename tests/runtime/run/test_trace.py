@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from tests.traces import only, pieces
 from whale.errors import ConfigError
-from whale.runtime.run.trace import path_of
+from whale.runtime.ranks.trace import path_of
 from whale.started import ProcessPlace
 
 pytestmark = pytest.mark.core

@@ -13,8 +13,8 @@ from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
 from whale.runtime.function import Function, captures_steps
+from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
-from whale.runtime.run.trace import span
 from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
 from whale.runtime.variables.deferred import make_whole
 

@@ -14,8 +14,8 @@ from whale.errors import CheckpointError, CommError
 from whale.runtime.checkpoint import reading as checkpoint_reading
 from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
 from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
+from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
-from whale.runtime.run.trace import span
 
 _WRITE_TIMEOUT_S = 3600.0  # writing a large model may take its time; fault.stall_s says who is waited for
 _LOOK_EVERY_S = 0.02

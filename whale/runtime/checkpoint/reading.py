@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
 
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
+from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import (
     assign_pieces,
     lies_split,
@@ -21,9 +22,6 @@ from whale.runtime.variables.checkpoint_regions import (
     variable_of,
 )
 from whale.runtime.variables.deferred import deferred_of, restore_from
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
 
 _READ_TOGETHER_BYTES = 64 << 20
 _DAMAGES = (tf.errors.DataLossError, tf.errors.OutOfRangeError)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.checkpoint.save_util import serialize_graph_view
@@ -16,12 +16,10 @@ from tensorflow.python.training.saving.saveable_object_util import SaveableCompa
 
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.random_state import STATE_KEY, random_state
+from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import holders, lies_split, pieces, read_piece, variable_of
 from whale.runtime.variables.deferred import deferred_of
 from whale.runtime.variables.partial_initializers import Initial
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import tensorflow as tf
@@ -12,9 +12,7 @@ from whale.capture.sharded import ShardedTensor
 from whale.capture.signature import Arguments
 from whale.errors import ProgramError
 from whale.ir.values import UNMOVABLE
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
+from whale.runtime.run.context import Context
 
 ELEMENT_TIMEOUT_S = 3600.0  # until a rank has a batch: a pipeline may take its time to fill its buffers
 

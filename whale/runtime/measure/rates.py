@@ -60,7 +60,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
         return Rates(flops_per_s, bytes_per_s, 5e-6, exchange_s, exchanged, origin)
 
     if not between:
-        return [of(*pairs[0])] * max(context.size, context.dry.size if context.dry is not None else 1)
+        return [of(*pairs[0])] * context.planned_size
     if unequal([of(*pair) for pair in pairs], SUSPECT):
         # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
         rounds = [_together(context, f"again/{n}", measured, ROUND_S) for n in range(ROUNDS)]

@@ -37,7 +37,7 @@ def cluster(layout: str | Mapping[str, Any] = "all") -> Cluster:
       ClusterError: called before ``wh.init``, or the ranks cannot be cut so.
     """
     context = current("wh.cluster()")
-    size = context.size if context.dry is None else context.dry.size
+    size = context.planned_size
     kind, value = (layout, None) if isinstance(layout, str) else next(iter(layout.items()), ("", None))
     if kind == "all":
         return Cluster(((tuple(range(size)),),))

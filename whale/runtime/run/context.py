@@ -1,106 +1,21 @@
-"""The one context that ``wh.init`` makes and ``wh.shutdown`` clears: configuration, ranks, communicators."""
+"""The one context of a process: what a run of Whale knows, from ``wh.init`` to ``wh.shutdown``."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import pickle
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import numpy as np
-
-import whale_ops
-from whale.config import Config
-from whale.errors import ClusterError, ConfigError, WhaleError
+from whale.capture.scaling import LossScale
+from whale.errors import ClusterError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.order import PlanSettings
 from whale.planner.captured.ways import Choice
-from whale.runtime.run import device_exchange, horovod
-from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
-from whale.runtime.run.trace import Trace, open_trace, span
-from whale.runtime.run.watch import Watch
-from whale.runtime.variables import deferred
+from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.variables.owner import VariableOwner
-from whale.started import ProcessPlace, process_place
-from whale_ops.memory import share_tensors
-
-if TYPE_CHECKING:
-    from whale.capture.scaling import LossScale
-
-
-@dataclass
-class Context:
-    """What one run of Whale knows.
-
-    Attributes:
-      ranks: the ranks that this process runs: its own, or all of them with the in-process transport.
-      comms: the communicators of these ranks, in the same order; empty when there is one rank only.
-      comm_name: the name under which the op library finds them.
-      programs: number of programs compiled so far, equal on all ranks.
-      after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
-      elements: number of messages so far about what ranks read, equal on all ranks.
-      auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
-      saved: the plan that one of the programs runs under; None: all are planned.
-      meter: what measures the steps of this run; None: nobody asks.
-      before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
-      trace: where events of this process's ranks go; None when nobody asks for a trace.
-      dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
-      predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
-      offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
-      loss_scale: of float16 steps; None before the first one.
-      watch: what listens to `whale run` and reports long waits; None when no other process takes part.
-    """
-
-    config: Config
-    place: ProcessPlace
-    size: int
-    ranks: tuple[int, ...]
-    comms: Sequence[Any]
-    comm_name: str
-    variables: VariableOwner
-    watch: Watch | None = None
-    trace: Trace | None = None
-    programs: int = 0
-    elements: int = 0
-    scopes: list[str] = field(default_factory=list)
-    scope_count: int = 0
-    dividing_scope_seen: bool = False
-    predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
-    offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
-    loss_scale: LossScale | None = None
-    failed: bool = False
-    dry: DryRun | None = None
-    after_horovod: bool = False
-    auto: Choice | None = None
-    saved: SavedPlan | None = None
-    meter: Meter | None = None
-    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.ranks[0]
-
-    @property
-    def local_ranks(self) -> int:
-        """How many ranks share this host."""
-        return max(1, self.place.local_size if self.between_processes else self.size)
-
-    @property
-    def local_batch(self) -> bool:
-        """Whether every rank brings a batch of its own."""
-        spread = self.between_processes or self.dry is not None
-        return spread and self.config["batch.mode"] == "local"
-
-    @property
-    def between_processes(self) -> bool:
-        """Whether other processes take part."""
-        return self.size > len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -126,190 +41,119 @@ class Meter(Protocol):
         ...
 
 
-_current: Context | None = None
-_runs = 0
-_dry: DryRun | None = None
-_meter: Meter | None = None
+@dataclass
+class Context(Ranks):
+    """What one run of Whale knows.
+
+    Attributes:
+      variables: who holds which part of the run's variables.
+      programs: number of programs compiled so far, equal on all ranks.
+      elements: number of messages so far about what ranks read, equal on all ranks.
+      scopes: paths of the scopes that are entered, the innermost last; scope_count: how many were entered so far.
+      dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
+      predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
+      offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
+      loss_scale: of float16 steps; None before the first one.
+      failed: whether a step of this rank has failed; the others are told so at the end.
+      dry: what a run is for that only plans; None: it computes.
+      after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
+      auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
+      saved: the plan that one of the programs runs under; None: all are planned.
+      meter: what measures the steps of this run; None: nobody asks.
+      before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
+    """
+
+    variables: VariableOwner = field(default_factory=VariableOwner)
+    programs: int = 0
+    elements: int = 0
+    scopes: list[str] = field(default_factory=list)
+    scope_count: int = 0
+    dividing_scope_seen: bool = False
+    predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
+    offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    loss_scale: LossScale | None = None
+    failed: bool = False
+    dry: DryRun | None = None
+    after_horovod: bool = False
+    auto: Choice | None = None
+    saved: SavedPlan | None = None
+    meter: Meter | None = None
+    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def planned_size(self) -> int:
+        """How many ranks programs are planned for: those of the run, or of the one that a dry run stands for."""
+        return self.size if self.dry is None else self.dry.size
+
+    @property
+    def local_ranks(self) -> int:
+        """How many of the ranks that programs are planned for share this host."""
+        return max(1, self.place.local_size if self.between_processes else self.planned_size)
+
+    @property
+    def local_batch(self) -> bool:
+        """Whether every rank brings a batch of its own."""
+        spread = self.between_processes or self.dry is not None
+        return spread and self.config["batch.mode"] == "local"
+
+    @property
+    def may_divide_variables(self) -> bool:
+        """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
+        if self.dry is not None or (self.size == 1 and not self.config["offload.level"]):
+            return False
+        return bool(
+            self.config.zero_level
+            or self.config["offload.level"]
+            or self.config["auto_parallel"]
+            or self.scopes
+            or self.dividing_scope_seen
+        )
 
 
-@contextmanager
-def dry_run(size: int, seen: Callable[[Plan, Program, PlanSettings], None], saved: str = "") -> Iterator[None]:
-    """An ``init`` inside makes a dry run, which ends with the scope."""
-    global _dry
-    _dry = DryRun(size, seen, saved)
-    try:
-        yield
-    finally:
-        _dry = None
-        shutdown()
+@dataclass
+class Process:
+    """All that Whale keeps in a process beside what a run knows.
+
+    Attributes:
+      context: of the run that goes on.
+      runs: number of runs so far; their communicators are named by it.
+      dry, meter: what the next ``init`` makes of its run.
+    """
+
+    context: Context | None = None
+    runs: int = 0
+    dry: DryRun | None = None
+    meter: Meter | None = None
+
+
+process = Process()
+
+
+def running() -> Context | None:
+    """The context of the run that goes on, if any."""
+    return process.context
 
 
 @contextmanager
 def measured_run(meter: Meter) -> Iterator[None]:
     """An ``init`` inside begins a run whose steps are measured."""
-    global _meter
-    _meter = meter
+    process.meter = meter
     try:
         yield
     finally:
-        _meter = None
-
-
-def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "") -> None:
-    """Starts Whale in this process; every rank calls it once, before scopes and steps.
-
-    Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
-    process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
-    TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal.
-
-    Args:
-      config: a ``wh.Config`` or a mapping of dotted keys.
-      plan: file of the plan that the script's step runs under, as the key ``plan``.
-
-    Raises:
-      ConfigError: an unknown key or a wrong value.
-      PlanError: the saved plan cannot be read, or is for another number of ranks.
-      ClusterError: the ranks cannot be connected, or ``init`` was called before.
-    """
-    global _current, _runs
-    if _current is not None:
-        raise ClusterError(
-            "wh.init was called twice",
-            given="a second call in one process",
-            expected="one call, before scopes and steps",
-            action="call wh.shutdown() in between, or remove one",
-        )
-    config = config if isinstance(config, Config) else Config(config or {})
-    place = process_place()
-    _check_in_process(config, place)
-    _runs += 1
-    trace = None
-    if _dry is None:
-        ranks = tuple(range(config["cluster.ranks"])) if _in_process(config) else (place.rank,)
-        trace = open_trace(config, place, ranks, _runs)
-    try:
-        with span(trace, "wh.init", "init"):
-            _current = _start(config, place, f"whale{_runs}", trace)
-            _current.meter = _meter
-            if path := (_dry.saved if _dry is not None else "") or os.fspath(plan) or config["plan"]:
-                _current.saved = read_saved_plan(path, _dry.size if _dry is not None else _current.size)
-                _current.auto = _current.saved.choice
-            deferred.install(_current)
-    except BaseException as error:
-        if trace is not None:
-            trace.stop(f"wh.init failed: {type(error).__name__}")
-        raise
-    if trace is not None:
-        for comm in _current.comms:
-            comm.trace_start(trace.descriptor)
-    if _runs == 1:
-        atexit.register(_at_exit)
-
-
-def _in_process(config: Config) -> bool:
-    return bool(config["communication.transport"] == "in-process")
-
-
-def _check_in_process(config: Config, place: ProcessPlace) -> None:
-    if not _in_process(config) or _dry is not None:
-        return
-    if place.size > 1:
-        raise ConfigError(
-            "the in-process transport runs all ranks in one process, but a launcher started several",
-            given=f"{place.size} processes ({place.launcher})",
-            expected="one process",
-            action='start the script alone, or set communication.transport to "mpi"',
-        )
-    if config["batch.mode"] == "local":
-        raise ConfigError(
-            "the ranks of one process have no batches of their own",
-            given='communication.transport "in-process" with batch.mode "local"',
-            expected='batch.mode "global": the script runs once and passes one batch',
-            action="start the ranks with `whale run`, or leave batch.mode out",
-        )
-
-
-def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
-    """Connects the ranks."""
-    after_horovod = horovod.is_running()
-    ranks: tuple[int, ...]
-    comms: Sequence[whale_ops.Communicator]
-    watch: Watch | None = None
-    if _dry is not None:
-        size, ranks, comms = 1, (0,), ()
-    elif _in_process(config):
-        size = config["cluster.ranks"]
-        ranks = tuple(range(size))
-        comms = whale_ops.in_process(name, size, hosts=config["communication.emulate_hosts"]) if size > 1 else ()
-    elif place.size > 1:
-        watch = Watch(config, trace)
-        try:
-            comms = _connect(name, place, config)
-        except BaseException:
-            watch.stop()
-            raise
-        watch.look_after(comms[0])
-        size, ranks = comms[0].size, (comms[0].rank,)
-    else:
-        size, ranks, comms = 1, (0,), ()
-    if config["communication.backend"] == "horovod" and _dry is None:
-        horovod.start(config, size, ranks)
-    if _dry is None:
-        device_exchange.start(config, place, size, comms)
-    for comm in comms:
-        comm.set_algorithm(config["communication.algorithm"])
-        if config.link is not None:
-            comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
-    context = Context(
-        config, place, size, ranks, comms, name, VariableOwner(), watch, trace, dry=_dry, after_horovod=after_horovod
-    )
-    if context.between_processes:
-        _share_random_state(context)
-    return context
-
-
-def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
-    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
-        _share_tensors(config, place)
-    comm = whale_ops.mpi(
-        name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
-    )
-    if comm.size != place.size:
-        raise ClusterError(
-            "MPI and the launcher disagree about the number of ranks",
-            given=f"MPI says {comm.size}, {place.launcher} says {place.size}",
-            expected="the same number",
-            action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
-        )
-    return (comm,)
-
-
-def _share_tensors(config: Config, place: ProcessPlace) -> None:
-    """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
-    if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
-        return
-    if (obstacle := share_tensors()) and place.local_rank == 0:
-        sys.stderr.write(
-            f"whale: large tensors are not shared between the ranks of this machine ({obstacle}), so all-reduces of "
-            "them are slower; call wh.init() before making tensors, or set communication.shared_tensors to false\n"
-        )
+        process.meter = None
 
 
 def current(what: str = "this call") -> Context:
     """The context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
-    if _current is None:
+    if process.context is None:
         raise ClusterError(
             f"{what} needs Whale to be started",
             given="no context",
             expected="wh.init() before it",
             action="call wh.init() at the start of the script",
         )
-    return _current
-
-
-def is_current(context: Context) -> bool:
-    """Whether it is the context of a run that goes on."""
-    return context is _current
+    return process.context
 
 
 def rank() -> int:
@@ -325,94 +169,3 @@ def size() -> int:
 def local_rank() -> int:
     """Number of this process among those on its host."""
     return current("wh.local_rank()").place.local_rank
-
-
-def shutdown() -> None:
-    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat.
-
-    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. Where Horovod
-    came first, MPI is Horovod's to end, and both go on.
-    """
-    try:
-        while _current is not None and _current.before_shutdown:
-            _current.before_shutdown.pop()()
-    finally:
-        _end()
-
-
-def _end() -> None:
-    global _current
-    context, _current = _current, None
-    if context is None:
-        return
-    context.variables.clear()
-    if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
-        sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
-    if not context.after_horovod:
-        horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
-    if context.watch is not None:
-        context.watch.tell_counters(context.comms[0])
-    with span(context.trace, "wh.shutdown", "end"):
-        for comm in context.comms:
-            comm.close_device()
-            comm.leave()
-    if context.watch is not None:
-        context.watch.stop()
-    _end_trace(context, "end")
-
-
-def check_replicas() -> None:
-    """Compares the copies of all broadcast variables; collective.
-
-    Raises:
-      CommError: a copy differs from the first rank's, with variable, rank and largest difference.
-    """
-    context = current("wh.check_replicas()")
-    context.variables.check(context)
-
-
-def _at_exit() -> None:
-    """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
-    context = _current
-    if context is None:
-        return
-    error = getattr(sys, "last_value", None)
-    if error is None and not context.failed:
-        try:
-            shutdown()
-        except WhaleError as e:
-            sys.stderr.write(f"whale: {e}\n")
-            sys.stderr.flush()
-            os._exit(1)
-        return
-    failure = "failed" + (f": {type(error).__name__}: {error}" if error else "")
-    for comm in context.comms:
-        comm.abort(f"rank {context.rank} {failure}")
-    _end_trace(context, failure)
-    if context.watch is not None:
-        context.watch.tell_counters(context.comms[0])
-
-
-def _end_trace(context: Context, reason: str) -> None:
-    if context.trace is not None:
-        for comm in context.comms:
-            comm.trace_stop()
-        context.trace.stop(reason)
-
-
-def _share_random_state(context: Context) -> None:
-    """Rank 0's random states on every rank."""
-    import tensorflow as tf
-    from tensorflow.python.eager import context as tf_context
-
-    comm = context.comms[0]
-    timeout_s = context.config["check.timeout_s"]
-    mine = None
-    if context.rank == 0:
-        mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed()))
-    python_state, numpy_state, seed = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
-    if context.rank != 0:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if seed is not None and tf_context.global_seed() != seed:
-            tf.random.set_seed(seed)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from whale.capture.scaling import LossScale
 from whale.errors import ConfigError
 from whale.runtime.run.context import Context, current
-
-if TYPE_CHECKING:
-    from whale.capture.scaling import LossScale
 
 
 def loss_scale_of(context: Context) -> LossScale | None:

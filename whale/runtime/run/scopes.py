@@ -74,7 +74,7 @@ def _ranks(devices: Iterable[int]) -> str:
 
 def _checked(kind: str, devices: tuple[int, ...] | None, context: Context) -> int:
     """The number of ranks; raises PlanError for devices that are none of them."""
-    size = context.size if context.dry is None else context.dry.size
+    size = context.planned_size
     if devices is not None and (
         not devices or not set(devices) <= set(range(size)) or len(set(devices)) < len(devices)
     ):

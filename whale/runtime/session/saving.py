@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,11 +16,9 @@ from tensorflow.python.eager import context as tf_context
 from whale.errors import CheckpointError
 from whale.ir.layout import even_sizes, split
 from whale.ir.program import Program, prune
+from whale.runtime.run.context import Context
 from whale.runtime.session.variables import SessionVariables
 from whale.runtime.variables.checkpoint_regions import Piece, pieces_of
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
 
 # Name in the checkpoint, slice, and what reads the values.
 _Part = tuple[str, str, Callable[[], Any]]

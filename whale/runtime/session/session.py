@@ -22,9 +22,9 @@ from whale.passes.normalise.specialise import specialise
 from whale.passes.normalise.unpack import unpack
 from whale.runtime.compile.compile import Compiled, compile_alone, compile_program
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import current
-from whale.runtime.run.faults import raise_comm_error
-from whale.runtime.run.trace import span
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.names import own_resources, random_streams
 from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts

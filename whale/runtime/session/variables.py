@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -24,14 +23,11 @@ from whale.ir.values import TensorType, numpy_dtype
 from whale.passes.facts.stages import has_stages
 from whale.runtime.checkpoint.reading import read_region
 from whale.runtime.compile.compile import Compiled
+from whale.runtime.run.context import Context
 from whale.runtime.session.names import name_of, rank_prefix
-from whale.runtime.variables.deferred import may_lie_split
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
 from whale.runtime.variables.split_variable import cut
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
 
 _TURN_TIMEOUT_S = 3600.0
 _TOGETHER_BYTES = 64 << 20
@@ -210,7 +206,7 @@ class SessionVariables:
 
     def waiting_in(self, program: Program, graph: tf.Graph) -> Waiting:
         """The assignments of a captured run of ``graph`` that wait."""
-        return waiting_in(program, graph) if may_lie_split(self.context) else Waiting({})
+        return waiting_in(program, graph) if self.context.may_divide_variables else Waiting({})
 
     def known(self, program: Program) -> dict[str, Placement] | None:
         """Handle nodes of a captured program's variables that lie split -> how; None: its variables have to lie whole.

@@ -28,7 +28,8 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.order import PlanSettings
 from whale.planner.report.analysis import Measured, Predicted, Prediction
-from whale.runtime.run import context as runtime_context
+from whale.runtime.run.context import current, measured_run
+from whale.runtime.run.start import shutdown
 from whale.runtime.tools.dry_run import as_main
 from whale.runtime.tools.plan_prediction import Planned, predict_plan
 
@@ -58,12 +59,12 @@ class _Meter:
         self.kernels: defaultdict[str, float] = defaultdict(float)
 
     def planned(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
-        saved = runtime_context.current().saved
+        saved = current().saved
         if saved is not None and plan.fingerprint == saved.plan.fingerprint:
             self.seen = Planned(program, plan, settings)
 
     def steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-        saved = runtime_context.current().saved
+        saved = current().saved
         if saved is None or plan.fingerprint != saved.plan.fingerprint:
             return call
         return lambda *args: self._step(call, args)
@@ -134,7 +135,7 @@ def _try(call: Callable[[], Any]) -> Any:
 
 def _moving_s() -> float:
     """Seconds so far in which this rank's exchanges moved, after all had come."""
-    found = [c for comm in runtime_context.current().comms for c in comm.counters()]
+    found = [c for comm in current().comms for c in comm.counters()]
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 
 
@@ -165,7 +166,7 @@ def main() -> None:
     folder, steps, profile, script, *args = sys.argv[1:]
     meter = _Meter(int(steps))
     try:
-        with as_main(script, args), runtime_context.measured_run(meter):
+        with as_main(script, args), measured_run(meter):
             runpy.run_path(script, run_name="__main__")
     except _Done:
         pass
@@ -176,10 +177,10 @@ def main() -> None:
             expected=f"{WARM + meter.steps_wanted + 1} steps",
             action="let it train longer, or give --steps a smaller number",
         )
-    rank = runtime_context.rank()
-    if runtime_context.size() > 1 and len(runtime_context.current().ranks) > 1:
+    rank = current().rank
+    if current().size > 1 and len(current().ranks) > 1:
         raise PlanError("the ranks of one process cannot be measured apart", action="leave in-process transport out")
-    runtime_context.shutdown()
+    shutdown()
     if meter.seen is None:
         raise ProgramError("the step of the saved plan did not run", given=script)
     seen = meter.seen.plan.program

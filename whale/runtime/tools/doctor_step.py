@@ -15,29 +15,30 @@ import numpy as np
 import tensorflow as tf
 
 from whale.runtime.function import function as spread
-from whale.runtime.run import context
+from whale.runtime.run.context import current
+from whale.runtime.run.start import init, shutdown
 
 
 def main() -> None:
     """Rank 0 writes the largest relative difference and the bytes that the ranks exchanged."""
     alone = _train(tf.function)
-    context.init()
+    init()
     together = _train(spread)
     scale = max(float(np.max(np.abs(value))) for value in alone)
     difference = max(float(np.max(np.abs(one - other))) for one, other in zip(alone, together)) / scale
-    counters = [counter for comm in context.current().comms for counter in comm.counters()]
+    counters = [counter for comm in current().comms for counter in comm.counters()]
     results = {
-        "ranks": context.size(),
+        "ranks": current().size,
         "difference": difference,
         "moved_bytes": sum(counter.wire_bytes for counter in counters if counter.kind == "AllReduce"),
     }
-    if context.rank() == 0:
+    if current().rank == 0:
         text = json.dumps(results)
         if len(sys.argv) > 1:
             Path(sys.argv[1]).write_text(text)
         else:
             print(text)
-    context.shutdown()
+    shutdown()
 
 
 def _train(function: Callable[[Any], Any]) -> list[np.ndarray]:

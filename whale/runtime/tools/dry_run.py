@@ -27,8 +27,9 @@ from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
 from whale.runtime.compile.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
-from whale.runtime.run import context as runtime_context
+from whale.runtime.run.context import running
 from whale.runtime.run.loss_scale import loss_scale_of
+from whale.runtime.run.start import planning_run
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
 from whale.runtime.tools.what_if import compared, read_fixed
 
@@ -45,9 +46,9 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
       PlanError: the batch cannot be split as asked.
     """
     settings, scale = PlanSettings(size=ranks), None
-    if runtime_context._current is not None:
-        scale = loss_scale_of(runtime_context._current)
-        settings = replace(plan_context(runtime_context._current), size=ranks)
+    if (run := running()) is not None:
+        scale = loss_scale_of(run)
+        settings = replace(plan_context(run), size=ranks)
     marked = bool(settings.recompute)
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
@@ -237,7 +238,7 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
             planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
             raise _Planned
 
-    with as_main(script, args), runtime_context.dry_run(ranks, stop, saved), suppress(_Planned):
+    with as_main(script, args), planning_run(ranks, stop, saved), suppress(_Planned):
         runpy.run_path(script, run_name="__main__")
     if not planned:
         raise ProgramError(

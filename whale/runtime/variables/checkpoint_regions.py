@@ -6,14 +6,12 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from whale.ir.layout import Split
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
+from whale.runtime.ranks.ranks import Ranks
 
 _by_pieces: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restores_by_pieces", default=False)
 
@@ -73,13 +71,13 @@ def pieces_of(placement: Split, shape: Sequence[int]) -> list[Piece]:
     return found
 
 
-def holders(variable: Any, piece: Piece, context: Context) -> tuple[int, ...]:
+def holders(variable: Any, piece: Piece, context: Ranks) -> tuple[int, ...]:
     """The ranks that have a piece."""
     found: tuple[int, ...] = variable._whale_parts.holders(piece.place)
     return found
 
 
-def read_piece(variable: Any, piece: Piece, context: Context, rank: int) -> tf.Tensor:
+def read_piece(variable: Any, piece: Piece, context: Ranks, rank: int) -> tf.Tensor:
     """The piece's values now, whatever later steps do, from a rank of this process."""
     variable._whale_parts.settle()
     part = variable._whale_parts.of_rank(rank).read_value()
@@ -90,12 +88,12 @@ def read_piece(variable: Any, piece: Piece, context: Context, rank: int) -> tf.T
     return tf.slice(part, begin, piece.size)
 
 
-def own_pieces(variable: Any, context: Context) -> list[Piece]:
+def own_pieces(variable: Any, context: Ranks) -> list[Piece]:
     """The pieces that ranks of this process have."""
     return [p for p in pieces(variable) if any(rank in context.ranks for rank in holders(variable, p, context))]
 
 
-def assign_pieces(variable: Any, values: Sequence[tuple[Piece, tf.Tensor]], context: Context) -> None:
+def assign_pieces(variable: Any, values: Sequence[tuple[Piece, tf.Tensor]], context: Ranks) -> None:
     """Sets all of ``own_pieces``; a whole value that was assigned before is gone."""
     parts = variable._whale_parts
     parts.settle()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextvars
 import random
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +20,6 @@ from whale.runtime.variables.checkpoint_regions import restores_by_pieces
 from whale.runtime.variables.initializer_recording import record
 from whale.runtime.variables.partial_initializers import Initial, Reader, uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
 
 # While a step is captured its graph refers to handles, whatever lies behind them.
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
@@ -35,34 +33,19 @@ def deferred_of(variable: Any) -> Initial | None:
     return getattr(variable, "_whale_initial", None)
 
 
-def install(context: Context) -> None:
-    """Variables that this thread creates eagerly from now on, while the run goes on, are deferred where that may help.
+def install(wanted: Callable[[], bool]) -> None:
+    """Variables that this thread creates eagerly from now on are deferred, while that is ``wanted``.
 
     The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing.
     """
-    from whale.runtime.run.context import is_current
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
-        if not is_current(context) or not may_lie_split(context) or not tf.executing_eagerly():
+        if not wanted() or not tf.executing_eagerly():
             return next_creator(**kwargs)
         return _created(next_creator, kwargs)
 
     graph = tf.compat.v1.get_default_graph()
     graph._variable_creator_stack = [(0, creator), *graph._variable_creator_stack]  # asked last, after the user's own
-
-
-def may_lie_split(context: Context) -> bool:
-    """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
-    config = context.config
-    if context.dry is not None or (context.size == 1 and not config["offload.level"]):
-        return False
-    return bool(
-        config.zero_level
-        or config["offload.level"]
-        or config["auto_parallel"]
-        or context.scopes
-        or context.dividing_scope_seen
-    )
 
 
 def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:

@@ -6,26 +6,23 @@ import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
+from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
 from whale.ir.layout import B, Placement, Split, split
-from whale.runtime.run.faults import raise_comm_error
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.deferred import deferred_of, forget, make_whole
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
 from whale.runtime.variables.stage_variables import Home, Use, refresh, refresh_for
-
-if TYPE_CHECKING:
-    from whale.capture.captured import CapturedVariable
-    from whale.runtime.run.context import Context
-
 
 _TURN_TIMEOUT_S = 3600.0
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
@@ -76,7 +73,7 @@ class VariableOwner:
     def adopt(
         self,
         captured: Sequence[CapturedVariable],
-        context: Context,
+        context: Ranks,
         placed: Mapping[str, Placement],
         uses: Mapping[str, Use],
         on_host: Collection[str] = (),
@@ -136,7 +133,7 @@ class VariableOwner:
         self,
         new: Sequence[CapturedVariable],
         initials: Sequence[Initial | None],
-        context: Context,
+        context: Ranks,
         placed: Mapping[str, Placement],
         uses: Mapping[str, Use],
         on_host: Collection[str],
@@ -149,7 +146,7 @@ class VariableOwner:
                 _broadcast_values([c], context)
                 self._divide(c, placement, None, context, uses.get(c.node), c.node in on_host)
 
-    def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Context) -> None:
+    def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Ranks) -> None:
         """The value of a variable that holds none, on ``ranks`` only."""
         forget(c.variable)
         held = context.rank in ranks
@@ -195,7 +192,7 @@ class VariableOwner:
         c: CapturedVariable,
         placement: Split,
         initial: Initial | None,
-        context: Context,
+        context: Ranks,
         use: Use | None,
         on_host: bool,
     ) -> None:
@@ -236,7 +233,7 @@ class VariableOwner:
         return sum(p.bytes for p in parts if p is not None and p.device is not None)
 
     def uses(
-        self, captured: Sequence[CapturedVariable], uses: Mapping[str, Use], context: Context
+        self, captured: Sequence[CapturedVariable], uses: Mapping[str, Use], context: Ranks
     ) -> list[tuple[int, Use]]:
         """What a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a home."""
         found = []
@@ -248,7 +245,7 @@ class VariableOwner:
                 self._homes[key] = Home(entry.name, entry.variable, entry.copies, context)
         return found
 
-    def before(self, uses: Sequence[tuple[int, Use]], context: Context) -> None:
+    def before(self, uses: Sequence[tuple[int, Use]], context: Ranks) -> None:
         """Before a step: present values where it reads them. Collective where a stage reads what another one holds."""
         if self._homes:
             refresh_for(self._homes, uses, context)
@@ -265,7 +262,7 @@ class VariableOwner:
         for parts in self._split:
             parts.settle()
 
-    def holders(self, variable: tf.Variable, context: Context) -> tuple[int, ...]:
+    def holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
         """The ranks that have the present value of a variable that programs of this run use."""
         return tuple(sorted(self._holders(self._entries[id(variable._handle)], context)))
 
@@ -273,7 +270,7 @@ class VariableOwner:
         """What this rank holds of it; not collective."""
         return self._entries[id(variable._handle)].read()
 
-    def bring_home(self, variables: Sequence[tf.Variable], context: Context) -> None:
+    def bring_home(self, variables: Sequence[tf.Variable], context: Ranks) -> None:
         """Present values of those that stages have on every rank, until the next step. Collective."""
         homes = dict.fromkeys(self._homes.get(id(v._handle)) for v in variables)
         refresh([home for home in homes if home is not None], context)
@@ -310,7 +307,7 @@ class VariableOwner:
             for e in entries
         ]
 
-    def check(self, context: Context) -> None:
+    def check(self, context: Ranks) -> None:
         """Raises CommError when a rank's copy of a variable differs from the first rank's."""
         self.follow()
         for entry in (e for e in self._entries.values() if e.parts is None):
@@ -321,12 +318,12 @@ class VariableOwner:
         if context.between_processes:
             self._check_between_processes(context)
 
-    def _holders(self, entry: _Entry, context: Context) -> frozenset[int]:
+    def _holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
         """The ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
-    def _check_between_processes(self, context: Context) -> None:
+    def _check_between_processes(self, context: Ranks) -> None:
         comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
         entries = [e for e in self._entries.values() if e.parts is None]
         holders = [self._holders(e, context) for e in entries]
@@ -374,7 +371,7 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
     )
 
 
-def _agreed_initials(new: Sequence[CapturedVariable], context: Context) -> list[Initial | None]:
+def _agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Initial | None]:
     """The first rank's initial values of variables that hold none there; None for those that it has made.
 
     Raises:
@@ -402,7 +399,7 @@ def _agreed_initials(new: Sequence[CapturedVariable], context: Context) -> list[
     return list(firsts)
 
 
-def _broadcast_values(captured: Sequence[CapturedVariable], context: Context) -> None:
+def _broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
     """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
     ops = whale_ops.ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)

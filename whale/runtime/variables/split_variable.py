@@ -10,21 +10,19 @@ cuts into parts again.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 import whale_ops
+from whale.capture.captured import CapturedVariable
 from whale.errors import CommError
 from whale.ir.layout import Split
+from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.checkpoint_regions import restores_by_pieces
 from whale.runtime.variables.partial_initializers import Initial, own_memory
-
-if TYPE_CHECKING:
-    from whale.capture.captured import CapturedVariable
-    from whale.runtime.run.context import Context
 
 # Methods that need the whole value in the variable itself.
 NEED_WHOLE = (
@@ -46,7 +44,7 @@ class Parts:
         self,
         captured: CapturedVariable,
         placement: Split,
-        context: Context,
+        context: Ranks,
         initial: Initial | None = None,
         group: tuple[int, ...] = (),
         device: str | None = None,
@@ -191,11 +189,9 @@ def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
     return tf.gather(joined, np.argsort(order), axis=placement.dim)
 
 
-def _gathered(part: tf.Tensor | None, parts: Parts, context: Context) -> tf.Tensor:
-    from whale.runtime.run.context import is_current
-
+def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor:
     name, placement = parts.name, parts.placement
-    if not is_current(context):
+    if context.ended:
         raise CommError(
             "a variable that lies split over the ranks cannot be read any more",
             variable=name,

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
 from whale.errors import CommError
-from whale.runtime.run.faults import raise_comm_error
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Home:
         name: str,
         variable: Any,
         copies: Sequence[Any],
-        context: Context,
+        context: Ranks,
         ranks: frozenset[int] | None = None,
         held: bool = True,
     ):
@@ -93,7 +91,7 @@ class Home:
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
 
 
-def refresh(homes: Sequence[Home], context: Context) -> None:
+def refresh(homes: Sequence[Home], context: Ranks) -> None:
     """Present values on every rank. Collective."""
     homes = [home for home in homes if home.ranks is not None]
     if not context.between_processes:
@@ -129,7 +127,7 @@ def refresh(homes: Sequence[Home], context: Context) -> None:
         raise
 
 
-def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, Use]], context: Context) -> None:
+def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, Use]], context: Ranks) -> None:
     """Before a step: present values of what it uses on ranks that lack them."""
     stale = []
     for key, use in uses:
@@ -146,12 +144,10 @@ def _read_by_script(home: Home) -> None:
     Raises:
       CommError: the ranks do not all read it, or the run is over.
     """
-    from whale.runtime.run.context import is_current
-
     if home.ranks is None:
         return
     context = home.context
-    if not is_current(context):
+    if context.ended:
         raise CommError(
             "a variable that another stage holds cannot be read any more",
             variable=home.name,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from whale.errors import CommError
-
-if TYPE_CHECKING:
-    from whale.runtime.run.context import Context
+from whale.runtime.ranks.ranks import Ranks
 
 
-def raise_comm_error(error: tf.errors.OpError, context: Context) -> None:
+def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
     """Raises CommError when a communication op failed (a rank is gone, or ranks do not match); else returns.
 
     A failure in any other op of this rank is told to the other ranks first, which would wait for it otherwise.

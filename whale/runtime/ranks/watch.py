@@ -22,7 +22,7 @@ import threading
 from typing import Any
 
 from whale.config import Config
-from whale.runtime.run.trace import Trace
+from whale.runtime.ranks.trace import Trace
 from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
 

@@ -1,0 +1,47 @@
+"""What a run knows of its ranks: how many there are, which of them are here, and what they talk through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whale.config import Config
+from whale.runtime.ranks.trace import Trace
+from whale.runtime.ranks.watch import Watch
+from whale.started import ProcessPlace
+
+
+@dataclass
+class Ranks:
+    """The ranks of one run, seen from this process.
+
+    Attributes:
+      size: number of ranks.
+      ranks: those that this process runs: its own, or all of them with the in-process transport.
+      comms: the communicators of these ranks, in the same order; empty when there is one rank only.
+      comm_name: the name under which the op library finds them.
+      watch: what listens to `whale run` and reports long waits; None when no other process takes part.
+      trace: where events of this process's ranks go; None when nobody asks for a trace.
+      ended: whether the run is over; what its variables hold then is all that can be had of them.
+    """
+
+    config: Config
+    place: ProcessPlace
+    size: int
+    ranks: tuple[int, ...]
+    comms: Sequence[Any]
+    comm_name: str
+    watch: Watch | None = None
+    trace: Trace | None = None
+    ended: bool = field(default=False, kw_only=True)
+
+    @property
+    def rank(self) -> int:
+        """The first rank of this process."""
+        return self.ranks[0]
+
+    @property
+    def between_processes(self) -> bool:
+        """Whether other processes take part."""
+        return self.size > len(self.ranks)

@@ -1,0 +1,270 @@
+"""``wh.init`` and ``wh.shutdown``: ranks are connected and made equal, and end in order or with a reason."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+import whale_ops
+from whale.config import Config
+from whale.errors import ClusterError, ConfigError, WhaleError
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.passes.order import PlanSettings
+from whale.runtime.ranks import device_exchange, horovod
+from whale.runtime.ranks.trace import Trace, open_trace, span
+from whale.runtime.ranks.watch import Watch
+from whale.runtime.run.context import Context, DryRun, current, process
+from whale.runtime.run.saved_plan import read_saved_plan
+from whale.runtime.variables import deferred
+from whale.started import ProcessPlace, process_place
+from whale_ops.memory import share_tensors
+
+
+@contextmanager
+def planning_run(size: int, seen: Callable[[Plan, Program, PlanSettings], None], saved: str = "") -> Iterator[None]:
+    """An ``init`` inside makes a dry run, which ends with the scope."""
+    process.dry = DryRun(size, seen, saved)
+    try:
+        yield
+    finally:
+        process.dry = None
+        shutdown()
+
+
+def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "") -> None:
+    """Starts Whale in this process; every rank calls it once, before scopes and steps.
+
+    Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
+    process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
+    TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal.
+
+    Args:
+      config: a ``wh.Config`` or a mapping of dotted keys.
+      plan: file of the plan that the script's step runs under, as the key ``plan``.
+
+    Raises:
+      ConfigError: an unknown key or a wrong value.
+      PlanError: the saved plan cannot be read, or is for another number of ranks.
+      ClusterError: the ranks cannot be connected, or ``init`` was called before.
+    """
+    if process.context is not None:
+        raise ClusterError(
+            "wh.init was called twice",
+            given="a second call in one process",
+            expected="one call, before scopes and steps",
+            action="call wh.shutdown() in between, or remove one",
+        )
+    config = config if isinstance(config, Config) else Config(config or {})
+    place = process_place()
+    _check_in_process(config, place)
+    process.runs += 1
+    trace = None
+    if process.dry is None:
+        ranks = tuple(range(config["cluster.ranks"])) if _in_process(config) else (place.rank,)
+        trace = open_trace(config, place, ranks, process.runs)
+    try:
+        with span(trace, "wh.init", "init"):
+            context = process.context = _start(config, place, f"whale{process.runs}", trace)
+            if path := (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]:
+                context.saved = read_saved_plan(path, context.planned_size)
+                context.auto = context.saved.choice
+            deferred.install(lambda: not context.ended and context.may_divide_variables)
+    except BaseException as error:
+        if trace is not None:
+            trace.stop(f"wh.init failed: {type(error).__name__}")
+        raise
+    if trace is not None:
+        for comm in context.comms:
+            comm.trace_start(trace.descriptor)
+    if process.runs == 1:
+        atexit.register(_at_exit)
+
+
+def _in_process(config: Config) -> bool:
+    return bool(config["communication.transport"] == "in-process")
+
+
+def _check_in_process(config: Config, place: ProcessPlace) -> None:
+    if not _in_process(config) or process.dry is not None:
+        return
+    if place.size > 1:
+        raise ConfigError(
+            "the in-process transport runs all ranks in one process, but a launcher started several",
+            given=f"{place.size} processes ({place.launcher})",
+            expected="one process",
+            action='start the script alone, or set communication.transport to "mpi"',
+        )
+    if config["batch.mode"] == "local":
+        raise ConfigError(
+            "the ranks of one process have no batches of their own",
+            given='communication.transport "in-process" with batch.mode "local"',
+            expected='batch.mode "global": the script runs once and passes one batch',
+            action="start the ranks with `whale run`, or leave batch.mode out",
+        )
+
+
+def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
+    """Connects the ranks."""
+    after_horovod = horovod.is_running()
+    ranks: tuple[int, ...]
+    comms: Sequence[whale_ops.Communicator]
+    watch: Watch | None = None
+    if process.dry is not None:
+        size, ranks, comms = 1, (0,), ()
+    elif _in_process(config):
+        size = config["cluster.ranks"]
+        ranks = tuple(range(size))
+        comms = whale_ops.in_process(name, size, hosts=config["communication.emulate_hosts"]) if size > 1 else ()
+    elif place.size > 1:
+        watch = Watch(config, trace)
+        try:
+            comms = _connect(name, place, config)
+        except BaseException:
+            watch.stop()
+            raise
+        watch.look_after(comms[0])
+        size, ranks = comms[0].size, (comms[0].rank,)
+    else:
+        size, ranks, comms = 1, (0,), ()
+    if config["communication.backend"] == "horovod" and process.dry is None:
+        horovod.start(config, size, ranks)
+    if process.dry is None:
+        device_exchange.start(config, place, size, comms)
+    for comm in comms:
+        comm.set_algorithm(config["communication.algorithm"])
+        if config.link is not None:
+            comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
+    context = Context(
+        config, place, size, ranks, comms, name, watch, trace,
+        dry=process.dry, meter=process.meter, after_horovod=after_horovod,
+    )  # fmt: skip
+    if context.between_processes:
+        _share_random_state(context)
+    return context
+
+
+def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
+    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+        _share_tensors(config, place)
+    comm = whale_ops.mpi(
+        name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
+    )
+    if comm.size != place.size:
+        raise ClusterError(
+            "MPI and the launcher disagree about the number of ranks",
+            given=f"MPI says {comm.size}, {place.launcher} says {place.size}",
+            expected="the same number",
+            action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
+        )
+    return (comm,)
+
+
+def _share_tensors(config: Config, place: ProcessPlace) -> None:
+    """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
+    if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
+        return
+    if (obstacle := share_tensors()) and place.local_rank == 0:
+        sys.stderr.write(
+            f"whale: large tensors are not shared between the ranks of this machine ({obstacle}), so all-reduces of "
+            "them are slower; call wh.init() before making tensors, or set communication.shared_tensors to false\n"
+        )
+
+
+def shutdown() -> None:
+    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat.
+
+    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. Where Horovod
+    came first, MPI is Horovod's to end, and both go on.
+    """
+    try:
+        while process.context is not None and process.context.before_shutdown:
+            process.context.before_shutdown.pop()()
+    finally:
+        _end()
+
+
+def _end() -> None:
+    context, process.context = process.context, None
+    if context is None:
+        return
+    context.ended = True
+    context.variables.clear()
+    if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
+        sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
+    if not context.after_horovod:
+        horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
+    if context.watch is not None:
+        context.watch.tell_counters(context.comms[0])
+    with span(context.trace, "wh.shutdown", "end"):
+        for comm in context.comms:
+            comm.close_device()
+            comm.leave()
+    if context.watch is not None:
+        context.watch.stop()
+    _end_trace(context, "end")
+
+
+def check_replicas() -> None:
+    """Compares the copies of all broadcast variables; collective.
+
+    Raises:
+      CommError: a copy differs from the first rank's, with variable, rank and largest difference.
+    """
+    context = current("wh.check_replicas()")
+    context.variables.check(context)
+
+
+def _at_exit() -> None:
+    """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
+    context = process.context
+    if context is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None and not context.failed:
+        try:
+            shutdown()
+        except WhaleError as e:
+            sys.stderr.write(f"whale: {e}\n")
+            sys.stderr.flush()
+            os._exit(1)
+        return
+    failure = "failed" + (f": {type(error).__name__}: {error}" if error else "")
+    for comm in context.comms:
+        comm.abort(f"rank {context.rank} {failure}")
+    _end_trace(context, failure)
+    if context.watch is not None:
+        context.watch.tell_counters(context.comms[0])
+
+
+def _end_trace(context: Context, reason: str) -> None:
+    if context.trace is not None:
+        for comm in context.comms:
+            comm.trace_stop()
+        context.trace.stop(reason)
+
+
+def _share_random_state(context: Context) -> None:
+    """Rank 0's random states on every rank."""
+    import tensorflow as tf
+    from tensorflow.python.eager import context as tf_context
+
+    comm = context.comms[0]
+    timeout_s = context.config["check.timeout_s"]
+    mine = None
+    if context.rank == 0:
+        mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed()))
+    python_state, numpy_state, seed = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
+    if context.rank != 0:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if seed is not None and tf_context.global_seed() != seed:
+            tf.random.set_seed(seed)
