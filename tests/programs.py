@@ -16,8 +16,9 @@ from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
 from whale.passes.exchange.fuse_all_reduces import group
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.judge.check import check
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.partial_sums import place_reductions
-from whale.passes.layout.propagate import GraphLayout, propagate
+from whale.passes.layout.propagate import propagate
 
 
 class Builder:

@@ -18,9 +18,10 @@ from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.rank_groups import RowGroups
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.per_rank import Semantics
-from whale.passes.layout.propagate import GraphLayout, _Propagation
 from whale.passes.layout.propagate import Strategy as Choice
+from whale.passes.layout.propagate import _Propagation
 
 Draw = Callable[[Any], Any]
 _SIZES = (1, 2, 3, 4, 4, 6, 6)

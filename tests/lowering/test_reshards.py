@@ -17,7 +17,7 @@ from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref, topological
 from whale.ir.values import DType, TensorType
 from whale.lowering.emit import Emitter, emit_reshard
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 
 def _program(

@@ -23,11 +23,12 @@ from whale.passes.facts.cost import matmul_flops
 from whale.passes.facts.scopes import split_scope
 from whale.passes.judge.check import check
 from whale.passes.judge.hidden_updates import refuse_hidden_updates
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.local_statistics import half_own, own_statistics
 from whale.passes.layout.partial_sums import place_reductions
 from whale.passes.layout.per_rank import Semantics
-from whale.passes.layout.propagate import GraphLayout, propagate
+from whale.passes.layout.propagate import propagate
 from whale.passes.layout.split import divide
 from whale.passes.memory.gather_at_use import separate_uses
 from whale.passes.memory.hoist import hoist_reads

@@ -15,7 +15,7 @@ from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.exchange.fuse_all_reduces import group
 from whale.passes.exchange.reshards import explicit_reshards
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 ROWS = split(0, (4, 4))
 RELAXED = settings(

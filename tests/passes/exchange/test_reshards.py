@@ -7,7 +7,7 @@ from whale.ir.layout import P_MAX, P_SUM, B, Placement, Strategy, moved_bytes, s
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.passes.exchange.reshards import explicit_reshards
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 ROWS, COLUMNS = split(0, (4, 4)), split(1, (2, 2))
 

@@ -16,8 +16,8 @@ from whale.ir.layout import P_SUM, B, Broadcast, Partial, Split, Strategy, even_
 from whale.ir.program import Program, Ref
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.facts.cost import compute_cost, move_cost
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.partial_sums import place_reductions
-from whale.passes.layout.propagate import GraphLayout
 
 ROWS = 8
 

@@ -8,7 +8,8 @@ from tests.programs import Builder, body, mlp, planned
 from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
-from whale.passes.layout.propagate import GraphLayout, propagate
+from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.propagate import propagate
 
 ROWS = split(0, (5, 3))
 RESOURCE, VARIANT = TensorType("resource", ()), TensorType("variant", ())

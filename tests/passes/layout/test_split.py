@@ -21,7 +21,8 @@ from whale.ir.values import DType, TensorType
 from whale.passes.facts.scopes import split_scope
 from whale.passes.judge.check import check
 from whale.passes.layout import eliminate, integer_program
-from whale.passes.layout.choose import Edge, choose, total_cost
+from whale.passes.layout.choose import choose, total_cost
+from whale.passes.layout.options import Edge
 from whale.passes.normalise.annotate import annotate
 from whale.passes.order import PlanSettings, expand, make_plan
 from whale.rules.base import Window

@@ -13,7 +13,7 @@ from dataclasses import replace
 from whale.ir.layout import Broadcast, Partial, PerRank, Placement
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 
 def group(

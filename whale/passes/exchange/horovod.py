@@ -15,7 +15,7 @@ from whale.ir.layout import P_SUM, Broadcast, Partial, Placement
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.exchange.fuse_all_reduces import moves
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 # Element types of Horovod's all-reduce kernels for TensorFlow.
 _DTYPES = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})

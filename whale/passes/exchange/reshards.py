@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from whale.ir.layout import P_SUM, B, Broadcast, Partial, PerRank, Placement, Split, label, moved_bytes
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 
 def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:

@@ -14,7 +14,7 @@ from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType, numpy_dtype
 from whale.passes.exchange.horovod import waited_for
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 
 # Op types that change variables, by how their names begin.
 _UPDATES = ("Assign", "Apply", "ResourceApply", "ResourceScatter", "Scatter", "ResourceSparseApply", "SparseApply")

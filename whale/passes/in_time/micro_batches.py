@@ -27,11 +27,12 @@ from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.judge.check import check
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.local_statistics import half_own, own_statistics
 from whale.passes.layout.partial_sums import place_reductions
 from whale.passes.layout.per_rank import Semantics
-from whale.passes.layout.propagate import GraphLayout, propagate
+from whale.passes.layout.propagate import propagate
 from whale.rules.graph import BRANCHES, LOOPS, called_functions
 from whale.rules.structure.communication import communicates
 

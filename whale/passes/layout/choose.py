@@ -10,28 +10,13 @@ by an integer program (``whale.passes.layout.integer_program``) where a graph is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """One tensor.
-
-    Attributes:
-      forms: how it lies, per option of the producer; one form when the producer is fixed.
-      producer: number of the node; None when it is fixed.
-      readers: (number of the node or None when fixed, form wanted per option).
-      price: cost of a change of form; infinite when it cannot be made.
-    """
-
-    forms: tuple[Placement, ...]
-    producer: int | None
-    readers: tuple[tuple[int | None, tuple[Placement, ...]], ...]
-    price: Callable[[Placement, Placement], float]
+from whale.passes.layout import eliminate, integer_program
+from whale.passes.layout.options import Edge
 
 
 def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]:
@@ -43,8 +28,6 @@ def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]
     Raises:
       PlanError: no assignment is possible, or the solver found none in its time.
     """
-    from whale.passes.layout import eliminate, integer_program
-
     needed = [simple for edge in edges if (simple := _simplified(edge)) is not None]
     chosen = eliminate.solve(costs, needed)
     if chosen is None:

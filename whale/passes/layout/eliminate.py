@@ -10,14 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from whale.ir.layout import B
-
-if TYPE_CHECKING:
-    from whale.passes.layout.choose import Edge
+from whale.passes.layout.options import Edge
 
 _LARGEST_TABLE = 10_000_000  # entries, of eight bytes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from whale.ir.layout import B, Broadcast, Split
 from whale.ir.program import Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
 from whale.rules.graph import view
 

@@ -15,15 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-
-if TYPE_CHECKING:
-    from whale.passes.layout.choose import Edge
+from whale.passes.layout.options import Edge
 
 _TIME_LIMIT_S = 120.0
 _GAP = 1e-4  # what is proved of the optimum, relative to it

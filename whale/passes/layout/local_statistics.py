@@ -19,15 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from whale.ir.layout import Partial, PerRank, Split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING, UNMOVABLE
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules.graph import BRANCHES, LOOPS
-
-if TYPE_CHECKING:
-    from whale.passes.layout.propagate import GraphLayout
 
 _PASSED_ON = frozenset({"Identity", "StopGradient", "Cast", "PreventGradient"})
 _SPREADS = frozenset({"Tile", "BroadcastTo"})

@@ -19,7 +19,7 @@ from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, St
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules.graph import BRANCHES, LOOPS, recreatable
 
 _SOURCE, _SINK = "source", "sink"

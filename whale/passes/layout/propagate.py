@@ -10,7 +10,7 @@ by ``whale.passes.layout.partial_sums``.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from whale.errors import PlanError
@@ -32,6 +32,7 @@ from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.facts.cost import change_cost, compute_cost, matmul_flops, move_cost
 from whale.passes.facts.rank_groups import RowGroups
 from whale.passes.layout.control_flow_placements import at_next_turn, behind_branches
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.per_rank import AS_ONE_DEVICE, OwnRows, Semantics
 from whale.passes.layout.unmovable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
@@ -42,29 +43,6 @@ from whale.rules.registry import LineRule
 _INFINITE = float("inf")
 _NOTHING: Mapping[str, Strategy] = MappingProxyType({})
 _MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
-
-
-@dataclass
-class GraphLayout:
-    """Result for one graph (the program or a function body).
-
-    Attributes:
-      strategies: per node.
-      produced: how each tensor leaves its node.
-      preferred: tensors that are sliced for nothing right after (batch inputs; results of ops that had to be
-        replicated): consumers see this placement first.
-      outputs: placements in which the graph's outputs are wanted.
-      unruled: nodes without a rule.
-    """
-
-    strategies: dict[str, Strategy] = field(default_factory=dict)
-    produced: dict[Ref, Placement] = field(default_factory=dict)
-    preferred: dict[Ref, Placement] = field(default_factory=dict)
-    outputs: tuple[Placement, ...] = ()
-    unruled: list[str] = field(default_factory=list)
-
-    def place(self, ref: Ref) -> Placement:
-        return self.preferred.get(ref) or self.produced[ref]
 
 
 def propagate(

@@ -24,8 +24,9 @@ from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import LOOKUPS, change_cost, compute_cost, fraction, matmul_flops
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, sequence_of, split_scope
-from whale.passes.layout.choose import Edge, choose
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.choose import choose
+from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.options import Edge
 from whale.passes.layout.sequence import along_sequence, check_sequences, surcharge
 from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, takes, view

@@ -24,7 +24,7 @@ from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, e
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import LOOKUPS, matmul_flops
-from whale.passes.layout.propagate import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
 from whale.rules.graph import BRANCHES, LOOPS, takes, view
 

@@ -1,0 +1,31 @@
+"""How everything in one graph lies: what propagation finds, and the passes behind it go on with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from whale.ir.layout import Placement, Strategy
+from whale.ir.program import Ref
+
+
+@dataclass
+class GraphLayout:
+    """Result for one graph (the program or a function body).
+
+    Attributes:
+      strategies: per node.
+      produced: how each tensor leaves its node.
+      preferred: tensors that are sliced for nothing right after (batch inputs; results of ops that had to be
+        replicated): consumers see this placement first.
+      outputs: placements in which the graph's outputs are wanted.
+      unruled: nodes without a rule.
+    """
+
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    produced: dict[Ref, Placement] = field(default_factory=dict)
+    preferred: dict[Ref, Placement] = field(default_factory=dict)
+    outputs: tuple[Placement, ...] = ()
+    unruled: list[str] = field(default_factory=list)
+
+    def place(self, ref: Ref) -> Placement:
+        return self.preferred.get(ref) or self.produced[ref]

@@ -1,0 +1,25 @@
+"""What the choice behind a split scope is given of a tensor; ``whale.passes.layout.choose`` says what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whale.ir.layout import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One tensor.
+
+    Attributes:
+      forms: how it lies, per option of the producer; one form when the producer is fixed.
+      producer: number of the node; None when it is fixed.
+      readers: (number of the node or None when fixed, form wanted per option).
+      price: cost of a change of form; infinite when it cannot be made.
+    """
+
+    forms: tuple[Placement, ...]
+    producer: int | None
+    readers: tuple[tuple[int | None, tuple[Placement, ...]], ...]
+    price: Callable[[Placement, Placement], float]
