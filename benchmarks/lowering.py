@@ -31,7 +31,8 @@ from whale.capture.function import capture_function
 from whale.ir.collector import no_garbage_collection
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.order import PlanSettings, expand, make_plan, normalise
+from whale.passes.order import expand, make_plan, normalise
+from whale.passes.settings import PlanSettings
 from whale_ops import ops
 
 _MOST_S, _MOST_APART = 3.0, 0.1
@@ -92,19 +93,19 @@ def first_rank(step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], sizes: Sequenc
 
 def lower_once(program: Program, size: int) -> dict[str, float]:
     """Seconds of each phase for rank 0 of ``size``."""
-    context, seconds = PlanSettings(size), {}
+    settings, seconds = PlanSettings(size), {}
     start_s = last_s = time.perf_counter()
 
     def lap(name: str) -> None:
         nonlocal last_s
         seconds[name], last_s = time.perf_counter() - last_s, time.perf_counter()
 
-    normalised = normalise(program, context)
+    normalised = normalise(program, settings)
     lap("normalise")
-    plan = make_plan(normalised, context)
+    plan = make_plan(normalised, settings)
     lap("plan")
     with no_garbage_collection():
-        lowered = localise(expand(normalised, plan.expanded, context), plan, 0, "benchmark", "benchmark")
+        lowered = localise(expand(normalised, plan.expanded, settings), plan, 0, "benchmark", "benchmark")
         lap("localise")
         to_function_def(lowered, "benchmark")
         lap("encode")

@@ -16,7 +16,8 @@ from whale.capture.function import capture_function
 from whale.errors import PlanError
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.order import PlanSettings, make_plan, normalise
+from whale.passes.order import make_plan, normalise
+from whale.passes.settings import PlanSettings
 
 TURNS, ROWS, WIDTH = 7, 3, 5
 MACHINE = measured_machine(TABLE, 1)

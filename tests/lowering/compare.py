@@ -11,7 +11,7 @@ from tests.interpreter import Outcome, run
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import lower_mesh
 
 LIMIT = 1e-12
@@ -91,15 +91,15 @@ def assert_communication_is_planned(program: Program, plan: Plan, spread: Outcom
 
 
 def assert_equal_mesh(
-    program: Program, plan: Plan, context: PlanSettings, feeds: Mapping[str, np.ndarray] | None = None
+    program: Program, plan: Plan, settings: PlanSettings, feeds: Mapping[str, np.ndarray] | None = None
 ) -> Outcome:
     """``assert_equal_runs`` for a plan of two mesh axes: all ranks of all groups."""
     assert plan.inner is not None and plan_from_json(plan.to_json()) == plan
     group = plan.inner.size
     inputs, variables = feeds_of(program)
     inputs.update(feeds or {})
-    ranks = lower_mesh(program, plan, context, range(context.size), "comm", program.name)
-    held = [{n: own_part(plan, n, v, rank % group) for n, v in variables.items()} for rank in range(context.size)]
+    ranks = lower_mesh(program, plan, settings, range(settings.size), "comm", program.name)
+    held = [{n: own_part(plan, n, v, rank % group) for n, v in variables.items()} for rank in range(settings.size)]
     whole, spread = run([program], inputs, variables), run(ranks, inputs, held)
     for rank in spread.ranks:
         for ref, expected, found in zip(program.outputs, whole.outputs[0], spread.outputs[rank.number]):

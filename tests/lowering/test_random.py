@@ -17,7 +17,8 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings, expand, make_plan
+from whale.passes.order import expand, make_plan
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import plan_program
 
 RELAXED = settings(
@@ -47,20 +48,20 @@ def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObje
     """Any nodes under a split scope, the inputs' rows divided in any way, variables split between steps or not."""
     placed = data.draw(placements(program, parts))
     batch = tuple(BatchInput(n, p, "test") for n, p in placed.items())
-    context = PlanSettings(parts, batch=batch, split_variables=data.draw(st.booleans()))
+    settings = PlanSettings(parts).but(batch__inputs=batch, split__at_rest=data.draw(st.booleans()))
     scoped = _partly_split(program, seed)
-    plan = _planned(lambda: make_plan(scoped, context))
-    assert_equal_runs(expand(scoped, plan.expanded, context), plan)
+    plan = _planned(lambda: make_plan(scoped, settings))
+    assert_equal_runs(expand(scoped, plan.expanded, settings), plan)
 
 
 @settings(RELAXED, max_examples=40)
 @given(programs(), st.sampled_from([(4, 2), (6, 2), (6, 3)]), st.integers(0, 10**6))
 def test_groups_of_ranks_that_split(program: Program, mesh: tuple[int, int], seed: int) -> None:
-    context = PlanSettings(mesh[0], split_ranks=mesh[1])
+    settings = PlanSettings(mesh[0]).but(split__ranks=mesh[1])
     scoped = _partly_split(program, seed)
-    plan = _planned(lambda: plan_program(scoped, context))
+    plan = _planned(lambda: plan_program(scoped, settings))
     assume(plan.inner is not None)
-    assert_equal_mesh(scoped, plan, context)
+    assert_equal_mesh(scoped, plan, settings)
 
 
 def _partly_split(program: Program, seed: int) -> Program:

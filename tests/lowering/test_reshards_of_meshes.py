@@ -14,7 +14,8 @@ from whale.ir.layout import Placement, Strategy, parse_placement, split
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.layout.propagate import propagate
-from whale.passes.order import PlanSettings, complete_plan
+from whale.passes.order import complete_plan
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import SECOND_AXIS, _placed
 
 SHAPE = (6, 6)

@@ -23,7 +23,8 @@ from whale.errors import PlanError
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings, expand, make_plan
+from whale.passes.order import expand, make_plan
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import plan_program
 
 KINDS = ("cheapest", "any", "split", "groups")
@@ -52,20 +53,20 @@ def check_step(seed: int) -> str:
     try:
         if kind == "split":
             batch = tuple(BatchInput(n, p, "test") for n, p in _rows(program, parts, draw).items())
-            context = PlanSettings(parts, batch=batch, split_variables=draw.random() < 0.8)
-            plan = make_plan(program, context)
-            assert_equal_runs(expand(program, plan.expanded, context), plan)
+            settings = PlanSettings(parts).but(batch__inputs=batch, split__at_rest=draw.random() < 0.8)
+            plan = make_plan(program, settings)
+            assert_equal_runs(expand(program, plan.expanded, settings), plan)
             return f"{kind}, variables {'split' if plan.variables else 'whole'}"
         mesh = draw.choice([(4, 2), (6, 2), (6, 3), (8, 4)])
-        context = PlanSettings(mesh[0], split_ranks=mesh[1])
-        plan = plan_program(program, context)
+        settings = PlanSettings(mesh[0]).but(split__ranks=mesh[1])
+        plan = plan_program(program, settings)
     except PlanError as error:
         if str(error).startswith("nothing under a split scope"):
             return "refused: nothing to split"
         raise
     if plan.inner is None:
         return "no scope was drawn"
-    assert_equal_mesh(program, plan, context)
+    assert_equal_mesh(program, plan, settings)
     return kind
 
 

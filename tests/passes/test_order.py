@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,14 @@ from whale.ir.program import Program
 from whale.ir.text import format_program, parse_program
 from whale.ir.values import TensorType
 from whale.passes.judge.check import check
-from whale.passes.order import NORMALISE, PlanSettings, make_plan, normalise
+from whale.passes.order import NORMALISE, make_plan, normalise
+from whale.passes.settings import BatchSettings, PlanSettings
 
-TWO = PlanSettings(2, ("cpu:0", "cpu:1"), shares=(5, 3))
+TWO = PlanSettings(2, ("cpu:0", "cpu:1"), BatchSettings(shares=(5, 3)))
 
 
-def _normal(context: PlanSettings = TWO) -> Program:
-    return normalise(mlp(), context)
+def _normal(settings: PlanSettings = TWO) -> Program:
+    return normalise(mlp(), settings)
 
 
 def test_the_plan_of_a_training_step_reads_well(golden: Callable[[str, str], None]) -> None:
@@ -43,9 +43,10 @@ def test_a_plan_with_ungrouped_sums_and_ops_without_rules_reads_well(golden: Cal
     gradient = b.matmul(x, noisy, a=True, name="gradient")
     update = b.update("ResourceApplyGradientDescent", w, b.const(0.1), gradient, name="update")
     top = b.reduce("Max", b.op("Tanh", product), 0, name="top")
-    context = PlanSettings(3, ("gpu:0", "gpu:1", "cpu:0"), shares=(6, 5, 1), group_bytes=1024)
-    program = normalise(b.build([b.reduce("Mean", noisy, 0, 1, name="mean"), top], [update]), context)
-    golden("plan_mixed", format_plan(make_plan(program, context)))
+    devices = ("gpu:0", "gpu:1", "cpu:0")
+    settings = PlanSettings(3, devices).but(batch__shares=(6, 5, 1), exchange__group_bytes=1024)
+    program = normalise(b.build([b.reduce("Mean", noisy, 0, 1, name="mean"), top], [update]), settings)
+    golden("plan_mixed", format_plan(make_plan(program, settings)))
 
 
 def test_the_text_of_the_program_reads_well(golden: Callable[[str, str], None]) -> None:
@@ -61,9 +62,9 @@ def test_planning_repeats_itself() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_plans_are_legal_and_right(parts: int) -> None:
-    context = PlanSettings(parts)
-    program = _normal(context)
-    plan = make_plan(program, context)
+    settings = PlanSettings(parts)
+    program = _normal(settings)
+    plan = make_plan(program, settings)
     assert plan.fingerprint == fingerprint(program) and plan.size == parts
     assert plan.devices == tuple(f"rank {i}" for i in range(parts))
     check(program, plan_from_json(plan.to_json()))
@@ -75,16 +76,16 @@ def test_plans_are_legal_and_right(parts: int) -> None:
 
 
 def test_the_users_choices_are_kept() -> None:
-    plan = make_plan(_normal(), replace(TWO, shares=(2, 6), marked_inputs=("x", "y")))
+    plan = make_plan(_normal(), TWO.but(batch__shares=(2, 6), batch__marked=("x", "y")))
     assert [(b.name, b.placement, b.origin) for b in plan.batch_inputs] == [
         ("x", split(0, (2, 6)), "user (batch.inputs)"), ("y", split(0, (2, 6)), "user (batch.inputs)"),
     ]  # fmt: skip
-    assert make_plan(_normal(), replace(TWO, group_bytes=0)).groups == {}
+    assert make_plan(_normal(), TWO.but(exchange__group_bytes=0)).groups == {}
 
 
 def test_shares_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanError, match=r"cannot be split as `replica.shares` asks"):
-        make_plan(_normal(), replace(TWO, shares=(5, 5, 5)))
+        make_plan(_normal(), TWO.but(batch__shares=(5, 5, 5)))
 
 
 def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
@@ -97,9 +98,9 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
 
 
 def test_each_pass_is_dumped_as_text(tmp_path: Path) -> None:
-    context = replace(TWO, dump=str(tmp_path))
-    program = normalise(mlp(), context)
-    make_plan(program, context)
+    settings = TWO.but(dump=str(tmp_path))
+    program = normalise(mlp(), settings)
+    make_plan(program, settings)
     files = sorted(p.name for p in (tmp_path / "mlp").iterdir())
     names = ["captured", *(step.__name__ for step in NORMALISE)]
     assert files[: len(names)] == [f"{i:02d}-{name}.txt" for i, name in enumerate(names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cost_model.ops import executions
@@ -43,119 +43,66 @@ from whale.passes.normalise.mixed_precision import mixed_precision
 from whale.passes.normalise.reads import merge_reads
 from whale.passes.normalise.specialise import specialise
 from whale.passes.normalise.unpack import unpack
+from whale.passes.settings import PlanSettings
 from whale.rules import rule_of
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What planning needs beside the program: ranks, their names, and the user's choices (see whale.config).
-
-    ``own_statistics`` and ``own_streams`` give up the equality with one device: batch statistics are of each rank's
-    rows, random rows are drawn by each rank.
-    ``local`` are the inputs of which a rank is given its own rows only, with the rows of every rank.
-    ``variables`` are the placements that the run's variables have already, by handle node; ``split_variables``: new
-    ones may lie split between steps, with ``state_only`` those only that optimizers keep. ``split_scopes``: tensors are
-    divided under ``wh.split``; else rows, as elsewhere.
-    ``split_ranks``: ranks that divide tensors together (see whale.runtime.compile.mesh); 0: all.
-    ``wire_dtype``: what gradients are rounded to before they are sent.
-    ``batch`` are the batch inputs where they are known already.
-    ``zero_level`` above 0: the state of optimizers lies split, variables of at least ``zero_min_bytes``; from 3 on
-    weights as well, of which ``zero_ahead`` are gathered while another is used.
-    ``mixed_precision``: the type of 16 bits that products are computed in; "": that of the program.
-    ``recompute``: which activations are held, the others being computed again (see whale.passes.memory.recompute); "":
-    all.
-    ``offload``: which variables lie in the host's memory beside an accelerator (see whale.passes.memory.offload); "":
-    none.
-    ``limit_bytes``: memory that each rank has for a step; 0: it is not said.
-    ``micro_batches``: into how many parts each rank cuts its rows; ``micro_statistics``: batch statistics are of each.
-    """
-
-    size: int
-    devices: tuple[str, ...] = ()
-    shares: tuple[int, ...] = ()
-    marked_inputs: tuple[str, ...] = ()
-    local: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    variables: Mapping[str, Placement] = field(default_factory=dict)
-    split_variables: bool = True
-    state_only: bool = False
-    split_scopes: bool = True
-    split_ranks: int = 0
-    batch: tuple[BatchInput, ...] | None = None
-    group_bytes: int = 4 << 20
-    own_statistics: bool = False
-    own_streams: bool = False
-    backend: str = "whale"
-    wire_dtype: str = ""
-    zero_level: int = 0
-    zero_min_bytes: int = 0
-    zero_ahead: int = 1
-    mixed_precision: str = ""
-    recompute: str = ""
-    micro_batches: int = 1
-    micro_statistics: bool = False
-    schedule: str = "1f1b"
-    offload: str = ""
-    limit_bytes: int = 0
-    dump: str = ""
-
 
 NORMALISE: tuple[Callable[[Program], Program], ...] = (inline, fold, specialise, unpack, annotate)
 
 
-def normalise(program: Program, context: PlanSettings) -> Program:
+def normalise(program: Program, settings: PlanSettings) -> Program:
     """Functions inlined, shape chains folded, dead nodes dropped, task graphs completed.
 
     Raises:
       ProgramError: the program averages its gradients through Horovod itself.
     """
     with no_garbage_collection():
-        _dump(context, "captured", program)
+        _dump(settings, "captured", program)
         refuse_horovod(program)
         for step in NORMALISE:
-            if step is annotate and context.mixed_precision == "float16":
+            if step is annotate and settings.precision.matmul_dtype == "float16":
                 program = skip_overflow(program)
-                _dump(context, "skip_overflow", program)
+                _dump(settings, "skip_overflow", program)
             program = step(program)
-            _dump(context, step.__name__, program)
-        if context.recompute:
-            program = recompute(program, context.recompute)
-            _dump(context, "recompute", program)
-        if context.zero_level:
+            _dump(settings, step.__name__, program)
+        if settings.memory.recompute:
+            program = recompute(program, settings.memory.recompute)
+            _dump(settings, "recompute", program)
+        if settings.zero.level:
             program = merge_reads(program)
-            _dump(context, "merge_reads", program)
-        if context.zero_level >= 3 or context.offload == "v0":
-            program = hoist_reads(program, context.zero_min_bytes)
-            _dump(context, "hoist_reads", program)
-            program = separate_uses(program, context.zero_min_bytes, context.zero_ahead)
-            _dump(context, "separate_uses", program)
-        if context.mixed_precision:
-            program = mixed_precision(program, context.mixed_precision)
-            _dump(context, "mixed_precision", program)
+            _dump(settings, "merge_reads", program)
+        if settings.zero.level >= 3 or settings.memory.offload == "v0":
+            program = hoist_reads(program, settings.zero.min_bytes)
+            _dump(settings, "hoist_reads", program)
+            program = separate_uses(program, settings.zero.min_bytes, settings.zero.ahead)
+            _dump(settings, "separate_uses", program)
+        if settings.precision.matmul_dtype:
+            program = mixed_precision(program, settings.precision.matmul_dtype)
+            _dump(settings, "mixed_precision", program)
     return program
 
 
-def make_plan(program: Program, context: PlanSettings) -> Plan:
+def make_plan(program: Program, settings: PlanSettings) -> Plan:
     """The plan of a normalised program (see ``expand`` for the program that the plan speaks of).
 
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
     with no_garbage_collection():
-        batch = _batch(program, context) if context.batch is None else context.batch
-        composites = _of_divided_batches(program, batch, context)
-        expanded, composites, layouts, variables = _lay_out(program, batch, composites, context)
+        batch = _batch(program, settings) if settings.batch.inputs is None else settings.batch.inputs
+        composites = _of_divided_batches(program, batch, settings)
+        expanded, composites, layouts, variables = _lay_out(program, batch, composites, settings)
         layouts = {
-            g: place_reductions(expanded if g == "" else expanded.functions[g], layout, context.size)
+            g: place_reductions(expanded if g == "" else expanded.functions[g], layout, settings.size)
             for g, layout in layouts.items()
         }
         layouts = {
-            g: make_in_place(expanded if g == "" else expanded.functions[g], layout, context.size)
+            g: make_in_place(expanded if g == "" else expanded.functions[g], layout, settings.size)
             for g, layout in layouts.items()
         }
-        return _finished(program, expanded, layouts, batch, variables, composites, context, None)
+        return _finished(program, expanded, layouts, batch, variables, composites, settings, None)
 
 
-def complete_plan(program: Program, context: PlanSettings, model: Plan) -> Plan:
+def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan:
     """The plan of a program that is ``model``'s but for what belongs to the coordinate of another mesh axis.
 
     Nodes that both programs have lie as in ``model``; the rest follows by propagation.
@@ -165,16 +112,16 @@ def complete_plan(program: Program, context: PlanSettings, model: Plan) -> Plan:
     """
     with no_garbage_collection():
         composites = frozenset(model.expanded)
-        expanded = expand(program, composites, context)
+        expanded = expand(program, composites, settings)
         given = model.strategies[""]
         fixed = {n.name: given[n.name] for n in expanded.nodes if n.name in given}
         fixed = {name: fixed[name] for name in fixed if len(fixed[name].inputs) == len(expanded.by_name[name].inputs)}
-        layouts = _layouts(expanded, model.batch_inputs, context, fixed)
+        layouts = _layouts(expanded, model.batch_inputs, settings, fixed)
         # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
         # way of the other axis, for what the model has behind it.
         together = {r.key: r.group for r in model.reshards}
         plan = _finished(
-            expanded, expanded, layouts, model.batch_inputs, model.variables, composites, context, together
+            expanded, expanded, layouts, model.batch_inputs, model.variables, composites, settings, together
         )
         return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
 
@@ -186,7 +133,7 @@ def _finished(
     batch: tuple[BatchInput, ...],
     variables: Mapping[str, Placement],
     composites: Collection[str],
-    context: PlanSettings,
+    settings: PlanSettings,
     together: Mapping[str, int] | None,
 ) -> Plan:
     """The checked plan with these layouts, its changes of layout made explicit.
@@ -194,29 +141,31 @@ def _finished(
     Args:
       together: key of a reshard -> number of the group that it travels with; None: to be found.
     """
-    reshards = explicit_reshards(expanded, layouts, context.size)
-    if context.backend == "horovod":
+    reshards = explicit_reshards(expanded, layouts, settings.size)
+    if settings.exchange.backend == "horovod":
         reshards = give_to_horovod(expanded, layouts[""], reshards)
-    elif context.backend in DEVICE_BACKENDS:
+    elif settings.exchange.backend in DEVICE_BACKENDS:
         reshards = give_to_device(expanded, reshards)
-    if context.wire_dtype:
-        reshards = narrow(expanded, layouts[""], reshards, context.wire_dtype, context.size)
+    if settings.exchange.wire_dtype:
+        reshards = narrow(expanded, layouts[""], reshards, settings.exchange.wire_dtype, settings.size)
     if together is None:
         # What has the rows of a batch travels for each micro-batch, counts before the first one, gradients after the
         # last one: not together.
         apart = (
-            {b.placement.extent for b in batch if isinstance(b.placement, Split)} if context.micro_batches > 1 else ()
+            {b.placement.extent for b in batch if isinstance(b.placement, Split)}
+            if settings.time.micro_batches > 1
+            else ()
         )
-        reshards = group(expanded, layouts, reshards, context.group_bytes, apart)
+        reshards = group(expanded, layouts, reshards, settings.exchange.group_bytes, apart)
     else:
         reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in reshards)
     divided, total = _flops(expanded, layouts)
     plan = Plan(
         program=program.name,
         fingerprint=fingerprint(program),
-        size=context.size,
-        devices=context.devices or tuple(f"rank {i}" for i in range(context.size)),
-        task_graphs=task_graphs(expanded, tuple(range(context.size))),
+        size=settings.size,
+        devices=settings.devices or tuple(f"rank {i}" for i in range(settings.size)),
+        task_graphs=task_graphs(expanded, tuple(range(settings.size))),
         batch_inputs=batch,
         strategies={g: layout.strategies for g, layout in layouts.items()},
         returned={g: layout.outputs for g, layout in layouts.items()},
@@ -224,92 +173,92 @@ def _finished(
         variables=variables,
         expanded=tuple(n.name for n in program.nodes if n.name in composites),
         unruled=_unruled(expanded, layouts, reshards),
-        exceptions=_exceptions(expanded, layouts[""]) if context.size > 1 else (),
+        exceptions=_exceptions(expanded, layouts[""]) if settings.size > 1 else (),
         split_flops=divided,
         total_flops=total,
-        micro_batches=context.micro_batches if batch else 1,
+        micro_batches=settings.time.micro_batches if batch else 1,
     )
     check(expanded, plan)
     refuse_hidden_updates(expanded, plan)
-    _dump(context, "plan", expanded, plan)
+    _dump(settings, "plan", expanded, plan)
     return plan
 
 
-def _batch(program: Program, context: PlanSettings) -> tuple[BatchInput, ...]:
+def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
     """The batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
 
     A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
     """
     try:
-        return batch_inputs(program, context.size, context.shares, context.marked_inputs, context.local)
+        return batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
     except PlanError:
-        if context.local:
+        if settings.batch.local:
             raise
-        anyway = {b.name: b.placement for b in batch_inputs(program, context.size)}
-        layouts = propagate(program, context.size, anyway)
+        anyway = {b.name: b.placement for b in batch_inputs(program, settings.size)}
+        layouts = propagate(program, settings.size, anyway)
         if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
             raise
         return ()
 
 
-def expand(program: Program, composites: Collection[str], context: PlanSettings) -> Program:
+def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
     """``program`` with the named composite ops replaced by simple ones; the rest stays fused."""
     if not composites:
         return program
     result = decompose(program, lambda node: node.name in composites)
-    _dump(context, "decompose", result)
+    _dump(settings, "decompose", result)
     return result
 
 
 def _lay_out(
-    program: Program, batch: Sequence, composites: frozenset[str], context: PlanSettings
+    program: Program, batch: Sequence, composites: frozenset[str], settings: PlanSettings
 ) -> tuple[Program, frozenset[str], dict[str, GraphLayout], Mapping[str, Placement]]:
     """The expanded program, its composite nodes that were expanded, the layouts, and the variables that lie split."""
-    if context.size == 1 or not context.split_scopes:
-        expanded = expand(program, composites, context)
-        return expanded, composites, _layouts(expanded, batch, context, {}), {}
+    if settings.size == 1 or not settings.split.scopes:
+        expanded = expand(program, composites, settings)
+        return expanded, composites, _layouts(expanded, batch, settings, {}), {}
     losses = frozenset(n.name for n in program.nodes if split_scope(n.scope) and has_split_form(program, n))
     while True:
-        expanded = expand(program, composites | losses, context)
-        layouts = _layouts(expanded, batch, context, {})
-        at_rest = context.split_variables and not context.state_only
-        division = divide(expanded, layouts[""], context.size, context.variables, at_rest)
+        expanded = expand(program, composites | losses, settings)
+        layouts = _layouts(expanded, batch, settings, {})
+        at_rest = settings.split.at_rest and not settings.split.state_only
+        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest)
         whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
         if not whole:
             break
         losses -= whole
     strategies, variables = dict(division.strategies), dict(division.variables)
     outside: dict[str, Placement] = {}  # variables that lie split for the optimizer's sake
-    if context.zero_level:
+    if settings.zero.level:
         inside = {
             v.node for v in expanded.variables
             if any(n.name in strategies for n, _ in expanded.consumers.get(Ref(v.node), ()))
         }  # fmt: skip
-        state = _state(expanded, context, inside)
+        state = _state(expanded, settings, inside)
         strategies.update((name, Strategy((), (p,), "zero.level: state lies split")) for name, p in state.items())
         variables.update(state)
         outside = {name: p for name, p in variables.items() if name not in inside}
     if outside:
-        alike = place_reductions(expanded, layouts[""], context.size)
-        strategies.update(update_strategies(expanded, alike, outside, context.size))
+        alike = place_reductions(expanded, layouts[""], settings.size)
+        strategies.update(update_strategies(expanded, alike, outside, settings.size))
     if strategies:
-        layouts = _layouts(expanded, batch, context, strategies, outside)
+        layouts = _layouts(expanded, batch, settings, strategies, outside)
     return expanded, composites | losses, layouts, variables
 
 
-def _state(program: Program, context: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
+def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
     """The optimizers' state that comes to lie split, outside of split scopes.
 
     Raises:
       PlanError: the run cannot hold variables that lie split.
     """
     state = state_at_rest(
-        program, context.size, context.zero_min_bytes, inside, context.variables, context.zero_level >= 3
+        program, settings.size, settings.zero.min_bytes, inside, settings.split.known, settings.zero.level >= 3
     )
-    if state and not context.split_variables:
+    if state and not settings.split.at_rest:
         raise PlanError(
             "variables cannot lie split in a session with stages, or whose plan auto_parallel chooses",
-            given=f"zero.level={context.zero_level}",
+            given=f"zero.level={settings.zero.level}",
             expected="zero.level=0, a session without these, or a step that is a wh.function",
             action="leave zero.level out, or write the step as a wh.function",
         )
@@ -324,11 +273,11 @@ def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strateg
     return isinstance(cut, Split) and axes is not None and cut.dim in axes
 
 
-def _of_divided_batches(program: Program, batch: Sequence, context: PlanSettings) -> frozenset[str]:
+def _of_divided_batches(program: Program, batch: Sequence, settings: PlanSettings) -> frozenset[str]:
     """The batch normalisations of divided batches that need the statistics of the whole batch."""
-    if context.size == 1 or context.own_statistics or not any(is_composite(n) for n in program.nodes):
+    if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()
-    layout = _layouts(program, batch, context, {})[""]
+    layout = _layouts(program, batch, settings, {})[""]
     divided = {
         n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
     }
@@ -352,17 +301,17 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 def _layouts(
     program: Program,
     batch: Sequence,
-    context: PlanSettings,
+    settings: PlanSettings,
     fixed: Mapping[str, Strategy],
     gathered: Collection[str] = frozenset(),
 ) -> dict[str, GraphLayout]:
-    divided = {b.name: b.placement for b in batch} if context.size > 1 else {}
+    divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
     whole: set[Ref] = set()
     while True:
-        statistics = own_statistics(program, whole) if context.own_statistics and divided else None
-        semantics = Semantics(statistics, context.own_streams)
-        layouts = propagate(program, context.size, divided, semantics, local, fixed, gathered)
+        statistics = own_statistics(program, whole) if settings.batch.local_statistics and divided else None
+        semantics = Semantics(statistics, settings.batch.local_streams)
+        layouts = propagate(program, settings.size, divided, semantics, local, fixed, gathered)
         mixed = half_own(program, layouts[""], statistics) if statistics is not None else set()
         if not mixed:
             return layouts
@@ -421,13 +370,13 @@ def _unruled(program: Program, layouts: dict[str, GraphLayout], reshards: Sequen
     return result
 
 
-def _dump(context: PlanSettings, name: str, program: Program, plan: Plan | None = None) -> None:
-    if not context.dump:
+def _dump(settings: PlanSettings, name: str, program: Program, plan: Plan | None = None) -> None:
+    if not settings.dump:
         return
     from whale.ir.plan_text import format_plan
     from whale.ir.text import format_program
 
-    folder = Path(context.dump) / "".join(c if c.isalnum() or c in "._-" else "_" for c in program.name or "program")
+    folder = Path(settings.dump) / "".join(c if c.isalnum() or c in "._-" else "_" for c in program.name or "program")
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("*.txt")))
     text = format_program(replace(program)) if plan is None else format_plan(plan)

@@ -16,7 +16,8 @@ from whale.ir.values import Func
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.normalise.annotate import annotate, task_graphs
 from whale.passes.normalise.specialise import specialise
-from whale.passes.order import PlanSettings, make_plan, normalise
+from whale.passes.order import make_plan, normalise
+from whale.passes.settings import PlanSettings
 
 
 def _inputs(**shapes: tuple[int | None, ...]) -> Program:
@@ -57,17 +58,17 @@ def test_shares_tell_the_batch_from_other_inputs() -> None:
     assert {b.origin for b in found} == {"rule: dimension 0 has the rows of replica.shares"}
 
 
-@pytest.mark.parametrize("settings", [{"shares": (5, 3, 0)}, {"marked_inputs": ("x",)}])
-def test_a_run_that_divides_nothing_has_no_batch(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"batch__shares": (5, 3, 0)}, {"batch__marked": ("x",)}])
+def test_a_run_that_divides_nothing_has_no_batch(changes: dict[str, Any]) -> None:
     """A value to load into a variable is whole, whatever its size; what is computed from its rows is not."""
-    context = PlanSettings(2, **settings)
+    settings = PlanSettings(2).but(**changes)
     b = Builder()
     value, handle = b.input("value", (6, 4)), b.variable("w", (6, 4))
     load = b.update("AssignVariableOp", handle, value)
-    assert make_plan(normalise(b.build([], [load]), context), context).batch_inputs == ()
+    assert make_plan(normalise(b.build([], [load]), settings), settings).batch_inputs == ()
     product = b.matmul(value, b.const(np.ones((4, 2))))
     with pytest.raises(PlanError, match=r"given: shares|given: x"):
-        make_plan(normalise(b.build([product], [load]), context), context)
+        make_plan(normalise(b.build([product], [load]), settings), settings)
 
 
 def test_no_input_with_rows() -> None:

@@ -10,14 +10,15 @@ from whale.ir.plan import plan_from_json
 from whale.ir.plan_explain import explained_of_plan, find_ops, op_table
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
-from whale.passes.order import PlanSettings, expand, make_plan, normalise
+from whale.passes.order import expand, make_plan, normalise
+from whale.passes.settings import PlanSettings
 
 
 def test_a_product_is_explained_by_the_batch_and_by_what_else_would_cost() -> None:
-    program, context = _program()
-    plan = make_plan(program, context)
+    program, settings = _program()
+    plan = make_plan(program, settings)
     product = next(n for n in program.nodes if n.op == "MatMul")
-    text = "\n".join(explained(expand(program, plan.expanded, context), plan, product.name))
+    text = "\n".join(explained(expand(program, plan.expanded, settings), plan, product.name))
     batch = plan.batch_inputs[0]
     assert f"layout   {batch.placement} B -> {batch.placement}" in text
     assert f"{batch.name} is the batch, {batch.placement}" in text
@@ -27,8 +28,8 @@ def test_a_product_is_explained_by_the_batch_and_by_what_else_would_cost() -> No
 
 
 def test_a_saved_plan_is_explained_and_listed() -> None:
-    program, context = _program()
-    plan = plan_from_json(make_plan(program, context).to_json())
+    program, settings = _program()
+    plan = plan_from_json(make_plan(program, settings).to_json())
     moved = next(r for r in plan.reshards if r.bytes)
     assert any(f"{moved.source} -> {moved.target}" in line for line in explained_of_plan(plan, moved.ref.node))
     assert len(op_table(plan)) == 1 + len(plan.strategies[""])
@@ -37,5 +38,5 @@ def test_a_saved_plan_is_explained_and_listed() -> None:
 
 
 def _program() -> tuple[Program, PlanSettings]:
-    context = PlanSettings(2)
-    return normalise(mlp(), context), context
+    settings = PlanSettings(2)
+    return normalise(mlp(), settings), settings

@@ -24,7 +24,8 @@ from whale.passes.layout import eliminate, integer_program
 from whale.passes.layout.choose import choose, total_cost
 from whale.passes.layout.options import Edge
 from whale.passes.normalise.annotate import annotate
-from whale.passes.order import PlanSettings, expand, make_plan
+from whale.passes.order import expand, make_plan
+from whale.passes.settings import PlanSettings
 from whale.rules.base import Window
 
 
@@ -34,16 +35,16 @@ def scoped(program: Program, scope: str = "split_0") -> Program:
     return replace(program, nodes=nodes)
 
 
-def planned(program: Program, ranks: int, **settings: object) -> Plan:
+def planned(program: Program, ranks: int, **changes: object) -> Plan:
     """The plan, after a run on simulated ranks equalled the global one and moved what the plan says."""
-    context = PlanSettings(ranks, **settings)
-    plan = make_plan(program, context)
+    settings = PlanSettings(ranks).but(**changes)
+    plan = make_plan(program, settings)
     feeds = {}
     for name in program.inputs:
         t = program.by_name[name].outputs[0]
         if t.dtype == "int32":
             feeds[name] = np.random.default_rng(1).integers(0, 6, t.shape).astype(np.int32)
-    assert_equal_runs(expand(program, plan.expanded, context), plan, feeds=feeds)
+    assert_equal_runs(expand(program, plan.expanded, settings), plan, feeds=feeds)
     return plan
 
 
@@ -159,14 +160,14 @@ def test_a_named_dimension_is_kept() -> None:
 
 def test_variables_keep_the_layout_that_an_earlier_program_gave_them() -> None:
     known = {"w1": split(0, (6, 6)), "b1": B, "w2": split(1, (4, 2)), "b2": B}
-    plan = planned(scoped(mlp(8, 12, 24, 6)), 2, variables=known)
+    plan = planned(scoped(mlp(8, 12, 24, 6)), 2, split__known=known)
     assert plan.variables == {"w1": split(0, (6, 6)), "w2": split(1, (4, 2))}
-    outside = planned(mlp(8, 12, 24, 6), 2, variables=known)
+    outside = planned(mlp(8, 12, 24, 6), 2, split__known=known)
     assert outside.variables == plan.variables
 
 
 def test_where_variables_cannot_lie_split_only_the_computation_is() -> None:
-    plan = planned(scoped(mlp(8, 12, 24, 6)), 2, split_variables=False)
+    plan = planned(scoped(mlp(8, 12, 24, 6)), 2, split__at_rest=False)
     assert plan.variables == {} and plan.split_flops_fraction == 1.0
 
 
@@ -243,7 +244,7 @@ def test_planted_faults_are_found() -> None:
 def test_a_planted_fault_in_a_lookup_changes_the_result(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = classifier(16, 32, 60, "split_0", words=4000)
     rows = {"table": split(0, (2100, 1900))}
-    assert planned(program, 2, variables=rows).strategies[""]["lookup"].outputs == (P_SUM,)
+    assert planned(program, 2, split__known=rows).strategies[""]["lookup"].outputs == (P_SUM,)
     right = Window.__init__
 
     def planted(self: Window, indices: int, offset: int, size: int, masked: int | None = None, **rest: int) -> None:
@@ -251,7 +252,7 @@ def test_a_planted_fault_in_a_lookup_changes_the_result(fault: str, monkeypatch:
 
     monkeypatch.setattr(Window, "__init__", planted)
     with pytest.raises(AssertionError):
-        planned(program, 2, variables=rows)
+        planned(program, 2, split__known=rows)
 
 
 FORMS = (B, P_SUM, split(0, (2, 2)), split(1, (2, 2)))

@@ -15,20 +15,20 @@ from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import plan_program
 
 
-def run_mesh(program: Program, groups: int, per_group: int, **settings: object) -> tuple[Plan, Outcome]:
+def run_mesh(program: Program, groups: int, per_group: int, **changes: object) -> tuple[Plan, Outcome]:
     """The plan and the run, which equals the global one on every rank."""
-    context = PlanSettings(groups * per_group, split_ranks=per_group, **settings)
-    plan = plan_program(program, context)
+    settings = PlanSettings(groups * per_group).but(split__ranks=per_group, **changes)
+    plan = plan_program(program, settings)
     feeds = {}
     for name in program.inputs:
         t = program.by_name[name].outputs[0]
         if t.dtype == "int32":
             feeds[name] = np.asarray(np.random.default_rng(1).integers(0, 6, t.shape), np.int32)
-    return plan, assert_equal_mesh(program, plan, context, feeds)
+    return plan, assert_equal_mesh(program, plan, settings, feeds)
 
 
 @pytest.mark.parametrize(("groups", "per_group"), [(2, 2), (3, 2), (2, 3)])
@@ -59,26 +59,26 @@ def test_a_classifier_beside_divided_rows(words: int) -> None:
 
 
 def test_rows_may_be_divided_unevenly_within_groups() -> None:
-    plan, _ = run_mesh(classifier(16, 32, 400, "split_0"), 2, 2, shares=(5, 3, 5, 3))
+    plan, _ = run_mesh(classifier(16, 32, 400, "split_0"), 2, 2, batch__shares=(5, 3, 5, 3))
     assert str(plan.inner.strategies[""]["layer"].inputs[0]) == "S(0)[5,3]"
 
 
 def test_programs_without_split_scopes_have_one_axis() -> None:
-    assert plan_program(mlp(), PlanSettings(4, split_ranks=2)).inner is None
-    assert plan_program(scoped(mlp()), PlanSettings(4, split_ranks=4)).inner is None
+    assert plan_program(mlp(), PlanSettings(4).but(split__ranks=2)).inner is None
+    assert plan_program(scoped(mlp()), PlanSettings(4).but(split__ranks=4)).inner is None
     assert plan_program(scoped(mlp()), PlanSettings(2)).inner is None
 
 
 def test_mistakes() -> None:
     program = scoped(mlp(8, 12, 24, 6))
     with pytest.raises(PlanError, match=r"equal groups\n  given: split.ranks=3, 4 ranks\n  expected: .*1 or 2 or 4"):
-        plan_program(program, PlanSettings(4, split_ranks=3))
+        plan_program(program, PlanSettings(4).but(split__ranks=3))
     with pytest.raises(PlanError, match=r"equal rows(.|\n)*9 rows of x(.|\n)*a multiple of 2 rows"):
-        plan_program(scoped(mlp(9, 12, 24, 6)), PlanSettings(4, split_ranks=2))
+        plan_program(scoped(mlp(9, 12, 24, 6)), PlanSettings(4).but(split__ranks=2))
     with pytest.raises(PlanError, match=r"equal rows(.|\n)*\[5, 1, 1, 1\]"):
-        plan_program(program, PlanSettings(4, split_ranks=2, shares=(5, 1, 1, 1)))
+        plan_program(program, PlanSettings(4).but(split__ranks=2, batch__shares=(5, 1, 1, 1)))
     with pytest.raises(PlanError, match="through Whale only"):
-        plan_program(program, PlanSettings(4, split_ranks=2, backend="horovod"))
+        plan_program(program, PlanSettings(4).but(split__ranks=2, exchange__backend="horovod"))
     looping = replace(program, functions={"body": Builder("body").build()})
     with pytest.raises(PlanError, match="loops or branches"):
-        plan_program(looping, PlanSettings(4, split_ranks=2))
+        plan_program(looping, PlanSettings(4).but(split__ranks=2))

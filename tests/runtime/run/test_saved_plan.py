@@ -22,7 +22,7 @@ from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.planner.report import analysis
 from whale.runtime.compile import auto
 from whale.runtime.run import context

@@ -26,7 +26,8 @@ from whale.lowering.local import localise
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.stages import places_of
 from whale.passes.memory.zero import state_at_rest
-from whale.passes.order import PlanSettings, expand
+from whale.passes.order import expand
+from whale.passes.settings import PlanSettings
 from whale.planner.captured.balance import balanced
 from whale.planner.captured.pipelines import chain, pipelines, staged, work_of_chain
 from whale.planner.captured.play import step_seconds
@@ -83,26 +84,26 @@ def spread_program(
         chosen = _agreed(program, settings, context, number, again, options, dry)
         context.auto = chosen
     if chosen.recompute and again is not None and trains(program):
-        settings = replace(settings, recompute=chosen.recompute)
+        settings = settings.but(memory__recompute=chosen.recompute)
         program = again(settings)
     return apply(program, settings, chosen)
 
 
 def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Program, PlanSettings]:
     """What a choice makes of a program and of the settings for planning it."""
-    if chosen.alone and not settings.local:
-        return program, replace(settings, batch=())
+    if chosen.alone and not settings.batch.local:
+        return program, settings.but(batch__inputs=())
     if chosen.weights:
-        return scoped(program, chosen), replace(settings, split_ranks=chosen.group)
+        return scoped(program, chosen), settings.but(split__ranks=chosen.group)
     if chosen.stages:
         # What does not train is sent the values that it reads.
         if not trains(program) or len(chain(program)) <= chosen.cuts[-1]:
             return program, settings
-        return staged(program, chosen), replace(settings, micro_batches=chosen.micro_batches)
+        return staged(program, chosen), settings.but(time__micro_batches=chosen.micro_batches)
     if chosen.zero:
-        return program, replace(settings, zero_level=chosen.zero)
-    if chosen.shares and not settings.local:
-        return program, replace(settings, shares=chosen.shares)
+        return program, settings.but(zero__level=chosen.zero)
+    if chosen.shares and not settings.batch.local:
+        return program, settings.but(batch__shares=chosen.shares)
     return program, settings
 
 
@@ -164,14 +165,14 @@ def _best(
         found.append((seconds, size, choice))
 
     for choice in _looked_at(program, settings, rates, context.config["pipeline.num_stages"]):
-        if choice.alone and settings.local:
+        if choice.alone and settings.batch.local:
             lost.append(f"{choice.name}: every rank is given its own rows only")
         else:
             look(program, settings, choice)
     least_s = min((one[0] for one in found if one[1] <= limit), default=float("inf"))
     full = sorted((one for one in found if one[1] > limit and one[0] < least_s), key=lambda e: e[0])
-    if full and again is not None and not settings.recompute:
-        changed = replace(settings, recompute=RECOMPUTE)
+    if full and again is not None and not settings.memory.recompute:
+        changed = settings.but(memory__recompute=RECOMPUTE)
         less = again(changed)
         for _, _, choice in full:
             name = f"{choice.name}, activations computed again"
@@ -231,24 +232,24 @@ def _looked_at(program: Program, settings: PlanSettings, rates: Sequence[Rates],
     """What to try; data parallelism is first. With a number of stages only pipelines of so many."""
     found = choices(program, settings.size)
     try:
-        batch = batch_inputs(program, settings.size, settings.shares, settings.marked_inputs, settings.local)
+        batch = batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
     except PlanError:
         return found
     rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
     speeds = [1.0] * settings.size
     if unequal(rates):
         speeds = _speeds(program, settings, rates)
-        if not settings.local and not settings.shares:
+        if not settings.batch.local and not settings.batch.shares:
             found.insert(1, _by_speed(program, settings, rates, rows, speeds))
-    if settings.zero_level == 0 and settings.split_variables and not settings.wire_dtype:
-        if state_at_rest(program, settings.size, settings.zero_min_bytes, (), settings.variables, False):
+    if settings.zero.level == 0 and settings.split.at_rest and not settings.exchange.wire_dtype:
+        if state_at_rest(program, settings.size, settings.zero.min_bytes, (), settings.split.known, False):
             found.append(Choice("data parallel, optimizer's state divided", zero=1))
-    if not settings.local:
+    if not settings.batch.local:
         work = work_of_chain(program, lambda node: node_seconds(program, node, rates[0], settings.size))
         found += [
             one
             for one in pipelines(program, settings.size, rows, work, speeds)
-            if settings.micro_batches in (1, one.micro_batches)
+            if settings.time.micro_batches in (1, one.micro_batches)
         ]
     return [one for one in found if len(one.stages) == stages] if stages else found
 
@@ -290,7 +291,7 @@ def _by_speed(
 
 def _lowered(program: Program, settings: PlanSettings, choice: Choice, ranks: Sequence[int]) -> list[Program]:
     """The programs that these ranks run."""
-    divided, settings = apply(program, replace(settings, dump=""), choice)
+    divided, settings = apply(program, settings.but(dump=""), choice)
     places = places_of(divided, settings.size) if choice.stages else ()
     plan = plan_places(divided, settings, places) if places else plan_program(divided, settings)
     with no_garbage_collection():
@@ -313,7 +314,7 @@ def _predicted(
         machine = measured_machine(rates, settings.size, [fingerprint(program)])
         played = predict_ranks(_lowered(program, settings, choice, range(settings.size)), machine, plays=FEW_PLAYS)
         return played.step_s, played.peak_bytes
-    unlike = choice.stages or choice.shares or settings.shares or unequal(rates)
+    unlike = choice.stages or choice.shares or settings.batch.shares or unequal(rates)
     locals_ = _lowered(program, settings, choice, range(settings.size if unlike else 1))
     if unlike:
         return step_seconds(locals_, rates), max(map(rank_bytes, locals_))

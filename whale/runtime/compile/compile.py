@@ -24,7 +24,17 @@ from whale.passes.facts.scopes import all_paths
 from whale.passes.facts.stages import places_of
 from whale.passes.memory.footprint import CATEGORIES, variable_kinds
 from whale.passes.memory.offload import crossing_bytes, offload, offloaded
-from whale.passes.order import PlanSettings, expand, normalise
+from whale.passes.order import expand, normalise
+from whale.passes.settings import (
+    BatchSettings,
+    ExchangeSettings,
+    MemorySettings,
+    PlanSettings,
+    PrecisionSettings,
+    SplitSettings,
+    TimeSettings,
+    ZeroSettings,
+)
 from whale.runtime.compile.auto import spread_program
 from whale.runtime.compile.memory_plan import limit_bytes, options_text, predicted, refuse_what_does_not_fit
 from whale.runtime.compile.mesh import lower_mesh, plan_program
@@ -61,7 +71,7 @@ class Compiled:
         return variable_kinds(self.program)
 
 
-def plan_context(context: Context) -> PlanSettings:
+def plan_settings(context: Context) -> PlanSettings:
     """The planner's view of the run."""
     config = context.config
     if config["communication.wire_dtype"] and config.zero_level:
@@ -80,24 +90,30 @@ def plan_context(context: Context) -> PlanSettings:
         )
     return PlanSettings(
         size=context.size,
-        shares=tuple(config["replica.shares"]),
-        marked_inputs=tuple(config["batch.inputs"]),
-        group_bytes=config["communication.group_bytes"],
-        own_statistics=not config["sync_batch_norm"],
-        own_streams=config["random"] == "local",
-        split_ranks=config["split.ranks"],
-        backend=config["communication.backend"],
-        wire_dtype=config["communication.wire_dtype"],
-        zero_level=config.zero_level,
-        zero_min_bytes=config["zero.min_bytes"],
-        zero_ahead=config["zero.ahead"],
-        mixed_precision=config["amp.dtype"] if config["amp.level"] == "O1" else "",
-        recompute=config["gradient_checkpoint.type"],
-        micro_batches=config["pipeline.num_micro_batch"],
-        schedule=config["pipeline.schedule"],
-        micro_statistics=config["pipeline.micro_batch_statistics"],
-        offload=config["offload.level"],
-        limit_bytes=config["memory.limit_bytes"],
+        batch=BatchSettings(
+            shares=tuple(config["replica.shares"]),
+            marked=tuple(config["batch.inputs"]),
+            local_statistics=not config["sync_batch_norm"],
+            local_streams=config["random"] == "local",
+        ),
+        split=SplitSettings(ranks=config["split.ranks"]),
+        zero=ZeroSettings(config.zero_level, config["zero.min_bytes"], config["zero.ahead"]),
+        time=TimeSettings(
+            micro_batches=config["pipeline.num_micro_batch"],
+            schedule=config["pipeline.schedule"],
+            local_statistics=config["pipeline.micro_batch_statistics"],
+        ),
+        memory=MemorySettings(
+            recompute=config["gradient_checkpoint.type"],
+            offload=config["offload.level"],
+            limit_bytes=config["memory.limit_bytes"],
+        ),
+        precision=PrecisionSettings(config["amp.dtype"] if config["amp.level"] == "O1" else ""),
+        exchange=ExchangeSettings(
+            group_bytes=config["communication.group_bytes"],
+            backend=config["communication.backend"],
+            wire_dtype=config["communication.wire_dtype"],
+        ),
         dump=config["dump"] if context.rank == 0 else "",
     )
 
@@ -134,10 +150,10 @@ def compile_program(
             context.trace.past(name, "compile", start_ns, now_ns)
         start_ns = now_ns
 
-    settings = replace(plan_context(context), variables=variables or {}, split_variables=variables is not None)
+    settings = plan_settings(context).but(split__known=variables or {}, split__at_rest=variables is not None)
     # A step that is traced while a pipeline is entered belongs to it as well.
     number_of_parts = one_number(context, all_paths(program).union(context.scopes[-1:]))
-    settings = replace(settings, micro_batches=number_of_parts)
+    settings = settings.but(time__micro_batches=number_of_parts)
     as_captured = program
     program = normalise(program, settings)
     lap("normalise")
@@ -148,7 +164,7 @@ def compile_program(
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
     again = (lambda changed: normalise(as_captured, changed)) if marked is not None else None
     if context.dry is not None:
-        settings_of_dry, dry = replace(settings, size=context.dry.size, local=local), program
+        settings_of_dry, dry = settings.but(size=context.dry.size, batch__local=local), program
         if context.config["auto_parallel"] or context.auto is not None:
             dry, settings_of_dry = spread_program(program, settings_of_dry, context, number, again, options, dry=True)
         spread = with_memory(dry, _made_plan(dry, context, settings_of_dry), settings_of_dry)
@@ -156,7 +172,7 @@ def compile_program(
             spread = replace(spread, choice=msgspec.json.encode(context.auto).decode())
         context.dry.seen(spread, dry, settings_of_dry)
     else:
-        settings = replace(settings, local=local)
+        settings = settings.but(batch__local=local)
     mark = fingerprint(program)
     if context.between_processes:
         _compare(program, mark, local, number, context)
@@ -233,7 +249,7 @@ def _first_ranks(program: Program, plan: Plan, settings: PlanSettings) -> dict[i
 
 def compile_alone(program: Program, context: Context) -> Program:
     """The program as one rank runs it alone; not collective."""
-    return compile_marked(normalise(program, plan_context(context)))
+    return compile_marked(normalise(program, plan_settings(context)))
 
 
 def _with_number(program: Program, number: int) -> Program:
@@ -329,15 +345,15 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
     places = places_of(program, settings.size)
     unable = {
         "wh.stage": bool(places),
-        f"split.ranks={settings.split_ranks}": 0 < settings.split_ranks < settings.size,
-        f"pipeline.num_micro_batch={settings.micro_batches}": settings.micro_batches > 1,
+        f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,
+        f"pipeline.num_micro_batch={settings.time.micro_batches}": settings.time.micro_batches > 1,
     }
     refuse_groups(program, settings.size, unable)
-    on_host = offloaded(program, settings.offload)
-    if on_host and not settings.split_variables:
+    on_host = offloaded(program, settings.memory.offload)
+    if on_host and not settings.split.at_rest:
         raise PlanError(
             "a session's variables cannot lie in the host's memory beside an accelerator",
-            given=f'offload.level="{settings.offload}"',
+            given=f'offload.level="{settings.memory.offload}"',
             expected="no offload.level, or a step that is a wh.function",
             action="leave offload.level out, or write the step as a wh.function",
         )

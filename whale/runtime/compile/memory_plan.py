@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program, Ref
 from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.runtime.run.context import Context
 
 _KINDS = ("activations", *(name for name in CATEGORIES if name != "activations"))
@@ -167,7 +167,7 @@ def options_text(
     """
 
     def size_of(option: _Option) -> int | None:
-        other = replace(settings, dump="", **option.changes)
+        other = settings.but(dump="", **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
             return max(sum(predicted(p, r, other.size).values()) for r, p in lower(other, source).items())
@@ -192,21 +192,21 @@ def options_text(
 def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> list[_Option]:
     """What may take less than ``settings``."""
     found = []
-    if settings.size > 1 and settings.split_variables:
-        levels = (level for level in (1, 3) if level > settings.zero_level)
-        found += [_Option(f"zero.level={level}", {"zero_level": level}) for level in levels]
-    if recomputes and settings.recompute != "auto":
-        found.append(_Option("gradient_checkpoint.type=auto", {"recompute": "auto"}))
-    if beside_host and settings.split_variables:
-        levels_above = {"": ("optimizer", "v0"), "optimizer": ("v0",)}.get(settings.offload, ())
-        found += [_Option(f"offload.level={level}", {"offload": level}) for level in levels_above]
-    count = max(2, 2 * settings.micro_batches)
+    if settings.size > 1 and settings.split.at_rest:
+        levels = (level for level in (1, 3) if level > settings.zero.level)
+        found += [_Option(f"zero.level={level}", {"zero__level": level}) for level in levels]
+    if recomputes and settings.memory.recompute != "auto":
+        found.append(_Option("gradient_checkpoint.type=auto", {"memory__recompute": "auto"}))
+    if beside_host and settings.split.at_rest:
+        levels_above = {"": ("optimizer", "v0"), "optimizer": ("v0",)}.get(settings.memory.offload, ())
+        found += [_Option(f"offload.level={level}", {"memory__offload": level}) for level in levels_above]
+    count = max(2, 2 * settings.time.micro_batches)
     while count <= _MOST_MICRO_BATCHES:
-        found.append(_Option(f"pipeline.num_micro_batch={count}", {"micro_batches": count}))
+        found.append(_Option(f"pipeline.num_micro_batch={count}", {"time__micro_batches": count}))
         count *= 4
-    if not settings.mixed_precision:
-        found.append(_Option("amp.level=O1", {"mixed_precision": "bfloat16"}))
-    if not settings.local and not settings.shares:
+    if not settings.precision.matmul_dtype:
+        found.append(_Option("amp.level=O1", {"precision__matmul_dtype": "bfloat16"}))
+    if not settings.batch.local and not settings.batch.shares:
         found.append(_Option(f"{2 * settings.size} ranks", {"size": 2 * settings.size}))
     return found
 

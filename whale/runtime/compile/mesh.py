@@ -27,51 +27,57 @@ from whale.lowering.local import localise
 from whale.passes.facts.batch import batch_inputs, rows_of_ranks
 from whale.passes.layout.split import has_split_scopes
 from whale.passes.normalise.annotate import annotate
-from whale.passes.order import PlanSettings, complete_plan, expand, make_plan
+from whale.passes.order import complete_plan, expand, make_plan
+from whale.passes.settings import PlanSettings
 
 SECOND_AXIS = "whale/second_axis"
 
 
-def plan_program(program: Program, context: PlanSettings) -> Plan:
+def plan_program(program: Program, settings: PlanSettings) -> Plan:
     """The plan of a normalised program over one group of all ranks, or over several where that makes a difference.
 
     Raises:
       PlanError: see ``make_plan`` and ``plan_mesh``.
     """
-    group = context.split_ranks
-    if group > context.size or (group and context.size % group):
+    size, group = settings.size, settings.split.ranks
+    if group > size or (group and size % group):
         raise PlanError(
             "the ranks cannot be divided into equal groups",
-            given=f"split.ranks={group}, {context.size} ranks",
-            expected=f"split.ranks={' or '.join(str(n) for n in range(1, context.size + 1) if context.size % n == 0)}",
+            given=f"split.ranks={group}, {size} ranks",
+            expected=f"split.ranks={' or '.join(str(n) for n in range(1, size + 1) if size % n == 0)}",
             action="change split.ranks or the number of ranks",
         )
-    divided = has_split_scopes(program) or any(isinstance(p, Split) for p in context.variables.values())
-    return plan_mesh(program, context, group) if 0 < group < context.size and divided else make_plan(program, context)
+    divided = has_split_scopes(program) or any(isinstance(p, Split) for p in settings.split.known.values())
+    return plan_mesh(program, settings, group) if 0 < group < size and divided else make_plan(program, settings)
 
 
-def plan_mesh(program: Program, context: PlanSettings, group: int) -> Plan:
+def plan_mesh(program: Program, settings: PlanSettings, group: int) -> Plan:
     """The plan of the first axis, with that of the second one as its ``inner``.
 
     Args:
-      context: of all ranks.
+      settings: of all ranks.
       group: ranks that divide tensors together.
 
     Raises:
       PlanError: the ranks, or the rows of the batch, do not make equal groups; the program has loops or branches, or
         sends its gradients through Horovod.
     """
-    _refuse(program, context, group)
-    groups = context.size // group
-    rows = _rows(program, context, group)
-    first = replace(
-        context, size=groups, devices=tuple(f"ranks {g * group} to {(g + 1) * group - 1}" for g in range(groups)),
-        shares=(), local={}, variables={}, split_scopes=False, group_bytes=0,
-        batch=tuple(_as_local(b, group) for b in rows),
-    )  # fmt: skip
+    _refuse(program, settings, group)
+    groups = settings.size // group
+    rows = _rows(program, settings, group)
+    first = settings.but(
+        size=groups,
+        devices=tuple(f"ranks {g * group} to {(g + 1) * group - 1}" for g in range(groups)),
+        batch__shares=(),
+        batch__local={},
+        batch__inputs=tuple(_as_local(b, group) for b in rows),
+        split__known={},
+        split__scopes=False,
+        exchange__group_bytes=0,
+    )
     outer = make_plan(program, first)
     base = _first_axis(program, outer, first, 0)
-    second = _second(context, group, rows)
+    second = _second(settings, group, rows)
     inner = make_plan(base, second)
     inner = replace(inner, fingerprint=fingerprint(program))
     # The first group has what the others lack: nodes that run once.
@@ -100,13 +106,13 @@ def _plan_of_others(base: Program, second: PlanSettings, inner: Plan, outer: Pla
 
 
 def lower_mesh(
-    program: Program, plan: Plan, context: PlanSettings, ranks: Sequence[int], comm: str, what: str
+    program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
 ) -> list[Program]:
     """What each of ``ranks`` runs under a plan of ``plan_mesh``."""
     inner = plan.inner
     assert inner is not None
     group = inner.size
-    first = replace(context, size=plan.size)
+    first = settings.but(size=plan.size)
     local = replace(plan, batch_inputs=tuple(_as_local(b, group) for b in plan.batch_inputs))
     found: list[Program] = []
     bases: dict[int, tuple[Program, Program, Plan]] = {}
@@ -114,7 +120,7 @@ def lower_mesh(
         number, place = divmod(rank, group)
         if number not in bases:
             base = _first_axis(program, local, first, number)
-            second = _second(context, group, plan.batch_inputs)
+            second = _second(settings, group, plan.batch_inputs)
             mine = inner if number == 0 else complete_plan(base, second, inner)
             bases[number] = base, expand(base, mine.expanded, second), mine
         base, expanded, mine = bases[number]
@@ -127,8 +133,8 @@ def lower_mesh(
     return found
 
 
-def _refuse(program: Program, context: PlanSettings, group: int) -> None:
-    given = f"split.ranks={group}, {context.size} ranks"
+def _refuse(program: Program, settings: PlanSettings, group: int) -> None:
+    given = f"split.ranks={group}, {settings.size} ranks"
     if program.functions:
         raise PlanError(
             "programs with loops or branches cannot be spread over groups of ranks",
@@ -137,30 +143,30 @@ def _refuse(program: Program, context: PlanSettings, group: int) -> None:
             expected="one group of all ranks",
             action="leave split.ranks out",
         )
-    if context.wire_dtype:
+    if settings.exchange.wire_dtype:
         raise PlanError(
             "groups of ranks send gradients as they are",
-            given=f'{given}, communication.wire_dtype="{context.wire_dtype}"',
+            given=f'{given}, communication.wire_dtype="{settings.exchange.wire_dtype}"',
             expected="communication.wire_dtype empty, or one group of all ranks",
             action="leave communication.wire_dtype out",
         )
-    if context.backend != "whale":
+    if settings.exchange.backend != "whale":
         raise PlanError(
             "groups of ranks communicate through Whale only",
-            given=f'{given}, communication.backend="{context.backend}"',
+            given=f'{given}, communication.backend="{settings.exchange.backend}"',
             expected='communication.backend="whale"',
             action="leave communication.backend out",
         )
 
 
-def _rows(program: Program, context: PlanSettings, group: int) -> tuple[BatchInput, ...]:
+def _rows(program: Program, settings: PlanSettings, group: int) -> tuple[BatchInput, ...]:
     """The batch inputs with the rows of all ranks, which are the same in each group."""
-    found = batch_inputs(program, context.size, context.shares, context.marked_inputs, context.local)
-    groups = context.size // group
+    found = batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
+    groups = settings.size // group
     rows = []
     for b in found:
         sizes = b.placement.sizes if isinstance(b.placement, Split) else ()
-        if not context.local and not context.shares:
+        if not settings.batch.local and not settings.batch.shares:
             total = sum(sizes)
             sizes = rows_of_ranks(total // groups, group) * groups if total % groups == 0 else sizes
         if sizes != sizes[:group] * groups:
@@ -183,15 +189,17 @@ def _as_local(b: BatchInput, group: int) -> BatchInput:
     return replace(b, placement=split(0, _sums(b.placement.sizes, group)), local=True)
 
 
-def _second(context: PlanSettings, group: int, rows: Sequence[BatchInput]) -> PlanSettings:
+def _second(settings: PlanSettings, group: int, rows: Sequence[BatchInput]) -> PlanSettings:
     """Within a group: statistics and random numbers are the group's."""
     batch = tuple(replace(b, placement=split(0, b.placement.sizes[:group])) for b in rows)  # type: ignore[union-attr]
-    return replace(context, size=group, batch=batch, local={}, own_statistics=False, own_streams=False)
+    return settings.but(
+        size=group, batch__inputs=batch, batch__local={}, batch__local_statistics=False, batch__local_streams=False
+    )
 
 
-def _first_axis(program: Program, plan: Plan, context: PlanSettings, number: int) -> Program:
+def _first_axis(program: Program, plan: Plan, settings: PlanSettings, number: int) -> Program:
     """What group ``number`` runs, as a program whose communication ops have the scope of what they move."""
-    expanded = expand(program, plan.expanded, context)
+    expanded = expand(program, plan.expanded, settings)
     lowered = localise(expanded, replace(plan, inner=None), number, "", None)
     scope: dict[str, str] = {}
     for node in lowered.nodes:

@@ -8,7 +8,7 @@ from whale.ir.program import Program, Ref
 from whale.lowering.emit import reshard_name
 from whale.lowering.micro import roll
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import SECOND_AXIS
 
 
@@ -27,7 +27,7 @@ def batch_rows(program: Program, plan: Plan, rank: int) -> dict[str, Split]:
     return found
 
 
-def in_micro_batches(program: Program, plan: Plan, rank: int, context: PlanSettings) -> Program:
+def in_micro_batches(program: Program, plan: Plan, rank: int, settings: PlanSettings) -> Program:
     """What ``rank`` runs, its rows cut into micro-batches that run one after the other.
 
     Args:
@@ -40,6 +40,6 @@ def in_micro_batches(program: Program, plan: Plan, rank: int, context: PlanSetti
     if not rows:
         return program
     program = prepared(program)
-    time = time_plan(program, plan.micro_batches, rows, context.own_streams, context.micro_statistics)
+    time = time_plan(program, plan.micro_batches, rows, settings.batch.local_streams, settings.time.local_statistics)
     each = {name for name, region in regions(program, time).items() if region == EACH}
     return roll(program, time, each)

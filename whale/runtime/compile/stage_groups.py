@@ -17,26 +17,27 @@ from whale.passes.facts.stages import stage_of
 from whale.passes.in_time.stage_groups import Cut, crossings, cut, edges_of, plan_of_part
 from whale.passes.layout.split import has_split_scopes
 from whale.passes.normalise.annotate import task_graphs
-from whale.passes.order import PlanSettings, expand, make_plan
+from whale.passes.order import expand, make_plan
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.stages_in_time import WholeInTime
 from whale.runtime.variables.stage_variables import Use
 
 
-def plan_places(program: Program, context: PlanSettings, places: tuple[Place, ...]) -> Plan:
+def plan_places(program: Program, settings: PlanSettings, places: tuple[Place, ...]) -> Plan:
     """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
 
     Raises:
       PlanError: see ``make_plan`` and ``in_each_micro_batch``; an option that pipelines lack.
     """
-    _refuse(context, places)
-    plan = _of_sizes(program, context, places)
-    expanded = expand(program, plan.expanded, context)
+    _refuse(settings, places)
+    plan = _of_sizes(program, settings, places)
+    expanded = expand(program, plan.expanded, settings)
     at = {stage: place.ranks for place in places for stage in place.stages}
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
     devices = tuple("rank " + "+".join(str(p.ranks[i]) for p in places if i < len(p.ranks)) for i in range(plan.size))
     plan = replace(
         plan,
-        schedule=context.schedule if plan.micro_batches > 1 else "",
+        schedule=settings.time.schedule if plan.micro_batches > 1 else "",
         places=places,
         task_graphs=graphs,
         devices=devices,
@@ -46,25 +47,25 @@ def plan_places(program: Program, context: PlanSettings, places: tuple[Place, ..
     return replace(plan, edges=edges_of(expanded, cuts, plan, crossings(expanded, cuts, plan, {})))
 
 
-def _of_sizes(program: Program, context: PlanSettings, places: Sequence[Place]) -> Plan:
+def _of_sizes(program: Program, settings: PlanSettings, places: Sequence[Place]) -> Plan:
     """The plan for the largest places, with those for the others."""
     first, *rest = sorted({len(place.ranks) for place in places}, reverse=True)
-    inside = replace(context, devices=(), state_only=True, split_ranks=0)
-    settings = {size: replace(inside, size=size, variables=_known(context, size)) for size in (first, *rest)}
-    plan = make_plan(program, settings[first])
-    if not rest and (context.micro_batches == 1 or first == 1 or not has_split_scopes(program)):
+    inside = settings.but(devices=(), split__state_only=True, split__ranks=0)
+    of_size = {size: inside.but(size=size, split__known=_known(settings, size)) for size in (first, *rest)}
+    plan = make_plan(program, of_size[first])
+    if not rest and (settings.time.micro_batches == 1 or first == 1 or not has_split_scopes(program)):
         return plan
     # All have to speak of one program, and of the same rows in each micro-batch. A split scope wants the rows of all
     # ranks, of one micro-batch at a time.
     names: set[str] = set()
-    plans = {size: make_plan(program, settings[size]) for size in rest} | {first: plan}
+    plans = {size: make_plan(program, of_size[size]) for size in rest} | {first: plan}
     while True:
         more = {name for p in plans.values() for name in p.expanded} - names
         names |= more
         expanded = expand(program, names, inside)
         for size, p in plans.items():
-            batch = in_each_micro_batch(p.batch_inputs, context.micro_batches)
-            plans[size] = make_plan(expanded, replace(settings[size], batch=batch))
+            batch = in_each_micro_batch(p.batch_inputs, settings.time.micro_batches)
+            plans[size] = make_plan(expanded, of_size[size].but(batch__inputs=batch))
         if not {name for p in plans.values() for name in p.expanded} - names:
             break
     mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
@@ -72,9 +73,9 @@ def _of_sizes(program: Program, context: PlanSettings, places: Sequence[Place]) 
     return replace(plans[first], fingerprint=mark, expanded=kept, others=others)
 
 
-def _known(context: PlanSettings, size: int) -> dict[str, Placement]:
+def _known(settings: PlanSettings, size: int) -> dict[str, Placement]:
     """The layouts of variables that earlier programs have fixed, as far as they are those of so many ranks."""
-    return {name: p for name, p in context.variables.items() if not isinstance(p, Split) or len(p.sizes) == size}
+    return {name: p for name, p in settings.split.known.items() if not isinstance(p, Split) or len(p.sizes) == size}
 
 
 def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tuple[BatchInput, ...]:
@@ -102,7 +103,7 @@ def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tupl
 
 
 def lower_places(
-    expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, context: PlanSettings
+    expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, settings: PlanSettings
 ) -> list[Program]:
     """What each of ``ranks`` runs under a plan of ``plan_places``.
 
@@ -113,13 +114,13 @@ def lower_places(
     where = {rank: (k, c) for k, place in enumerate(plan.places) for c, rank in enumerate(place.ranks)}
     agreed: WholeInTime | None = None  # on what stages of different numbers of ranks exchange for each micro-batch
     if plan.others and plan.micro_batches > 1:
-        agreed = WholeInTime(expanded, plan, plan, 0, context)
+        agreed = WholeInTime(expanded, plan, plan, 0, settings)
     programs = []
     for rank in ranks:
         number, coordinate = where[rank]
         whole: WholeInTime | None = None
         if plan.micro_batches > 1:
-            whole = WholeInTime(expanded, plan, plan.of(len(plan.places[number].ranks)), coordinate, context)
+            whole = WholeInTime(expanded, plan, plan.of(len(plan.places[number].ranks)), coordinate, settings)
         rows = agreed.rows if agreed else whole.rows if whole else {}
         found = crossings(expanded, cuts, plan, rows)
         part = cuts[number]
@@ -131,29 +132,29 @@ def lower_places(
     return programs
 
 
-def _refuse(context: PlanSettings, places: Sequence[Place]) -> None:
+def _refuse(settings: PlanSettings, places: Sequence[Place]) -> None:
     used = sum(len(place.ranks) for place in places)
-    if used != context.size:
+    if used != settings.size:
         raise PlanError(
             "some ranks have no stage",
-            given=f"{context.size} ranks, of which the stages use {used}",
+            given=f"{settings.size} ranks, of which the stages use {used}",
             expected="a stage for every rank",
             action="start fewer ranks or change the devices of the stages",
         )
-    groups = f"split.ranks={context.split_ranks}"
+    groups = f"split.ranks={settings.split.ranks}"
     unable = {
-        f'communication.backend="{context.backend}"': (
-            context.backend != "whale",
+        f'communication.backend="{settings.exchange.backend}"': (
+            settings.exchange.backend != "whale",
             "sums over the ranks of a stage, which are not all ranks",
             'set communication.backend="whale"',
         ),
         groups: (
-            0 < context.split_ranks < max(len(place.ranks) for place in places),
+            0 < settings.split.ranks < max(len(place.ranks) for place in places),
             "tensors under wh.split that all ranks of their stage divide",
             "leave it out, or give the stages fewer ranks (wh.stage(devices=...))",
         ),
         "a batch of which every rank passes its own rows (wh.shard, batch.mode)": (
-            bool(context.local),
+            bool(settings.batch.local),
             "the whole batch on every rank, of which the stages take what they compute",
             "pass the whole batch",
         ),

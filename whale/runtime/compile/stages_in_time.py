@@ -13,7 +13,7 @@ from whale.lowering.micro import Call, roll
 from whale.passes.facts.stages import stages_of
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
 from whale.passes.in_time.phases import kinds, phases_of_rank
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
 from whale.runtime.compile.micro_batches import batch_rows
 
@@ -25,12 +25,12 @@ class WholeInTime:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
     """
 
-    def __init__(self, expanded: Program, plan: Plan, mine: Plan, coordinate: int, context: PlanSettings):
+    def __init__(self, expanded: Program, plan: Plan, mine: Plan, coordinate: int, settings: PlanSettings):
         """
         Args:
           mine: the part of ``plan`` that is for places of this one's size.
         """
-        self.plan, self.mine, self.coordinate, self.context = plan, mine, coordinate, context
+        self.plan, self.mine, self.coordinate, self.settings = plan, mine, coordinate, settings
         whole = prepared(localise(expanded, mine, coordinate, "", None))
         time = self._planned(whole, {})
         each = {name for name, region in regions(whole, time).items() if region == EACH}
@@ -96,8 +96,8 @@ class WholeInTime:
 
     def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
         rows = {**batch_rows(program, self.mine, self.coordinate), **received}
-        context = self.context
-        return time_plan(program, self.plan.micro_batches, rows, context.own_streams, context.micro_statistics)
+        streams, statistics = self.settings.batch.local_streams, self.settings.time.local_statistics
+        return time_plan(program, self.plan.micro_batches, rows, streams, statistics)
 
 
 def _as_split(node: Node) -> Split:

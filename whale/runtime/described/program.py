@@ -24,7 +24,7 @@ RATE = 1e-3
 def program_of(d: Description) -> Program:
     """The captured step; not normalised. Allocates no weights.
 
-    With recompute it carries the marks for ``PlanSettings(recompute="collection")``.
+    With recompute it carries the marks for ``PlanSettings.memory.recompute="collection"``.
     """
     with tf.Graph().as_default() as graph:
         batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in models.inputs(d).items()}

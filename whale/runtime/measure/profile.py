@@ -155,7 +155,9 @@ def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[
 
 
 def _alone(planned: Planned) -> Program:
-    settings = replace(planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, devices=())
+    settings = planned.settings.but(
+        size=1, devices=(), batch__shares=(), batch__local={}, split__ranks=0, zero__level=0
+    )
     plan = make_plan(planned.program, settings)
     return localise(planned.program, plan, 0, "", None)
 
@@ -167,7 +169,7 @@ def _predicted_s(table: Table, run: Sequence[Program]) -> float:
 
 
 def replan(planned: Planned, **changes: object) -> Planned:
-    """The same program under other settings (see whale.passes.order.PlanContext)."""
+    """The same program under other settings (see whale.passes.settings.PlanSettings)."""
     settings = replace(planned.settings, **changes)  # type: ignore[arg-type]
     return Planned(planned.program, plan_program(planned.program, settings), settings)
 

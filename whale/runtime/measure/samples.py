@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings, normalise
+from whale.passes.order import normalise
+from whale.passes.settings import PlanSettings
 
 # (rows, width, words) and (rows, side, channels): small and larger, so that sizes between them can be told.
 TRANSFORMERS = ((4, 128, 1024), (16, 256, 4096))

@@ -11,7 +11,7 @@ from whale.capture.scaling import LossScale
 from whale.errors import ClusterError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.run.saved_plan import SavedPlan

@@ -12,7 +12,7 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice, trains
 
 
@@ -59,7 +59,7 @@ class SavedPlan:
 
     def _passed(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
         """The input as this run's ranks pass it: whole, or each its own rows."""
-        sizes = settings.local.get(batch.name)
+        sizes = settings.batch.local.get(batch.name)
         if sizes is None:
             return replace(batch, local=False)
         if not isinstance(batch.placement, Split) or batch.placement.sizes != sizes:

@@ -18,7 +18,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch

@@ -26,7 +26,7 @@ from cost_model.captured.table import read
 from whale.errors import CommError, PlanError, ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.passes.order import PlanSettings
+from whale.passes.settings import PlanSettings
 from whale.planner.report.analysis import Measured, Predicted, Prediction
 from whale.runtime.run.context import current, measured_run
 from whale.runtime.run.start import shutdown

@@ -22,10 +22,11 @@ from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, step_lines
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
-from whale.passes.order import PlanSettings, expand, make_plan, normalise
+from whale.passes.order import expand, make_plan, normalise
+from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
-from whale.runtime.compile.compile import lower_first_ranks, make_any_plan, plan_context, with_memory
+from whale.runtime.compile.compile import lower_first_ranks, make_any_plan, plan_settings, with_memory
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.run.context import running
 from whale.runtime.run.loss_scale import loss_scale_of
@@ -48,8 +49,8 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
     settings, scale = PlanSettings(size=ranks), None
     if (run := running()) is not None:
         scale = loss_scale_of(run)
-        settings = replace(plan_context(run), size=ranks)
-    marked = bool(settings.recompute)
+        settings = plan_settings(run).but(size=ranks)
+    marked = bool(settings.memory.recompute)
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
     return with_memory(program, make_any_plan(program, settings), settings)
@@ -108,8 +109,8 @@ class Prediction:
         if not plan.memory:
             return
         ranks = len(next(iter(plan.memory.values())))
-        limits: Sequence[float] = [settings.limit_bytes or math.inf] * ranks
-        if self.cluster is not None and not settings.limit_bytes:
+        limits: Sequence[float] = [settings.memory.limit_bytes or math.inf] * ranks
+        if self.cluster is not None and not settings.memory.limit_bytes:
             limits = machine(self._machines(), settings.size).memory_bytes
         totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
@@ -175,8 +176,14 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
     script = saved.script or ("the plan names no script",)
     planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
     on = prediction.read()
-    alone = replace(
-        planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, micro_batches=1, devices=()
+    alone = planned.settings.but(
+        size=1,
+        devices=(),
+        batch__shares=(),
+        batch__local={},
+        split__ranks=0,
+        zero__level=0,
+        time__micro_batches=1,
     )
     alone_plan = make_plan(planned.program, alone)
     found = predict_plan(planned, on, with_timelines=True)
@@ -209,7 +216,7 @@ def _described(path: str, ranks: int) -> Planned:
     from whale.runtime import described
 
     description = described.read(path)
-    settings = PlanSettings(size=ranks, recompute="" if description.recompute == "none" else "collection")
+    settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "collection")
     program = normalise(described.program_of(description), settings)
     return Planned(program, make_any_plan(program, settings), settings)
 

@@ -12,7 +12,8 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
 from whale.passes.normalise.inline import inline
-from whale.passes.order import PlanSettings, expand
+from whale.passes.order import expand
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.compile import lower_ranks
 
 

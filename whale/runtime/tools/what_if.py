@@ -87,7 +87,7 @@ def with_fixed(planned: Planned, one: Fixed) -> Planned:
         program = _rescoped(program, inside, _whole)
         if not any(split_scope(n.scope) for nodes in products(program).values() for n in nodes):
             program = _rescoped(program, program.by_name.keys(), _whole)  # what is left has nothing to be divided for
-        return _planned(program, planned, settings.split_ranks)
+        return _planned(program, planned, settings.split.ranks)
     program = annotate(_rescoped(program, inside, _divided))
     return _planned(program, planned, 0 if one.ways == settings.size else one.ways)
 
@@ -110,7 +110,7 @@ def _rescoped(program: Program, names: Set[str], scope: Callable[[str], str]) ->
 
 
 def _planned(program: Program, planned: Planned, split_ranks: int) -> Planned:
-    settings = replace(planned.settings, split_ranks=split_ranks)
+    settings = planned.settings.but(split__ranks=split_ranks)
     try:
         return Planned(program, make_any_plan(program, settings), settings)
     except PlanError as error:

@@ -1,0 +1,168 @@
+"""What planning needs beside the program: the ranks, and the user's choices in groups (see ``whale.config``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from whale.ir.layout import Placement
+from whale.ir.plan import BatchInput
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Which inputs carry the batch, who computes which rows, and what is meant by statistics and randomness of rows.
+
+    ``local_statistics`` and ``local_streams`` give up the equality with one device.
+
+    Attributes:
+      shares: rows of each rank, of the usual batch; (): as equal as possible.
+      marked: names of the inputs that the user says carry the batch; (): they are found.
+      local: inputs of which a rank is given its own rows only -> the rows of every rank.
+      inputs: the batch inputs where they are known already; None: to be found.
+      local_statistics: batch statistics are of each rank's rows, not of the whole batch.
+      local_streams: random tensors with the batch's rows are drawn by each rank.
+    """
+
+    shares: tuple[int, ...] = ()
+    marked: tuple[str, ...] = ()
+    local: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    inputs: tuple[BatchInput, ...] | None = None
+    local_statistics: bool = False
+    local_streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSettings:
+    """What may be divided other than the batch.
+
+    Attributes:
+      ranks: how many ranks divide tensors together (see ``whale.runtime.compile.mesh``); 0: all.
+      scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
+      known: placements that the run's variables have already, by handle node.
+      at_rest: variables that are not known yet may lie split between steps.
+      state_only: of these, only what optimizers keep.
+    """
+
+    ranks: int = 0
+    scopes: bool = True
+    known: Mapping[str, Placement] = field(default_factory=dict)
+    at_rest: bool = True
+    state_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """What of data parallel training lies split between steps.
+
+    Attributes:
+      level: 0 nothing; from 1 on the state of optimizers; from 3 on weights as well.
+      min_bytes: smaller variables stay whole.
+      ahead: how many weights may be gathered while another is used (level 3).
+    """
+
+    level: int = 0
+    min_bytes: int = 0
+    ahead: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSettings:
+    """How a step runs in time.
+
+    Attributes:
+      micro_batches: into how many parts each rank cuts its rows; 1: none.
+      schedule: in which order stages run them (see ``whale.ir.schedule``).
+      local_statistics: batch statistics are of each micro-batch.
+    """
+
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    local_statistics: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What is not held on a device during a step, and how much may be.
+
+    Attributes:
+      recompute: which activations are held, the others being computed again (see ``whale.passes.memory.recompute``);
+        "": all.
+      offload: which variables lie in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
+        "": none.
+      limit_bytes: memory that each rank has for a step, in bytes; 0: it is not said.
+    """
+
+    recompute: str = ""
+    offload: str = ""
+    limit_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionSettings:
+    """In which types a step computes.
+
+    Attributes:
+      matmul_dtype: the type of 16 bits that products and convolutions are computed in; "": that of the program.
+    """
+
+    matmul_dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """How ranks exchange tensors.
+
+    Attributes:
+      group_bytes: all-reduces are fused up to that many bytes; 0: none are.
+      backend: what carries out sums (``communication.backend``).
+      wire_dtype: what gradients are rounded to before they are sent; "": they are sent as they are.
+    """
+
+    group_bytes: int = 4 << 20
+    backend: str = "whale"
+    wire_dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What planning needs beside the program.
+
+    Attributes:
+      size: number of ranks.
+      devices: their names, as plans print them; (): "rank 0" and so on.
+      dump: the directory that the text of the program goes to after each pass; "": nowhere.
+    """
+
+    size: int
+    devices: tuple[str, ...] = ()
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    split: SplitSettings = field(default_factory=SplitSettings)
+    zero: ZeroSettings = field(default_factory=ZeroSettings)
+    time: TimeSettings = field(default_factory=TimeSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
+    exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
+    dump: str = ""
+
+    def but(self, **changes: Any) -> PlanSettings:
+        """These settings with some fields changed: ``settings.but(size=2, zero__level=1)``.
+
+        A field of a group is named with its group, and two underscores between them.
+
+        Raises:
+          TypeError: there is no such field.
+        """
+        groups: dict[str, dict[str, Any]] = {}
+        own: dict[str, Any] = {}
+        for name, value in changes.items():
+            group, in_group, field_name = name.partition("__")
+            if in_group:
+                groups.setdefault(group, {})[field_name] = value
+            else:
+                own[name] = value
+        unknown = [group for group in groups if group not in self.__slots__]
+        if unknown:
+            raise TypeError(f"PlanSettings has no group {unknown[0]!r}")
+        return replace(self, **own, **{g: replace(getattr(self, g), **fields) for g, fields in groups.items()})
