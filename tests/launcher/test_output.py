@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.helpers import MEET, Launcher
-from whale.launcher import output
-from whale.launcher.output import Printer
+from whale.launcher.job import output
+from whale.launcher.job.output import Printer
 from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
 
 pytestmark = pytest.mark.core

@@ -12,10 +12,10 @@ from tests.launcher.helpers import MEET, Launcher
 from tests.launcher.test_hosts import OTHER, with_ssh
 from tests.traces import only, pieces
 from whale.launcher.clock import Clock
-from whale.launcher.counters import tables
+from whale.launcher.job.counters import tables
+from whale.launcher.job.ranks import RankLink
+from whale.launcher.job.trace import TraceFile
 from whale.launcher.protocol import Kind
-from whale.launcher.ranks import RankLink
-from whale.launcher.trace import TraceFile
 
 # What wh.init does for the trace, without TensorFlow.
 TRACED = (

@@ -1,6 +1,6 @@
 """Starts the ranks of a run, shows what they print, and ends them together.
 
-    whale run        options -> run.py: listens on TCP, starts mpirun (mpirun.py)
+    whale run        options -> run.py: listens on TCP, starts mpirun (mpirun.py), and holds the run's loop (job/)
       mpirun         one worker per rank
         worker       connects to the launcher, forks the script (script.py), relays its output as frames (protocol.py)
           script     the user's program, as __main__

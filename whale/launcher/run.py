@@ -9,8 +9,8 @@ import socket
 
 from whale.config import Config
 from whale.launcher import mpirun
-from whale.launcher.job import Job
-from whale.launcher.trace import TraceFile
+from whale.launcher.job.job import Job
+from whale.launcher.job.trace import TraceFile
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.launcher.ranks import RankLink
+from whale.launcher.job.ranks import RankLink
 
 
 def report(links: Mapping[int, RankLink], now_s: float) -> str:

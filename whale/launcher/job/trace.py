@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from whale.errors import ClusterError
+from whale.launcher.job.ranks import RankLink
 from whale.launcher.protocol import HEARTBEAT_S, Kind
-from whale.launcher.ranks import RankLink
 
 
 class TraceFile:

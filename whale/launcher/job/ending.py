@@ -1,0 +1,113 @@
+"""How a run comes to its end: who failed or who stopped it, who is told, and which signals the ranks get when."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Mapping
+
+from whale.launcher.job import ranks
+from whale.launcher.job.output import Printer
+from whale.launcher.job.trace import TraceFile
+
+OWN_END_S = 1.0
+GRACE_S = 3.0
+
+
+class Ending:
+    """The end of one run, from the moment when something brings it about.
+
+    Args:
+        links: the ranks that have come up; the caller adds those that follow.
+        printer: shows the traceback of every failure, when ``verbose``.
+        trace: gets a mark for each failure, or None.
+        verbose: whether every rank's errors are shown as they come.
+
+    Attributes:
+        failures: in the order in which they were reported, without those that follow from being stopped.
+        stopped_by: the signal with which this process was told to stop, or None.
+        give_up_s: when to stop waiting for ranks that do not even end by SIGKILL; monotonic time.
+    """
+
+    def __init__(
+        self, links: Mapping[int, ranks.RankLink], printer: Printer, trace: TraceFile | None, verbose: bool
+    ) -> None:
+        self._links = links
+        self._printer = printer
+        self._trace = trace
+        self._verbose = verbose
+        self.failures: list[ranks.Failure] = []
+        self.stopped_by: int | None = None
+        self.give_up_s = math.inf
+        self._sent: set[int] = set()  # signals that this process has sent to the ranks
+        self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run is being ended."""
+        return self.stopped_by is not None or bool(self.failures)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the run ends because of a rank, and not because it was told to."""
+        return self.stopped_by is None and bool(self.failures)
+
+    @property
+    def deadlines_s(self) -> list[float]:
+        """When there is something to do next; monotonic times."""
+        return [self.give_up_s, *(when_s for when_s, _ in self._due)]
+
+    def stop(self, number: int) -> None:
+        """This process got a signal: the ranks get it too, or are killed if it is not the first one."""
+        if self.stopped_by is not None:
+            self._signal_ranks(signal.SIGKILL)
+            return
+        self.stopped_by = number
+        self._end_by_s(time.monotonic() + GRACE_S)
+        self._signal_ranks(number)
+
+    def fail(self, failure: ranks.Failure) -> None:
+        """A rank has failed: the others are told, and the first failure begins the end."""
+        if failure.signal and failure.signal in self._sent:
+            return
+        if self._trace is not None:
+            self._trace.mark(failure.rank, f"rank {failure.rank} {failure.reason}")
+        if self._verbose:
+            self._printer.write_lines(failure.rank, 1, failure.traceback)
+        if self.stopped_by is not None:
+            return
+        if not failure.is_consequence:
+            self.tell_others(failure.rank, failure.reason)
+        # What this rank wrote before its own failure, though after another's, explains it as well.
+        text = self._links[failure.rank].hidden.decode(errors="replace") + failure.traceback
+        self.failures.append(dataclasses.replace(failure, traceback=text))
+        if len(self.failures) == 1:
+            now_s = time.monotonic()
+            self._due.append((now_s + OWN_END_S, signal.SIGTERM))
+            self._end_by_s(now_s + GRACE_S)
+
+    def tell_others(self, rank: int, what: str) -> None:
+        """Tells the scripts that still run what became of a rank; ``what`` goes on after "rank 1"."""
+        for other in self._links.values():
+            if other.rank != rank and not other.exited:
+                other.tell_lost(rank, what)
+
+    def send_due(self) -> None:
+        """Sends the ranks the signals whose time has come."""
+        now_s = time.monotonic()
+        for when_s, number in list(self._due):
+            if when_s <= now_s:
+                self._due.remove((when_s, number))
+                self._signal_ranks(number)
+
+    def _end_by_s(self, when_s: float) -> None:
+        self._due.append((when_s, signal.SIGKILL))
+        self.give_up_s = min(self.give_up_s, when_s + GRACE_S)
+
+    def _signal_ranks(self, number: int) -> None:
+        self._sent.add(number)
+        for link in self._links.values():
+            if not link.exited:
+                link.send_signal(number)

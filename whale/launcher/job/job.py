@@ -1,0 +1,272 @@
+"""One run of the ranks: a loop that accepts the workers, shows their output (reports.py), and ends the run (ending.py).
+
+How a run ends:
+
+* every rank ended with code 0: code 0.
+* a rank failed (it raised, died, froze, or its host is gone): the others are told at once, which ends their blocked
+  steps. They have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after the failure. What
+  they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's. With
+  ``max_restarts`` the run then starts again, on the hosts that still answer.
+* SIGINT, SIGTERM or SIGHUP: passed on to every rank, SIGKILL after `GRACE_S`; code 128 + signal. A second one kills.
+* the launcher itself is killed: workers and mpirun see it and end (worker.py; the death signal in mpirun_process.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from whale.errors import ClusterError
+from whale.launcher import segments
+from whale.launcher.job import ranks
+from whale.launcher.job.ending import GRACE_S, OWN_END_S, Ending
+from whale.launcher.job.lookout import Lookout
+from whale.launcher.job.mpirun_process import MpirunProcess
+from whale.launcher.job.output import IDLE_S, Printer
+from whale.launcher.job.reports import Reports
+from whale.launcher.job.trace import TraceFile
+from whale.launcher.mpirun import Options
+from whale.launcher.protocol import Kind
+from whale.launcher.worker import keep_alive
+
+START_TIMEOUT_S = 120.0
+_READ_BYTES = 1 << 16
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Job:
+    """One run: accepts the workers, hands on what they say, and holds the loop in which everything happens.
+
+    Args:
+        options: what `whale run` was asked for.
+        listener: where the workers connect; the caller closes it.
+        token: what they show that they are of this run.
+        freeze_s: for how long a rank may be stopped or silent; 0 for as long as it likes.
+        trace: takes the ranks' events, or None.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        listener: socket.socket,
+        token: str,
+        freeze_s: float,
+        trace: TraceFile | None,
+    ) -> None:
+        self._options = options
+        self._trace = trace
+        self._freeze_s = freeze_s
+        self._listener = listener
+        self._token = token
+        self._printer = Printer(options.ranks)
+        self._selector = selectors.DefaultSelector()
+        self._links: dict[int, ranks.RankLink] = {}
+        self._ending = Ending(self._links, self._printer, trace, options.verbose)
+        self._lookout = Lookout(self._links, self._ending, trace, self.say)
+        self._reports = Reports(self._printer, self._ending, self._lookout, trace, options.verbose)
+        self._mpirun_gone_s = math.inf
+        self._wake, self._wake_writer = socket.socketpair()
+        self._mpirun: MpirunProcess
+
+    def run(self, line: list[str], environment: dict[str, str]) -> int:
+        """Starts the ranks with a command, and returns the exit code of the run once all of it has ended.
+
+        Raises:
+            ClusterError: the ranks did not start.
+        """
+        for end in (self._wake, self._wake_writer, self._listener):
+            end.setblocking(False)
+        previous_wake = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        previous = {number: signal.signal(number, lambda *_: None) for number in (*_SIGNALS, signal.SIGCHLD)}
+        try:
+            self._mpirun = MpirunProcess(line, environment)
+            try:
+                self._register(self._wake, self._read_signals)
+                self._register(self._listener, self._accept)
+                self._register(self._mpirun.output, self._read_mpirun)
+                self._loop()
+                return self._conclude()
+            except BrokenPipeError:
+                # Nobody reads our output (`whale run ... | head`): end as any command in a pipe does.
+                return 128 + signal.SIGPIPE
+            finally:
+                self._end_processes()
+        finally:
+            signal.set_wakeup_fd(previous_wake)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._wake.close()
+            self._wake_writer.close()
+            self._selector.close()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ended because of a rank, and not because it was told to."""
+        return self._ending.is_failure
+
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher's own."""
+        self._printer.say(f"whale run: {text}")
+
+    def _register(self, source: Any, handler: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, handler)
+
+    # The loop
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._links) == self._options.ranks
+
+    @property
+    def _running(self) -> bool:
+        return any(not link.exited for link in self._links.values())
+
+    def _loop(self) -> None:
+        start_by_s = time.monotonic() + START_TIMEOUT_S
+        # A run that is being ended need not wait for ranks that have not come up.
+        while self._running or not (self._complete or self._ending.begun):
+            deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s]
+            if not self._complete:
+                deadlines_s.append(start_by_s)
+            if self._mpirun.ended:
+                deadlines_s.append(time.monotonic() + IDLE_S)
+            if self._printer.waits:
+                deadlines_s.append(time.monotonic() + IDLE_S)
+            ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
+            for key, _ in ready:
+                key.data()
+            self._printer.flush_idle()
+            self._lookout.look()
+            self._ending.send_due()
+            if not ready and time.monotonic() > self._ending.give_up_s:
+                return
+            if not self._complete and not self._ending.begun and time.monotonic() > start_by_s:
+                raise self._did_not_start(f"within {START_TIMEOUT_S:g} s")
+            # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
+            # have to say is read first.
+            if self._mpirun.ended:
+                self._mpirun_gone_s = min(self._mpirun_gone_s, time.monotonic())
+                if not ready or time.monotonic() > self._mpirun_gone_s + OWN_END_S:
+                    self._mpirun_is_gone()
+
+    def _mpirun_is_gone(self) -> None:
+        if not self._complete and not self._ending.begun:
+            raise self._did_not_start("mpirun has ended")
+        for link in self._links.values():
+            link.exited = True
+        if not self._ending.begun:
+            code = self._mpirun.returncode
+            reason = "was lost: mpirun has ended" + (f" with code {code}" if code > 0 else f" by signal {-code}")
+            self._ending.failures.append(ranks.Failure(0, 1, reason))
+
+    def _did_not_start(self, when: str) -> ClusterError:
+        said = self._mpirun.said
+        return ClusterError(
+            f"the ranks did not start: {when}",
+            given=f"{self._options.ranks} ranks, {len(self._links)} came up",
+            mpirun_said="\n    " + "\n    ".join(said.splitlines()) if said else "nothing",
+            expected="mpirun starts Python with whale installed, at the same path, on every host",
+            action="run again with -v; try `mpirun -np 1 hostname` on the hosts given",
+        )
+
+    # Events
+
+    def _read_signals(self) -> None:
+        for number in self._wake.recv(_READ_BYTES):
+            if number in _SIGNALS:
+                self._ending.stop(number)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        keep_alive(connection)
+        link = ranks.RankLink(connection, freeze_s=self._freeze_s)
+        self._register(connection, lambda: self._read_link(link))
+
+    def _read_link(self, link: ranks.RankLink) -> None:
+        try:
+            data = link.connection.recv(_READ_BYTES)
+            frames = link.unpacker.feed(data)
+        except (OSError, ValueError):
+            data, frames = b"", []
+        link.heard_s = time.monotonic()
+        for kind, payload in frames:
+            if link.rank is not None:
+                self._reports.take(link, link.rank, kind, payload)
+            elif not self._greet(link, kind, payload):
+                data = b""
+                break
+        if not data:
+            self._selector.unregister(link.connection)
+            link.connection.close()
+            if link.rank is not None and not link.exited:
+                link.exited = True
+                self._ending.fail(ranks.lost(link.rank, link.host))
+
+    def _greet(self, link: ranks.RankLink, kind: Kind, payload: bytes) -> bool:
+        rank = link.greet(kind, payload, self._token, self._options.ranks)
+        if rank is None or rank in self._links:
+            link.rank = None
+            return False
+        self._links[rank] = link
+        if self._trace is not None:
+            self._trace.greet(link)
+        if self._ending.begun:
+            link.send_signal(signal.SIGKILL)
+        return True
+
+    def _read_mpirun(self) -> None:
+        data = self._mpirun.read()
+        if not data:
+            self._selector.unregister(self._mpirun.output)
+        elif self._options.verbose:
+            self._printer.say(data.decode(errors="replace").rstrip("\n"))
+
+    # The end
+
+    def _end_processes(self) -> None:
+        """Closes the connections, upon which workers and mpirun end; kills what does not."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj not in (self._wake, self._listener):
+                key.fileobj.close()
+        # Workers that never connected have nothing to see closed.
+        self._mpirun.end(GRACE_S, by_itself=self._complete)
+        # A worker that was killed, or is frozen, has not ended what its script had started.
+        for link in self._links.values():
+            if link.code is None and link.host == socket.gethostname():
+                ranks.kill_group(link.pid, self._token)
+        shutil.rmtree(segments.folder_of(self._token), ignore_errors=True)
+        # Open MPI 5 keeps its files here, and leaves them when it is killed.
+        shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{self._mpirun.pid}"), ignore_errors=True)
+
+    def _conclude(self) -> int:
+        self._printer.close()
+        known = {rank: link.counters for rank, link in self._links.items() if link.counters}
+        if self._options.verbose and known:
+            from whale.launcher.job import counters  # rich takes a moment to load
+
+            width = shutil.get_terminal_size((120, 24)).columns
+            self._printer.say(counters.tables(known, self._options.ranks, width))
+        if self._trace is not None:
+            self._trace.end(self._links.values())
+            self.say(self._trace.summary())
+        if self._ending.stopped_by is not None:
+            self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
+            return 128 + self._ending.stopped_by
+        if not self._ending.failures:
+            return 0
+        cause = ranks.cause(self._ending.failures)
+        if not self._options.verbose:
+            self._printer.write_lines(cause.rank, 1, cause.traceback)
+            # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
+            if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpirun.said:
+                self._printer.say(self._mpirun.said)
+        self.say(f"rank {cause.rank} {cause.reason}")
+        return cause.code

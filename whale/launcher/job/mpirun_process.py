@@ -1,0 +1,93 @@
+"""The mpirun that holds a run's workers: starts it, listens to what it says, and ends it with all that it started."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+_READ_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+
+class MpirunProcess:
+    """An mpirun in a process group of its own, which gets a SIGTERM when this process dies.
+
+    Args:
+        line: the command.
+        environment: of the command, whole.
+    """
+
+    def __init__(self, line: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._said: collections.deque[bytes] = collections.deque(maxlen=40)
+        self._process = subprocess.Popen(
+            line,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process, which is its process group as well."""
+        return self._process.pid
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Its stdout and stderr, to wait for; `read` takes what is there."""
+        assert self._process.stdout is not None  # a pipe was asked for
+        return self._process.stdout
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended; its last words may not have been read yet."""
+        return self._process.poll() is not None
+
+    @property
+    def returncode(self) -> int:
+        """Of the ended process, as `subprocess` has it: the exit code, or minus the signal."""
+        return self._process.returncode
+
+    @property
+    def said(self) -> str:
+        """What it has printed, at least the last of it, without space around."""
+        return b"".join(self._said).decode(errors="replace").strip()
+
+    def read(self) -> bytes:
+        """What it has printed since, at least a byte once `output` is readable; nothing at its end."""
+        data = os.read(self.output.fileno(), _READ_BYTES)
+        if data:
+            self._said.append(data)
+        return data
+
+    def end(self, grace_s: float, by_itself: bool) -> None:
+        """Returns once the process has ended, or cannot even be killed.
+
+        Args:
+            grace_s: how long it has after each of nothing, SIGTERM and SIGKILL.
+            by_itself: nothing is sent at first, since its workers are about to end.
+        """
+        for number in (0, signal.SIGTERM, signal.SIGKILL) if by_itself else (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.pid, number)
+                # Reads on while it waits, or an mpirun with much to say would never end.
+                self._process.communicate(timeout=grace_s)
+                break
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _end_with_parent() -> None:
+    """In mpirun, before it starts: a SIGTERM when the launcher dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

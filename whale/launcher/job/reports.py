@@ -1,0 +1,77 @@
+"""What the workers' frames mean for a run: output to show, failures and ends, waits, pieces of the trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from whale.launcher.job import ranks
+from whale.launcher.job.ending import Ending
+from whale.launcher.job.lookout import Lookout
+from whale.launcher.job.output import Printer
+from whale.launcher.job.trace import TraceFile
+from whale.launcher.protocol import Kind
+
+_HIDDEN_BYTES = 1 << 18
+_STREAM_OF = {Kind.STDOUT: 0, Kind.STDERR: 1}
+
+
+class Reports:
+    """Takes the frames of ranks that have come up.
+
+    Args:
+        printer: shows what they print.
+        ending: is told how they end.
+        lookout: is told when they wait.
+        trace: takes their events, or None.
+        verbose: whether what they write to stderr is shown while the run is being ended too.
+    """
+
+    def __init__(
+        self, printer: Printer, ending: Ending, lookout: Lookout, trace: TraceFile | None, verbose: bool
+    ) -> None:
+        self._printer = printer
+        self._ending = ending
+        self._lookout = lookout
+        self._trace = trace
+        self._verbose = verbose
+
+    def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> None:
+        """Acts on one frame of a rank."""
+        if kind in _STREAM_OF:
+            # After the first failure, or when being stopped, the ranks complain about exactly that.
+            if kind is Kind.STDERR and self._ending.begun and not self._verbose:
+                link.hidden += payload[: _HIDDEN_BYTES - len(link.hidden)]
+            else:
+                self._printer.write(rank, _STREAM_OF[kind], payload)
+        elif kind is Kind.FAILURE:
+            link.raised = True
+            self._ending.fail(ranks.raised(rank, json.loads(payload)))
+        elif kind is Kind.EXIT:
+            self._take_exit(link, rank, json.loads(payload))
+        elif kind is Kind.STOPPED:
+            link.stopped_s = time.monotonic() if json.loads(payload)["stopped"] else None
+        elif kind is Kind.SCRIPT:
+            self._take_message(link, json.loads(payload))
+        elif kind in (Kind.CLOCK, Kind.TRACE) and self._trace is not None:
+            self._trace.take(link, kind, payload)
+
+    def _take_exit(self, link: ranks.RankLink, rank: int, status: dict[str, int]) -> None:
+        link.exited, link.stopped_s = True, None
+        self._printer.flush_rank(rank)
+        link.code = status["code"]
+        failure = ranks.ended(rank, status)
+        if failure is None:
+            # Ranks to which it has said good-bye know it better.
+            self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
+        elif not link.raised:
+            self._ending.fail(failure)
+
+    def _take_message(self, link: ranks.RankLink, message: dict[str, Any]) -> None:
+        link.joining = message.get("joining", link.joining)
+        link.freeze_s = message.get("freeze_s", link.freeze_s)
+        link.counters = message.get("counters", link.counters)
+        if "stall" in message and not self._ending.begun:
+            link.stall = message["stall"]
+            self._lookout.expect_stalls()
