@@ -73,6 +73,7 @@ def main() -> None:
 
     # stdout, stderr, report: the script's ends, then the worker's.
     pipes = [os.pipe() for _ in range(3)]
+    greeted, greeting = os.pipe()
     control, script_control = socket.socketpair()
     trace, script_trace = _trace_pipe() if traced else (None, None)
     sys.stdout.flush()
@@ -88,6 +89,10 @@ def main() -> None:
         if trace is not None:
             os.close(trace)
             os.environ[TRACE_PIPE_VARIABLE] = f"{os.getpid()}:{script_trace}"
+        # Whatever the script does, be it to kill this worker, the launcher knows by then whose doing it is.
+        os.close(greeting)
+        os.read(greeted, 1)
+        os.close(greeted)
         _become_script(worker_pid, *(writer for _, writer in pipes))
         sys.exit(run_script(target, rest, as_module, report=pipes[2][1]))
     for _, writer in pipes:
@@ -104,6 +109,8 @@ def main() -> None:
         "clock": clock.identity(),
     }
     connection.sendall(pack(Kind.HELLO, hello))
+    os.close(greeted)
+    os.close(greeting)
     try:
         os.setpgid(script_pid, script_pid)
     except OSError:
