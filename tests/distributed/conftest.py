@@ -15,7 +15,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     found = Launcher(tmp_path)
     found.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
     yield found
-    assert not found.left_behind(within_s=5.0)
+    assert not found.left_behind()
 
 
 @pytest.fixture(scope="module")

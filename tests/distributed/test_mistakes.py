@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 
 import pytest
 
@@ -24,16 +23,16 @@ def descend(x, y, factor=1.0):
     w.assign_sub(0.1 * tape.gradient(loss, w))
     return loss
 """
-# Two TensorFlow imports on two cores, then at most check.timeout_s where one is set.
-SOON_S = 60.0
 
 
 def fails(launcher: Launcher, text: str, size: int = 2) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Runs the script, which must fail soon; returns its end and all that was printed."""
-    start_s = time.monotonic()
-    done = launcher.run("-np", str(size), launcher.script(text), timeout_s=120)
+    """Runs the script, which must fail soon, which is: because the mistake is seen, and not because a time ran out.
+
+    Returns its end and all that was printed.
+    """
+    launcher.environment["WHALE_CHECK_TIMEOUT_S"] = "3600"  # unless the script sets it
+    done = launcher.run("-np", str(size), launcher.script(text), timeout_s=600)
     said = done.stdout + done.stderr
-    assert time.monotonic() - start_s < SOON_S, said
     assert done.returncode != 0, said
     assert "went on" not in said, said
     return done, said

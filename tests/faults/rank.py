@@ -98,7 +98,7 @@ class Exchange:
             counts=[len(data)] * (size if kind == "AllGather" else 1),
             buffers=(data, result),
         )
-        operation.wait(60)
+        operation.wait(3600)
 
 
 def main() -> None:

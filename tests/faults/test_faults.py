@@ -13,8 +13,10 @@ from tests.faults.trial import Trial, run
 @pytest.mark.parametrize(
     "trial", trials(6, seed=5, steps=0.0), ids=lambda trial: f"{trial.kind}-{trial.size}-{trial.transport}"
 )
-def test_a_fault_is_an_error_on_every_other_rank_in_time(trial: Trial, tmp_path: Path) -> None:
-    assert run(trial, tmp_path).problems == ()
+def test_a_fault_is_an_error_on_every_other_rank(trial: Trial, tmp_path: Path) -> None:
+    """Whatever time it takes; ``python -m tests.faults`` holds it against its limits, on a quiet machine."""
+    outcome = run(trial, tmp_path, limits_s=None)
+    assert outcome.problems == () and outcome.busy == 0
 
 
 def test_all_kinds_numbers_of_ranks_and_works_are_tried() -> None:

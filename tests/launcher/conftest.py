@@ -13,4 +13,4 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     """A launcher in an empty folder; whatever the test did, no process may be left."""
     started = Launcher(tmp_path)
     yield started
-    assert started.left_behind(within_s=10.0) == []
+    assert started.left_behind() == []

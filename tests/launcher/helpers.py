@@ -7,20 +7,29 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 MARKER = "WHALE_TEST_MARKER"
 ROOT = Path(__file__).resolve().parents[2]
+# What follows within moments on a quiet machine has this long: a busy one is no failure.
+PATIENCE_S = 60.0
+# Settings of a launcher that never loses patience with ranks that are to end: what ends them was something else.
+PATIENT = {"whale.launcher.job.ending.OWN_END_S": 3600.0, "whale.launcher.job.ending.GRACE_S": 3600.0}
 
 
 class Launcher:
-    """Runs scripts under `whale run`; all processes of one launcher carry the same mark in their environment."""
+    """Runs scripts under `whale run`; all processes of one launcher carry the same mark in their environment.
+
+    Attributes:
+        settings: values that names in modules have instead of their own, in the launcher's process and only there.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
+        self.settings: Mapping[str, object] = {}
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("WHALE_", "OMP_", "TF_"))}
         self.environment = {**inherited, MARKER: self.mark, "PYTHONPATH": str(ROOT)}
 
@@ -30,9 +39,14 @@ class Launcher:
         return str(path)
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "whale", "run", *arguments]
+        if not self.settings:
+            return [sys.executable, "-m", "whale", "run", *arguments]
+        modules = {name.rpartition(".")[0] for name in self.settings}
+        lines = [f"import sys, {', '.join(sorted(modules))}", "from whale.cli import main"]
+        lines += [f"{name} = {value!r}" for name, value in self.settings.items()]
+        return [sys.executable, "-c", "\n".join([*lines, "sys.exit(main())"]), "run", *arguments]
 
-    def run(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments),
             env=self.environment,
@@ -62,8 +76,11 @@ class Launcher:
                 process.kill()
             process.communicate()
 
-    def left_behind(self, within_s: float = 0.0) -> list[str]:
-        """The command lines of marked processes that still run after ``within_s`` seconds; earlier if none does."""
+    def left_behind(self, within_s: float = PATIENCE_S) -> list[str]:
+        """The command lines of marked processes that still run after ``within_s`` seconds; earlier if none does.
+
+        A process that was killed still has to get a core before it is gone.
+        """
         deadline_s = time.monotonic() + within_s
         while True:
             found = self._marked()

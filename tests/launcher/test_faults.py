@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import time
 
 import pytest
 
-from tests.launcher.helpers import MEET, Launcher, wait_for_line
+from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
 
 # What wh.init does about communication.
 CONNECT = """
@@ -38,34 +40,32 @@ rank = int(os.environ["WHALE_RANK"])
 def test_a_frozen_rank_ends_the_run(launcher: Launcher, whom: str) -> None:
     launcher.environment["WHALE_FAULT_FREEZE_S"] = "1"
     script = launcher.script(
-        MEET + "import signal\nmeet('a')\nprint('up', time.monotonic(), flush=True)\ntime.sleep(0.2)\n"
+        MEET + "import signal\nmeet('a')\nprint('up', flush=True)\ntime.sleep(0.2)\n"
         f"if rank == 1: os.kill({whom}, signal.SIGSTOP)\ntime.sleep(600)"
     )
     with launcher.start("-np", "2", script) as process:
         wait_for_line(process, "up")
-        start_s = time.monotonic()
-        _, errors = process.communicate(timeout=30)
-        assert time.monotonic() - start_s < 15.0
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
         assert errors.splitlines()[-1].startswith("whale run: rank 1 is frozen: "), errors
 
 
 def test_a_rank_that_goes_on_in_time_is_not_frozen(launcher: Launcher) -> None:
-    launcher.environment["WHALE_FAULT_FREEZE_S"] = "3"
-    script = launcher.script(MEET + "meet('a')\nprint('up', os.getpid())\ntime.sleep(5)\nprint('done')")
+    launcher.environment["WHALE_FAULT_FREEZE_S"] = "5"
+    script = launcher.script(MEET + "meet('a')\nprint('up', os.getpid())\ntime.sleep(7)\nprint('done')")
     with launcher.start("-np", "1", script) as process:
         pid = int(wait_for_line(process, "up")[-1].split()[-1])
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(1)
+        time.sleep(0.5)
         os.kill(pid, signal.SIGCONT)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0 and "done" in output, errors
 
 
 def test_a_rank_that_computes_is_not_frozen_whatever_lock_it_holds(launcher: Launcher) -> None:
-    launcher.environment["WHALE_FAULT_FREEZE_S"] = "1"
+    launcher.environment["WHALE_FAULT_FREEZE_S"] = "3"  # of silence, in which a busy machine lets a worker beat
     # PyDLL keeps the interpreter's lock: no thread of the script runs meanwhile.
-    script = launcher.script("import ctypes\nctypes.PyDLL(None).sleep(5)\nprint('done')")
+    script = launcher.script("import ctypes\nctypes.PyDLL(None).sleep(7)\nprint('done')")
     done = launcher.run("-np", "2", script)
     assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
 
@@ -77,7 +77,7 @@ def test_a_stopped_launcher_blames_nobody(launcher: Launcher) -> None:
         process.send_signal(signal.SIGSTOP)
         time.sleep(3)
         process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, errors
 
 
@@ -88,34 +88,41 @@ def test_the_children_of_a_rank_whose_worker_was_killed_end_too(launcher: Launch
     )
     done = launcher.run("-np", "2", script)
     assert "whale run: rank 1 was lost: " in done.stderr
-    assert launcher.left_behind(within_s=2.0) == []
+    assert launcher.left_behind() == []
 
 
 def test_a_wait_is_reported_once_with_the_rank_that_is_missing(launcher: Launcher) -> None:
     launcher.environment["WHALE_FAULT_STALL_S"] = "1"
     script = launcher.script(
         CONNECT + "comm = connect()\nif rank == 1: time.sleep(4)\n"
-        "reduce(comm, 'dense/kernel').wait(60)\ncomm.leave()\nprint('done')"
+        "reduce(comm, 'dense/kernel').wait(600)\ncomm.leave()\nprint('done')"
     )
     done = launcher.run("-np", "3", script)
     assert done.returncode == 0 and done.stdout.count("done") == 3, done.stderr
     lines = done.stderr.splitlines()
-    (first,) = [i for i, line in enumerate(lines) if "have waited 1 s" in line or "has waited 1 s" in line][:1]
-    assert lines[first].startswith("whale run: rank") and "in AllReduce 'dense/kernel' for rank" in lines[first]
+    said = [
+        re.fullmatch(r"whale run: ranks? (.*) ha(?:s|ve) waited (\d+) s in AllReduce 'dense/kernel' for rank.*", line)
+        for line in lines
+    ]
+    (first,) = [i for i, found in enumerate(said) if found][:1]
     assert any("  rank 1 (" in line and "waits in no operation" in line for line in lines[first:]), lines
-    assert len([line for line in lines if "  rank 1 (" in line]) <= 2  # at 1 s, and again at 2
+    # Of each rank after 1 s, and then not before it has become twice as long; the seconds are rounded.
+    for rank in "02":
+        waited_s = [int(found[2]) for found in said if found and rank in found[1]]
+        assert waited_s and waited_s[0] >= 1, lines
+        assert all(later >= 2 * earlier - 1 for earlier, later in itertools.pairwise(waited_s)), lines
 
 
 def test_a_run_gives_up_waiting_when_told_to(launcher: Launcher) -> None:
     launcher.environment["WHALE_FAULT_GIVE_UP_S"] = "1"
     script = launcher.script(
-        CONNECT + "comm = connect()\nif rank == 1: time.sleep(600)\nreduce(comm, 'dense/kernel').wait(60)"
+        CONNECT + "comm = connect()\nif rank == 1: time.sleep(600)\nreduce(comm, 'dense/kernel').wait(600)"
     )
     done = launcher.run("-np", "2", script)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    sentence = "rank 0 has waited 1 s in AllReduce 'dense/kernel' for rank 1, longer than fault.give_up_s"
-    assert f"CommError: {sentence}" in last
+    sentence = r"rank 0 has waited [1-9]\d* s in AllReduce 'dense/kernel' for rank 1, longer than fault\.give_up_s"
+    assert re.search(f"CommError: {sentence}", last)
 
 
 def test_a_rank_that_ends_while_others_start(launcher: Launcher) -> None:
@@ -127,7 +134,8 @@ def test_a_rank_that_ends_while_others_start(launcher: Launcher) -> None:
 
 def test_a_rank_that_ends_without_a_good_bye_fails_the_others(launcher: Launcher) -> None:
     script = launcher.script(
-        CONNECT + "comm = connect()\nreduce(comm, 'a').wait(60)\nif rank == 1: os._exit(0)\nreduce(comm, 'b').wait(60)"
+        CONNECT
+        + "comm = connect()\nreduce(comm, 'a').wait(600)\nif rank == 1: os._exit(0)\nreduce(comm, 'b').wait(600)"
     )
     done = launcher.run("-np", "2", script)
     assert done.returncode == 1
@@ -138,7 +146,7 @@ def test_a_rank_that_ends_without_a_good_bye_fails_the_others(launcher: Launcher
 def test_no_segment_is_left_by_a_killed_rank(launcher: Launcher) -> None:
     script = launcher.script(
         CONNECT + "comm = connect()\nfolder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n"
-        "print('in', folder, len(os.listdir(folder)))\nreduce(comm, 'a').wait(60)\nos.kill(os.getpid(), 9)"
+        "print('in', folder, len(os.listdir(folder)))\nreduce(comm, 'a').wait(600)\nos.kill(os.getpid(), 9)"
     )
     done = launcher.run("-np", "2", script)
     assert done.returncode == 137

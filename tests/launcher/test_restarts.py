@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from tests.launcher.helpers import MARKER, MEET, Launcher, wait_for_line
+from tests.launcher.helpers import MARKER, MEET, PATIENCE_S, Launcher, wait_for_line
 
 FAILS_TWICE = (
     MEET + "import whale\nmeet(f'a{whale.restarts()}')\nprint('attempt', whale.restarts())\n"
@@ -37,7 +37,7 @@ def test_a_run_that_is_stopped_does_not_start_again(launcher: Launcher) -> None:
     with launcher.start("-np", "1", "--max-restarts", "5", script) as process:
         wait_for_line(process, "up")
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130 and "starting again" not in errors and "up" not in output
 
 
@@ -68,7 +68,7 @@ def _loses_a_host(launcher: Launcher) -> str:
 
 def test_a_host_that_is_gone_is_left_out(launcher: Launcher) -> None:
     script = _loses_a_host(launcher)
-    done = launcher.run("-np", "2", "--hosts", HOSTS, "--plan", "p", "--max-restarts", "1", script, timeout_s=90)
+    done = launcher.run("-np", "2", "--hosts", HOSTS, "--plan", "p", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     said = ["[0] attempt 0 on 2 True", "[0] attempt 1 on 1 False", "[1] attempt 0 on 2 True"]
     assert sorted(done.stdout.splitlines()) == said
@@ -79,6 +79,6 @@ def test_a_host_that_is_gone_is_left_out(launcher: Launcher) -> None:
 def test_too_few_ranks_are_no_run(launcher: Launcher) -> None:
     script = _loses_a_host(launcher)
     limits = "--max-restarts", "1", "--min-ranks", "2"
-    done = launcher.run("-np", "2", "--hosts", HOSTS, *limits, script, timeout_s=90)
+    done = launcher.run("-np", "2", "--hosts", HOSTS, *limits, script)
     assert done.returncode == 2, done.stderr
     assert "too few hosts are left to start again" in done.stderr and "127.0.0.3" in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.helpers import MEET, ROOT, Launcher
+from tests.launcher.helpers import MEET, PATIENCE_S, PATIENT, ROOT, Launcher
 
 
 def test_every_line_carries_its_rank(launcher: Launcher) -> None:
@@ -91,6 +91,7 @@ def test_the_same_exception_on_all_ranks_is_printed_once(launcher: Launcher) -> 
 
 
 def test_the_cause_is_named_though_its_consequence_is_reported_first(launcher: Launcher) -> None:
+    launcher.settings = PATIENT
     script = launcher.script(
         MEET + "import whale\nmeet('a')\n"
         "if rank == 0:\n    raise whale.CommError('rank 1 has left the run')\n"
@@ -104,7 +105,13 @@ def test_the_cause_is_named_though_its_consequence_is_reported_first(launcher: L
 
 
 def test_verbose_shows_the_errors_of_every_rank(launcher: Launcher) -> None:
-    script = launcher.script(MEET + "meet('a')\ntime.sleep(0.2 * rank)\nraise ValueError(f'on {rank}')")
+    # Rank 1 raises when it has been told that rank 0 has: over the socket that whale.runtime.run.watch listens to.
+    script = launcher.script(
+        MEET + "import socket\nfrom whale.started import CONTROL_VARIABLE, own_descriptor\nmeet('a')\n"
+        "if rank == 1: socket.socket(fileno=own_descriptor(CONTROL_VARIABLE)).recv(1000)\n"
+        "raise ValueError(f'on {rank}')"
+    )
+    launcher.settings = PATIENT
     done = launcher.run("-np", "2", "-v", script)
     assert "[0] ValueError: on 0\n" in done.stderr and "[1] ValueError: on 1\n" in done.stderr
     assert done.stderr.splitlines()[-1] == "whale run: rank 0 failed: ValueError: on 0 (exit code 1)"
@@ -159,7 +166,11 @@ def test_a_progress_bar_keeps_its_carriage_returns(launcher: Launcher) -> None:
         "    print(f'\\rstep {i}', end='', flush=True); time.sleep(0.2)\nprint('\\rdone  ')"
     )
     done = subprocess.run(
-        launcher.command("-np", "1", script), env=launcher.environment, capture_output=True, timeout=60, check=True
+        launcher.command("-np", "1", script),
+        env=launcher.environment,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert done.stdout.replace(b"[0] ", b"") == b"\rstep 0\rstep 1\rstep 2\rdone  \n"
 
@@ -182,7 +193,7 @@ def test_a_reader_that_goes_away_ends_the_run(launcher: Launcher) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=20) == 141
+        assert process.wait(timeout=PATIENCE_S) == 141
 
 
 @pytest.mark.parametrize(
@@ -228,7 +239,7 @@ def test_a_plain_mpirun_gives_a_place_as_well(tmp_path: Path) -> None:
 
     code = "import whale.started as c; print(c.process_place())"
     line = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", code]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert sorted(done.stdout.splitlines()) == [
         f"ProcessPlace(rank={rank}, size=2, local_rank={rank}, local_size=2, launcher='Open MPI')" for rank in range(2)
     ]

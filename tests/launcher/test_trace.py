@@ -87,7 +87,7 @@ def test_a_host_with_another_clock(launcher: Launcher) -> None:
 meet("a")
 with trace.span("between", "step"):
     meet("b")
-    time.sleep(0.2)
+    time.sleep(1.0)
     meet("c")
 """
     )
@@ -96,8 +96,9 @@ with trace.span("between", "step"):
     events = json.loads((launcher.folder / "out.json").read_text())
     here, there = (only(pieces(events, rank), "between") for rank in range(2))
     assert here.end is not None and there.end is not None
-    # Both were between their meetings for 0.2 s at least, at the same time.
-    assert min(here.end, there.end) - max(here.start, there.start) >= 0.19e6
+    # Both were between their meetings for 1 s at least, at the same time. How exactly the other host's time is known
+    # depends on how soon the two hear each other: within 0.1 s even on a busy machine.
+    assert min(here.end, there.end) - max(here.start, there.start) >= 0.9e6
 
 
 @pytest.mark.parametrize("path", ["missing/out.json", "."])

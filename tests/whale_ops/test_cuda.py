@@ -65,7 +65,7 @@ def run(library: Path, transport: str, ranks: int, gpus: int) -> None:
         theirs.close()
     threading.Thread(target=relay, args=([ours for ours, _ in pairs],), daemon=True).start()
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

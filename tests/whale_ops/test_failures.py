@@ -11,11 +11,11 @@ import pytest
 
 import whale_ops
 from tests.whale_ops import harness
-from tests.whale_ops.harness import each, ranks
+from tests.whale_ops.harness import TIMEOUT_S, each, ranks
 from whale.errors import CommError
 
 
-def failures(communicators, cases, timeout_s: float = 2.0) -> list[str]:
+def failures(communicators, cases, timeout_s: float = TIMEOUT_S) -> list[str]:
     """Starts cases[rank] on each rank; the errors of all ranks, all of which must fail in time."""
     operations = [case.start(c) for case, c in zip(cases, communicators)]
     messages = []
@@ -104,7 +104,7 @@ def test_abort_fails_pending_and_later_operations_everywhere() -> None:
         pending = harness.all_reduce("pending", floats(3)).start(communicators[0])
         communicators[2].abort("data ran out; look at the input files")
         with pytest.raises(CommError, match="data ran out") as caught:
-            pending.wait(2)
+            pending.wait(TIMEOUT_S)
         assert caught.value.action == "look at the input files"
         for message in failures(communicators, [harness.all_reduce("later", floats(3))] * 3):
             assert "data ran out" in message
@@ -118,22 +118,22 @@ def test_a_rank_that_leaves_is_named() -> None:
             with pytest.raises(
                 CommError, match=r"rank 1 has left the run .* while rank 0 waits for it in AllReduce 'step'"
             ):
-                operation.wait(2)
+                operation.wait(TIMEOUT_S)
         with pytest.raises(CommError, match="rank 1 has left"):
-            harness.all_reduce("step", floats(3)).start(communicators[2]).wait(2)
+            harness.all_reduce("step", floats(3)).start(communicators[2]).wait(TIMEOUT_S)
 
 
 def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
     data = np.arange(5, dtype=np.float32)
     with ranks(2) as communicators:
         send = harness.Case("Send", "k", [data] * 2, [data] * 2, [{"counts": [5], "root": 1}] * 2)
-        send.start(communicators[0]).wait(2)
+        send.start(communicators[0]).wait(TIMEOUT_S)
         communicators[0].leave()
         time.sleep(0.1)
         received = np.zeros(5, np.float32)
         harness.Case("Recv", "k", [data] * 2, [received] * 2, [{"counts": [5], "root": 0}] * 2).start(
             communicators[1]
-        ).wait(2)
+        ).wait(TIMEOUT_S)
         np.testing.assert_array_equal(received, data)
 
 
@@ -145,26 +145,24 @@ def test_a_large_send_to_a_rank_that_left_fails() -> None:
         time.sleep(0.2)  # a message on its way when the other rank leaves has been handed over, and is no failure
         operation = send.start(communicators[0])
         with pytest.raises(CommError, match="rank 1 has left"):
-            operation.wait(2)
+            operation.wait(TIMEOUT_S)
 
 
 def test_host_exchanges() -> None:
     with ranks(3) as communicators:
-        parts = each(communicators, lambda c: c.allgather_bytes("k", b"%d" % c.rank * 10_000 * c.rank, 5))
+        parts = each(communicators, lambda c: c.allgather_bytes("k", b"%d" % c.rank * 10_000 * c.rank, TIMEOUT_S))
         assert parts == [[b"", b"1" * 10_000, b"2" * 20_000]] * 3
-        plans = each(communicators, lambda c: c.broadcast_bytes("p", b"plan\0" if c.rank == 1 else None, 1, 5))
+        plans = each(communicators, lambda c: c.broadcast_bytes("p", b"plan\0" if c.rank == 1 else None, 1, TIMEOUT_S))
         assert plans == [b"plan\0"] * 3
-        assert each(communicators, lambda c: c.barrier(timeout_s=5)) == [None] * 3
+        assert each(communicators, lambda c: c.barrier(timeout_s=TIMEOUT_S)) == [None] * 3
 
 
 def test_a_host_exchange_that_nobody_answers_ends_for_all() -> None:
     with ranks(2) as communicators:
-        started = time.monotonic()
         with pytest.raises(CommError, match=r"rank 0 waited 0.3 s for rank 1 in the exchange 'k'"):
             communicators[0].allgather_bytes("k", b"", 0.3)
-        assert time.monotonic() - started < 1.5
         with pytest.raises(CommError, match="rank 0 waited"):
-            communicators[1].allgather_bytes("k", b"", 5)
+            communicators[1].allgather_bytes("k", b"", TIMEOUT_S)
 
 
 def test_only_the_root_gives_data() -> None:
@@ -174,15 +172,18 @@ def test_only_the_root_gives_data() -> None:
 
 def test_an_operation_that_waits_is_shown_with_the_missing_rank() -> None:
     with ranks(2) as communicators:
+        started = time.monotonic()
         operation = harness.all_reduce("slow 'x'", floats(2)).start(communicators[0])
-        assert communicators[0].waits() == []  # not yet for long
-        time.sleep(0.5)
-        (wait,) = communicators[0].waits()
+        early = communicators[0].waits()
+        assert early == [] or time.monotonic() - started > 0.1  # waits count from 0.1 s on
+        while not (waits := communicators[0].waits()) and time.monotonic() - started < TIMEOUT_S:
+            time.sleep(0.01)
+        (wait,) = waits
         assert wait.what == "AllReduce 'slow 'x''" and wait.missing == (1,)
-        assert 0.2 < wait.seconds < 5
+        assert 0.1 <= wait.seconds <= time.monotonic() - started
         assert communicators[1].waits() == []
-        harness.all_reduce("slow 'x'", floats(2)).start(communicators[1]).wait(2)
-        operation.wait(2)
+        harness.all_reduce("slow 'x'", floats(2)).start(communicators[1]).wait(TIMEOUT_S)
+        operation.wait(TIMEOUT_S)
 
 
 def test_operations_name_themselves_when_another_rank_is_lost() -> None:
@@ -192,10 +193,10 @@ def test_operations_name_themselves_when_another_rank_is_lost() -> None:
         with pytest.raises(
             CommError, match="rank 1 was killed by SIGKILL while rank 0 waited for it in AllReduce 'gradient'"
         ):
-            pending.wait(2)
+            pending.wait(TIMEOUT_S)
         later = harness.all_reduce("later", floats(3)).start(communicators[0])
         with pytest.raises(CommError, match=r"rank 1 was killed .* rank 0 can no longer run AllReduce 'later'"):
-            later.wait(2)
+            later.wait(TIMEOUT_S)
 
 
 def test_a_rank_that_has_said_good_bye_is_not_lost() -> None:
@@ -208,7 +209,7 @@ def test_a_rank_that_has_said_good_bye_is_not_lost() -> None:
             arguments["ranks"] = [0, 2]
         operations = [case.start(communicators[rank]) for rank in (0, 2)]
         for operation in operations:
-            operation.wait(2)
+            operation.wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["exchange first", "operation first"])
@@ -219,15 +220,13 @@ def test_ranks_at_different_places_are_told_so(first: int) -> None:
     def body(communicator: whale_ops.Communicator) -> object:
         time.sleep(0.3 * (communicator.rank != first))
         if communicator.rank == 0:
-            return communicator.allgather_bytes("program", b"", 10, "the compilation of `step`")
-        return case.start(communicator).wait(10)
+            return communicator.allgather_bytes("program", b"", TIMEOUT_S, "the compilation of `step`")
+        return case.start(communicator).wait(TIMEOUT_S)
 
-    started = time.monotonic()
     with ranks(2) as communicators:
         for error in each(communicators, body):
             assert "the ranks are at different places of the program" in str(error)
             assert "the compilation of `step`" in str(error) and "'gradient'" in str(error)
-    assert time.monotonic() - started < 2
 
 
 def test_operations_side_by_side_may_wait_for_each_other() -> None:
@@ -238,7 +237,7 @@ def test_operations_side_by_side_may_wait_for_each_other() -> None:
         time.sleep(0.4)
         second = cases[1].start(communicators[0]), cases[0].start(communicators[1])
         for operation in (*first, *second):
-            operation.wait(2)
+            operation.wait(TIMEOUT_S)
 
 
 WRONG = {
@@ -260,7 +259,7 @@ def test_wrong_arguments_are_told_to_the_caller_alone(name: str) -> None:
     case, message = WRONG[name]
     with ranks(2) as communicators:
         with pytest.raises(CommError, match=message):
-            case.start(communicators[0]).wait(2)
+            case.start(communicators[0]).wait(TIMEOUT_S)
         harness.all_reduce("good", floats(2)).run(communicators)
 
 
@@ -287,4 +286,4 @@ def test_a_forked_child_is_refused() -> None:
                 os._exit(0)
         os.waitpid(child, 0)
         assert b"forked" in os.read(read, 4096)
-        communicators[0].barrier(timeout_s=5)
+        communicators[0].barrier(timeout_s=TIMEOUT_S)

@@ -44,7 +44,7 @@ def mpirun(size: int, transport: str, scenario: str, within: tuple[str, ...] = (
         transport,
         scenario,
     ]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     outcomes = dict(re.findall(r"^rank (\d+): (?!all left)(.*)$", result.stdout, re.MULTILINE))
     assert re.findall(r"all left (\w+)", result.stdout) == ["True"] * size, result.stdout + result.stderr

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale_ops
+from tests.whale_ops import harness
 from tests.whale_ops.harness import ranks
 from whale.errors import CommError
 
@@ -249,18 +250,17 @@ def test_a_disagreement_fails_the_step_on_every_rank(ops) -> None:
 
     with ranks(2) as communicators:
         threads = [threading.Thread(target=run, args=(c.name, c.rank)) for c in communicators]
-        started = time.monotonic()
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
-    assert len(outcomes) == 2 and time.monotonic() - started < 8
+            thread.join(harness.TIMEOUT_S)
+    assert len(outcomes) == 2
     for outcome in outcomes:
         assert "'grad'" in outcome and "[3,2]" in outcome and "[3,3]" in outcome
 
 
 WAITS = 32
-LATENCY_S = 0.02
+LATENCY_S = 0.5
 
 
 def many(ops, name: str):
@@ -275,34 +275,35 @@ def many(ops, name: str):
     return outputs
 
 
-def assert_side_by_side(communicators, run) -> None:
+def assert_side_by_side(communicators, run, trace) -> None:
+    """All of the ops are under way at once; on a quiet machine that takes little longer than one of them."""
     run()  # tracing and first-time costs
     before = {c.key: c.calls for c in communicators[0].counters()}
     for communicator in communicators:
         communicator.set_link(LATENCY_S, 0)
-    durations = []
     for _ in range(3):
-        started = time.monotonic()
-        run()
-        durations.append(time.monotonic() - started)
+        with open(trace, "wb") as file:
+            communicators[0].trace_start(file.fileno())
+            run()
+            communicators[0].trace_stop()
+        reduces = sum(c.kind == "AllReduce" for c in communicators[0].counters())
+        assert reduces >= WAITS
+        harness.assert_side_by_side(trace, reduces, LATENCY_S)
     after = {c.key: c.calls for c in communicators[0].counters()}
     assert {key: after[key] - before[key] for key in after} == dict.fromkeys(before, 3)
-    assert len(after) >= WAITS
-    # One after the other would take 0.64 s; the design measured 22 ms, this allows for a busy machine.
-    assert LATENCY_S <= min(durations) < 5 * LATENCY_S
 
 
-def test_ops_run_side_by_side_in_a_function(ops) -> None:
+def test_ops_run_side_by_side_in_a_function(ops, tmp_path) -> None:
     with ranks(2) as communicators:
         step = tf.function(lambda: many(ops, communicators[0].name))
-        assert_side_by_side(communicators, step)
+        assert_side_by_side(communicators, step, tmp_path / "trace")
         assert "dropped" in {c.key for c in communicators[0].counters()}
         for output in step():
             np.testing.assert_array_equal(output, [2, 2])
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_ops_run_side_by_side_in_a_session(ops, imported: bool) -> None:
+def test_ops_run_side_by_side_in_a_session(ops, imported: bool, tmp_path) -> None:
     with ranks(2) as communicators:
         with tf.Graph().as_default() as graph:
             outputs = many(ops, communicators[0].name)
@@ -312,7 +313,7 @@ def test_ops_run_side_by_side_in_a_session(ops, imported: bool) -> None:
             with tf.Graph().as_default() as graph:
                 tf.import_graph_def(definition, name="")
         with tf.compat.v1.Session(graph=graph) as session:
-            assert_side_by_side(communicators, lambda: session.run(names))
+            assert_side_by_side(communicators, lambda: session.run(names), tmp_path / "trace")
 
 
 def test_a_cancelled_step_ends_and_aborts(ops) -> None:
@@ -329,12 +330,10 @@ def test_a_cancelled_step_ends_and_aborts(ops) -> None:
                 fail_later, [], tf.float32
             )
 
-        started = time.monotonic()
         with pytest.raises(tf.errors.OpError, match=r"bad data|cancelled"):
-            step()
-        assert time.monotonic() - started < 5
+            step()  # or it would wait for ever
         with pytest.raises(CommError, match="'lonely' was cancelled on rank 0"):
-            communicators[1].allgather_bytes("k", b"", 5)
+            communicators[1].allgather_bytes("k", b"", harness.TIMEOUT_S)
 
 
 def test_an_unknown_communicator_says_what_to_call(ops) -> None:

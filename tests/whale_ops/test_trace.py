@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 
 from tests.whale_ops import harness
-from tests.whale_ops.harness import ranks
+from tests.whale_ops.harness import TIMEOUT_S, ranks, read_trace
 from whale.errors import CommError
 
 pytestmark = pytest.mark.core
-
-
-def read_trace(path: Path) -> list[dict]:
-    return json.loads(f"[{path.read_text().rstrip().rstrip(',')}]")
 
 
 def test_a_trace_holds_operations_while_it_is_on(tmp_path: Path) -> None:
@@ -41,7 +37,7 @@ def test_a_trace_holds_operations_while_it_is_on(tmp_path: Path) -> None:
 
 
 def test_the_trace_tells_waiting_from_moving(tmp_path: Path) -> None:
-    late_s = 0.05
+    late_s = 0.5
     with ranks(2) as communicators, open(tmp_path / "trace", "wb") as file:
         for communicator in communicators:
             communicator.trace_start(file.fileno())
@@ -49,8 +45,8 @@ def test_the_trace_tells_waiting_from_moving(tmp_path: Path) -> None:
         first = operation.start(communicators[0])
         time.sleep(late_s)
         second = operation.start(communicators[1])
-        first.wait(10.0)
-        second.wait(10.0)
+        first.wait(TIMEOUT_S)
+        second.wait(TIMEOUT_S)
         counted = [communicator.counters()[0] for communicator in communicators]
     of = {event["pid"]: event for event in read_trace(tmp_path / "trace") if event.get("cat") == "AllReduce"}
     waiting = [event for event in read_trace(tmp_path / "trace") if event["name"] == "waiting" and event["pid"] == 0]
@@ -68,7 +64,7 @@ def test_operations_that_overlap_are_on_tracks_of_their_own(tmp_path: Path) -> N
         pending = [operation.start(communicators[0]) for operation in operations]
         pending += [operation.start(communicators[1]) for operation in operations]
         for operation in pending:
-            operation.wait(10.0)
+            operation.wait(TIMEOUT_S)
     events = [event for event in read_trace(tmp_path / "trace") if event.get("cat") == "AllReduce"]
     assert len({event["tid"] for event in events}) == 5
 
@@ -79,7 +75,7 @@ def test_a_failed_operation_is_traced_with_its_error(tmp_path: Path) -> None:
         pending = harness.all_reduce("lost", [np.ones(10)] * 2).start(communicators[0])
         communicators[0].lose(1, "was killed\nby é" + "é" * 1000)
         with pytest.raises(CommError):
-            pending.wait(10.0)
+            pending.wait(TIMEOUT_S)
         assert communicators[0].counters() == []
     (event,) = [event for event in read_trace(tmp_path / "trace") if event.get("cat") == "AllReduce"]
     assert event["args"]["error"].startswith("rank 1 was killed\nby éé") and event["args"]["error"].endswith("é...")
