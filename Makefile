@@ -15,7 +15,8 @@ TF := $(DEFAULT_TF)
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 TESTS ?= tests
 PYTEST_ARGS ?=
-# Tests that start processes, and often watch clocks, have the machine for themselves; the others share its cores.
+# Tests that start processes run one after the other; the others share the cores. Both halves are run and reported, and
+# either fails the target.
 APART := tests/distributed tests/doctor tests/faults tests/launcher tests/whale_ops
 JOBS ?= 2
 BENCH_ARGS ?=
@@ -39,8 +40,10 @@ demo: build
 
 test: build
 ifeq ($(TESTS),tests)
-	@$(RUN) -m pytest $(PYTEST_ARGS) -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(APART)) tests
-	@$(RUN) -m pytest $(PYTEST_ARGS) $(APART)
+	@trap 'exit 130' INT; code=0; \
+	$(RUN) -m pytest $(PYTEST_ARGS) -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(APART)) tests || code=$$?; \
+	$(RUN) -m pytest $(PYTEST_ARGS) $(APART) || code=$$?; \
+	exit $$code
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS) $(TESTS)
 endif

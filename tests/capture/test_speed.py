@@ -1,24 +1,31 @@
-"""Capturing and normalising a large step takes no more time than a user would notice."""
+"""What capturing and normalising a large step does, by which it takes no more time than a user would notice.
+
+The seconds are what `python -m benchmarks.start` prints.
+"""
 
 from __future__ import annotations
 
-import gc
-import time
+import sys
+from collections import Counter
+from types import CodeType, FrameType
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from whale.capture import attrs
 from whale.capture.function import capture_function
 from whale.capture.graph import program_from_graph
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 
-LIMIT_S = 0.5
+# Calls of Python functions for each node, of all functions together: 21 when this was written.
+_MOST_CALLS = 30
+_MOST_DECODED = 0.1  # attributes for each node: they are read where they lie; 0.016 when this was written
 
 
 @pytest.mark.slow
-def test_resnet50_is_captured_inlined_and_folded_within_its_limit() -> None:
+def test_resnet50_is_captured_inlined_and_folded_in_few_calls_for_each_node() -> None:
     model = tf.keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classes=10)
     optimizer = tf.keras.optimizers.Adam(1e-3)
     optimizer.build(model.trainable_variables)
@@ -37,11 +44,14 @@ def test_resnet50_is_captured_inlined_and_folded_within_its_limit() -> None:
         (graph.get_tensor_by_name(f"{v.node}:0"), v.name, v.type.dtype, v.type.shape)
         for v in captured.program.variables
     ]
-    times_s = []
-    for _ in range(5):
-        gc.collect()
-        gc.disable()  # as in the pass list
-        start_s = time.process_time()  # of this process, so that neighbours do not count
+    calls: Counter[CodeType] = Counter()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            calls[frame.f_code] += 1
+
+    sys.setprofile(count)
+    try:
         program = program_from_graph(
             graph,
             name="step",
@@ -51,7 +61,10 @@ def test_resnet50_is_captured_inlined_and_folded_within_its_limit() -> None:
             effects=graph.control_outputs,
         )
         program = fold(inline(program))
-        times_s.append(time.process_time() - start_s)
-        gc.enable()
-    assert len(program.nodes) > 9000
-    assert min(times_s) <= LIMIT_S, times_s
+    finally:
+        sys.setprofile(None)
+    nodes = len(program.nodes)
+    assert nodes > 9000
+    assert calls.total() <= _MOST_CALLS * nodes, calls.most_common(10)
+    assert calls[attrs.decode.__code__] <= _MOST_DECODED * nodes
+    assert calls[tf.Graph.as_graph_def.__code__] == 1  # TensorFlow writes the whole graph at each call
