@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import whale as wh
@@ -17,8 +17,8 @@ from cost_model.captured import table as tables
 from whale.capture.function import capture_function
 from whale.errors import WhaleError
 from whale.passes.order import normalise
-from whale.runtime.compile.compile import plan_settings
 from whale.runtime.compile.mesh import plan_program
+from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.run.context import current
 from whale.runtime.run.start import planning_run
@@ -50,7 +50,7 @@ def plan(name: str, kind_name: str) -> Planned:
         wh.init(kind.configuration(workload.batch))
         step, batch = make_step(workload, lambda fn: fn, kind.scope())
         captured = capture_function(step, batch, {})
-        settings = plan_settings(current()).but(size=kind.ranks)
+        settings = settings_of(current()).but(size=kind.ranks)
         program = normalise(captured.program, settings)
         return Planned(program, plan_program(program, settings), settings)
 

@@ -84,18 +84,21 @@ def run(
     seconds: Sequence[Sequence[float]],
     exchange_s: Callable[[Exchange], float],
     sharing: Sharing,
+    members: Sequence[int] | None = None,
 ) -> list[Played]:
-    """Plays one step of all ranks.
+    """Plays one step of all ranks, or of some that stand for the others.
 
     Args:
         graphs: of the ranks.
+        members: numbers of the ranks that the graphs are of; None: all, in their order. Nobody waits for a rank that
+            is not played.
         seconds: of each node alone on a core (or device); nodes of 0 take no time.
         exchange_s: seconds of work that an exchange is for each of its ranks.
 
     Raises:
         PlanError: the ranks wait for each other.
     """
-    return _Run(graphs, seconds, exchange_s, sharing).play()
+    return _Run(graphs, seconds, exchange_s, sharing, range(len(graphs)) if members is None else members).play()
 
 
 class _Run:
@@ -105,16 +108,17 @@ class _Run:
         seconds: Sequence[Sequence[float]],
         exchange_s: Callable[[Exchange], float],
         sharing: Sharing,
+        members: Sequence[int],
     ) -> None:
-        self.exchange_s, self.sharing = exchange_s, sharing
+        self.exchange_s, self.sharing, self.members = exchange_s, sharing, frozenset(members)
         self.clock = Clock()
         hosts = [Host(self.clock, cores, sharing.slice_s) for cores in sharing.cores]
         self.come: dict[tuple[str, tuple[int, ...]], list[tuple[_Rank, int]]] = {}
         count = sharing.threads
         self.ranks = [
-            _Rank(i, g, hosts[sharing.hosts[i]], seconds[i], list(g.after), [deque() for _ in range(count)],
+            _Rank(number, g, hosts[sharing.hosts[number]], seconds[i], list(g.after), [deque() for _ in range(count)],
                   [deque() for _ in range(count)], len(g.after))
-            for i, g in enumerate(graphs)
+            for i, (number, g) in enumerate(zip(members, graphs))
         ]  # fmt: skip
         for rank in self.ranks:
             rank.threads = [Thread(partial(self._next, rank, number)) for number in range(count)]
@@ -214,7 +218,7 @@ class _Run:
         def announce() -> None:
             come = self.come.setdefault(key, [])
             come.append((rank, node))
-            if len(come) == len(what.ranks):
+            if len(come) == sum(one in self.members for one in what.ranks):
                 del self.come[key]
                 seconds = self.exchange_s(what)
                 for member, i in come:

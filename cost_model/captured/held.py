@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from cost_model.captured.execute import Sharing, run
 from cost_model.captured.graph import Graph, graph_of
 from cost_model.captured.liveness import Kinds, peaks
-from cost_model.captured.predict import GRAIN_BYTES
+from cost_model.captured.machine import GRAIN_BYTES
 from cost_model.captured.table import CONTRACTIONS
 from cost_model.ops.work import Work
 from whale.ir.program import Node, Program, Ref, function_refs

@@ -14,7 +14,8 @@ from cost_model.captured.allocator import Allocator
 from cost_model.captured.cores import Clock, Host, Thread
 from cost_model.captured.graph import graph_of
 from cost_model.captured.liveness import peak_bytes
-from cost_model.captured.predict import cluster_machine, measured_machine, predict_ranks
+from cost_model.captured.machine import cluster_machine, measured_machine
+from cost_model.captured.predict import predict_ranks
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Curve, Operation, Step, Table, check_writable, read, write
 from cost_model.captured.traffic import Exchange

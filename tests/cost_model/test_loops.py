@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 
-from cost_model.captured.predict import Ran, measured_machine, predict_ranks
+from cost_model.captured.machine import measured_machine
+from cost_model.captured.predict import Ran, predict_ranks
 from cost_model.captured.unroll import unrolled
 from cost_model.ops import program_work
 from tests.cost_model.test_captured import TABLE

@@ -13,16 +13,16 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from cost_model.captured.machine import Rates
 from cost_model.captured.table import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Split
-from whale.planner.captured import pipelines
-from whale.planner.captured import ways as programs
+from whale.planner.captured import pipelines, search, ways
 from whale.planner.captured.balance import balanced
-from whale.planner.captured.ways import Choice, Rates
+from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto
 from whale.runtime.measure.rates import of_kinds
 from whale.runtime.run import context
@@ -38,9 +38,9 @@ MIDDLE = Rates(1e10, 1e9, 0.0, 1e-6, 1e8, "for the test")  # a weight's gradient
 def speed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def of(rates: Rates, *others: Rates) -> None:
         monkeypatch.setattr(
-            auto, "_measured", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
+            auto, "measured_rates", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
         )
-        monkeypatch.setattr(programs, "LEAST_BYTES", 1)
+        monkeypatch.setattr(ways, "LEAST_BYTES", 1)
 
     return of
 
@@ -96,12 +96,12 @@ def test_what_does_not_fit_is_not_chosen(
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function, adam=True)
     # Weight, its two moments, gradient and logits take 2 MB: one of two parts fits, the whole does not.
-    monkeypatch.setattr(auto, "_memory_bytes", lambda context, size: 1.9e6)
+    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1.9e6, "for the test"))
     started(classifier)
     chosen = context.current().auto
     assert chosen is not None and (chosen.weights or chosen.zero)
     wh.shutdown()
-    monkeypatch.setattr(auto, "_memory_bytes", lambda context, size: 1e5)
+    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e5, "for the test"))
     ranks(2, auto_parallel=True)
     with pytest.raises(PlanError, match="in no way"):
         started(Classifier(wh.function, adam=True))
@@ -110,36 +110,36 @@ def test_what_does_not_fit_is_not_chosen(
 def test_activations_are_computed_again_where_memory_binds(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = Deep().train(512)
+    expected = Deep(depth=32).train(8192)
     speed(FREE_LINK)
-    monkeypatch.setattr(auto, "choices", lambda *_: [Choice("data parallel")])
-    monkeypatch.setattr(auto, "pipelines", lambda *_: [])
-    taken: list[tuple[float, int]] = []
-    predict = auto._predicted
+    monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel")])
+    monkeypatch.setattr(search, "pipelines", lambda *_: [])
+    taken: list[search.Way] = []
+    predict = search.predicted
 
-    def predicted(*args: Any) -> tuple[float, int]:
+    def predicted(*args: Any) -> search.Way:
         taken.append(predict(*args))
         return taken[-1]
 
-    monkeypatch.setattr(auto, "_predicted", predicted)
+    monkeypatch.setattr(search, "predicted", predicted)
     ranks(2, auto_parallel=True)
-    deep = Deep(wh.function)
-    deep.step.plan(*deep.batch(0, 512))
+    deep = Deep(wh.function, 32)
+    deep.step.plan(*deep.batch(0, 8192))
     wh.shutdown()
-    plain_s, plain_bytes = taken[0]
-    limit_bytes = 0.95 * min(size for _, size in taken)
-    monkeypatch.setattr(auto, "_memory_bytes", lambda *_: limit_bytes)
+    plain = taken[0]
+    limit_bytes = 0.95 * min(way.bytes for way in taken)
+    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (limit_bytes, "for the test"))
     taken.clear()
     ranks(2, auto_parallel=True)
-    deep = Deep(wh.function)
-    worst = difference(expected, deep.train(512), 0.1)
+    deep = Deep(wh.function, 32)
+    worst = difference(expected, deep.train(8192), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
     assert chosen is not None and chosen.recompute == "auto", chosen
-    least = min(taken, key=lambda one: one[1])
-    assert least[1] <= limit_bytes < plain_bytes and chosen.predicted_s > plain_s  # memory for time
+    least = min(taken, key=lambda way: way.bytes)
+    assert least.bytes <= limit_bytes < plain.bytes and chosen.predicted_s > plain.seconds  # memory for time
     wh.shutdown()
-    monkeypatch.setattr(auto, "_memory_bytes", lambda *_: 1e3)
+    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e3, "for the test"))
     ranks(2, auto_parallel=True)
     deep = Deep(wh.function)
     with pytest.raises(PlanError, match="which takes the least") as error:
@@ -156,13 +156,13 @@ def test_unequal_ranks_get_rows_by_their_speed(
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function)
     found: list[Any] = []
-    looked_at = auto._looked_at
+    looked_at = search._looked_at
 
     def rows_only(*args: Any) -> list[Choice]:
         found.extend(choice for choice in looked_at(*args) if choice.shares)
         return [Choice("equal"), *found]
 
-    monkeypatch.setattr(auto, "_looked_at", rows_only)
+    monkeypatch.setattr(search, "_looked_at", rows_only)
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].shares == (11, 5)
@@ -184,10 +184,10 @@ def test_ranks_of_one_kind_have_one_speed() -> None:
 class Deep:
     """A chain of layers with an optimizer's state, and an evaluation that no stage has."""
 
-    def __init__(self, function: Any = tf.function):
+    def __init__(self, function: Any = tf.function, depth: int = 4):
         tf.keras.utils.set_random_seed(7)
-        self.layers = [tf.keras.layers.Dense(24, activation="tanh") for _ in range(4)] + [tf.keras.layers.Dense(3)]
-        for layer, size in zip(self.layers, (6, 24, 24, 24, 24)):
+        self.layers = [tf.keras.layers.Dense(24, activation="tanh") for _ in range(depth)] + [tf.keras.layers.Dense(3)]
+        for layer, size in zip(self.layers, (6, *[24] * depth)):
             layer.build((None, size))
         self.weights = [w for layer in self.layers for w in layer.trainable_variables]
         self.optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
@@ -227,8 +227,8 @@ def test_a_pipeline_is_found_without_a_scope(
 ) -> None:
     expected = Deep().train()
     speed(THIN_LINK)
-    ways = auto.choices
-    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.alone and not c.weights])
+    choices = search.choices
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
     ranks(count, auto_parallel=True)
     deep = Deep(wh.function)
     worst = difference(expected, deep.train(), 0.1)
@@ -253,8 +253,8 @@ def test_an_optimizers_state_is_divided_where_its_update_takes_long(
     speed(Rates(1e15, 1e6, 0.0, 0.0, 1e15, "for the test"))
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function, adam=True)
-    ways = auto.choices
-    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.weights])
+    choices = search.choices
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.weights])
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto

@@ -23,6 +23,7 @@ from whale.errors import PlanError
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
 from whale.passes.settings import PlanSettings
+from whale.planner.captured import search
 from whale.planner.report import analysis
 from whale.runtime.compile import auto
 from whale.runtime.run import context
@@ -89,14 +90,14 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
 ) -> None:
     expected = Deep().train()
     speed(THIN_LINK, THIN_LINK)
-    ways = auto.choices
-    monkeypatch.setattr(auto, "choices", lambda *a: [c for c in ways(*a) if not c.alone and not c.weights])
+    choices = search.choices
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
     path = tmp_path / "plan.json"
     plan = saved(path, one_step, auto_parallel=True)
     assert len(plan.places) == 2 and plan.choice
     text = diff_plans(saved(tmp_path / "rows.json", one_step), plan)
     assert "stages" in text and "no longer: " in text and "batch x: S(0)[8,8] -> S(0)[16]" in text, text
-    monkeypatch.setattr(auto, "_best", None)  # nothing is chosen any more
+    monkeypatch.setattr(auto, "best_way", None)  # nothing is chosen any more
     ranks(2, plan=str(path), auto_parallel=True)
     deep = fresh()
     worst = difference(expected, deep.train(), 0.1)

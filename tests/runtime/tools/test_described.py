@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cost_model.captured.predict import cluster_machine, predict_ranks
+from cost_model.captured.machine import cluster_machine
+from cost_model.captured.predict import predict_ranks
 from cost_model.captured.signature import signature
 from cost_model.captured.table import write
 from cost_model.described.describe import Collective, Parallel, Transformer, layer_backward, layer_forward

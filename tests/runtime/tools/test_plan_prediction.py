@@ -22,7 +22,8 @@ from tests.cost_model.test_captured import LAB, TABLE
 from whale.capture.function import capture_function
 from whale.ir.fingerprint import fingerprint
 from whale.passes.order import normalise
-from whale.runtime.compile.compile import make_any_plan, plan_settings
+from whale.runtime.compile.lower import make_any_plan
+from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.measure.without_exchanges import apart
@@ -66,7 +67,7 @@ def batch(rows: int = 16) -> tuple[tf.Tensor, tf.Tensor]:
 
 def planned_here(model: Model) -> Planned:
     """The plan of this process's run, made without running."""
-    settings = plan_settings(current())
+    settings = settings_of(current())
     program = normalise(capture_function(model.step, batch(), {}).program, settings)
     return Planned(program, make_any_plan(program, settings), settings)
 

@@ -1,23 +1,21 @@
-"""`auto_parallel` for a captured program: the ways to spread it that can run, and what each rank's program costs.
+"""Ways to spread a captured program that can run, and what each makes of the program.
 
-    choices       ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
-    scoped        the program as if the user had put `wh.split` around what a choice divides
-    rank_seconds  predicted seconds of the program that one rank runs, by what was measured (`Rates`)
-    rank_bytes    its variables and live tensors
+    choices   ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
+    scoped    the program as if the user had put `wh.split` around what a choice divides
+    trains, updates, products    what a program does with its variables
 
-The program's own layouts are then found as for any other program.
+Pipelines are in `whale.planner.captured.pipelines`. The program's own layouts are then found as for any other program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
 
-from cost_model.ops import matmul_flops, work
+from cost_model.ops import matmul_flops
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import TensorType
 from whale.passes.facts.cost import LOOKUPS
 from whale.passes.facts.scopes import PASSED_ON
 from whale.passes.normalise.annotate import annotate
@@ -25,17 +23,6 @@ from whale.passes.normalise.annotate import annotate
 SCOPE = "auto_parallel/split_0"
 MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
-EXCHANGES = frozenset(
-    {
-        "WhaleAllReduce",
-        "WhaleDeviceAllReduce",
-        "WhaleReduceScatter",
-        "WhaleAllGather",
-        "WhaleAllToAll",
-        "WhaleBroadcast",
-    }
-    | {"WhaleSend", "WhaleRecv"}
-)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -50,7 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
             in the order of `whale.planner.captured.pipelines.chain`; micro_batches: of each rank's rows.
         zero: level to which the optimizer's state is divided.
         recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
-        predicted_s: seconds of a step, once predicted.
+        predicted_s: seconds of a step, once predicted; predicted_bytes: of the rank that holds most.
     """
 
     name: str
@@ -64,24 +51,7 @@ class Choice(msgspec.Struct, frozen=True):
     zero: int = 0
     recompute: str = ""
     predicted_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What one rank does per second while all ranks work; what an exchange takes between them.
-
-    Attributes:
-        start_s: seconds of an operation that does next to nothing; exchange_s: the same of an exchange.
-        exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
-        origin: where the figures come from, in words.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    start_s: float
-    exchange_s: float
-    exchanged_bytes_per_s: float
-    origin: str
+    predicted_bytes: int = 0
 
 
 def choices(program: Program, size: int) -> list[Choice]:
@@ -218,65 +188,3 @@ def _reached(start: str, arrows: Mapping[str, Iterable[str]]) -> set[str]:
                 found.add(name)
                 left.append(name)
     return found
-
-
-def rank_seconds(program: Program, rates: Rates, ranks: int) -> float:
-    """Predicted seconds of what one rank runs, operations one after the other; a loop's body counts once."""
-    graphs = (program, *program.functions.values())
-    return sum(node_seconds(graph, node, rates, ranks) for graph in graphs for node in graph.nodes)
-
-
-def node_seconds(graph: Program, node: Node, rates: Rates, ranks: int) -> float:
-    """Predicted seconds of one node, an exchange without waiting for others."""
-    types = [graph.type_of(r) for r in node.inputs]
-    if node.op.startswith("Whale"):
-        return exchange_seconds(node, types, rates, ranks)
-    done = work(node, types)
-    if not done.kernels:
-        return 0.0
-    return rates.start_s + max(done.flops / rates.flops_per_s, done.moved_bytes / rates.bytes_per_s)
-
-
-def exchange_seconds(node: Node, types: Sequence[TensorType], rates: Rates, ranks: int) -> float:
-    """Ring formulas (see cost_model.formulas.collectives); a rank's own part of the bytes is not sent."""
-    ranks = len(node.attrs.get("ranks", ())) or ranks
-    tensors = [t for t in types if t.dtype != "resource"]
-    part, own = (ranks - 1) / ranks, float(sum(t.bytes for t in tensors if t.is_static))
-    result = float(sum(t.bytes for t in node.outputs if t.is_static))
-    sent = {
-        "WhaleAllReduce": 2 * part * own,
-        "WhaleDeviceAllReduce": 2 * part * own,
-        "WhaleReduceScatter": part * own,
-        "WhaleAllGather": part * result,
-        "WhaleAllToAll": part * own,
-        "WhaleBroadcast": max(own, result),
-        "WhaleSend": own,
-        "WhaleRecv": result,
-    }.get(node.op)
-    return 0.0 if sent is None else rates.exchange_s + sent / rates.exchanged_bytes_per_s
-
-
-def rank_bytes(program: Program) -> int:
-    """Variables, and the most bytes of tensors that are alive at a time when operations run in their order."""
-    variables = sum(v.type.bytes for v in program.variables if v.type.is_static)
-    owner: dict[Ref, Ref] = {}
-    last: dict[Ref, int] = {}
-    for at, node in enumerate(program.nodes):
-        for ref in node.inputs:
-            last[owner.get(ref, ref)] = at
-        if node.op in PASSED_ON and node.inputs and node.outputs:
-            owner[Ref(node.name)] = owner.get(node.inputs[0], node.inputs[0])
-    for ref in program.outputs:
-        last[owner.get(ref, ref)] = len(program.nodes)
-    ends: dict[int, int] = {}
-    alive = most = 0
-    for at, node in enumerate(program.nodes):
-        if node.name not in program.variable_of:
-            for ref, t in zip(node.refs(), node.outputs):
-                if ref not in owner and t.is_static and t.dtype not in ("resource", "variant"):
-                    size = t.bytes
-                    alive += size
-                    ends[last.get(ref, at)] = ends.get(last.get(ref, at), 0) + size
-        most = max(most, alive)
-        alive -= ends.pop(at, 0)
-    return variables + most

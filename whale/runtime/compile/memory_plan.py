@@ -8,51 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from cost_model.captured.held import held
 from cost_model.machines.discover import host_resources
-from cost_model.ops import executions
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
-from whale.ir.program import Program, Ref
-from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
+from whale.ir.program import Program
+from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.run.context import Context
 
-_KINDS = ("activations", *(name for name in CATEGORIES if name != "activations"))
 _MOST_MICRO_BATCHES = 64
 
 # The programs that some ranks would run, under other settings: (settings, program as captured) -> rank -> program.
 Lower = Callable[[PlanSettings, Program], Mapping[int, Program]]
-
-
-def predicted(program: Program, rank: int, size: int, counted_from_bytes: int = 0) -> dict[str, int]:
-    """Category -> bytes of ``rank`` at the moment of a step of ``program`` (its own) when they are most together.
-
-    Args:
-      counted_from_bytes: smaller tensors are left out, as TensorFlow's counters of host memory leave them out.
-    """
-    number = {name: i for i, name in enumerate(_KINDS)}
-
-    def kinds_of(graph: Program) -> tuple[dict[Ref, int], dict[str, int]]:
-        tensors = {ref: number[kind] for ref, kind in tensor_kinds(graph).items()}
-        return tensors, {handle: number[kind] for handle, kind in variable_kinds(graph).items()}
-
-    found = held(program, rank, size, len(_KINDS), kinds_of, number["buffers"], counted_from_bytes)
-    by_name = dict(zip(_KINDS, found.at_peak))
-    return {name: by_name[name] for name in CATEGORIES}
-
-
-def at_most_bytes(program: Program) -> int:
-    """More than a rank can take: all tensors of a step at once, in pieces twice as large. Found without a play."""
-    called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
-    return 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
 
 
 def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
@@ -97,7 +71,7 @@ def refuse_what_does_not_fit(
     for rank, program in programs.items():
         limit, source = limit_bytes(context.config, context.local_ranks)
         fits = at_most_bytes(program) <= limit
-        mine.append(_Rank(limit, source, {} if fits else predicted(program, rank, settings.size)))
+        mine.append(_Rank(limit, source, {} if fits else step_bytes(program, rank, settings.size)))
     said = dict(zip(programs, mine))
     if context.between_processes:
         comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
@@ -170,7 +144,7 @@ def options_text(
         other = settings.but(dump="", **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
-            return max(sum(predicted(p, r, other.size).values()) for r, p in lower(other, source).items())
+            return max(sum(step_bytes(p, r, other.size).values()) for r, p in lower(other, source).items())
         except WhaleError:
             return None  # this program cannot run so
 
@@ -209,7 +183,3 @@ def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> lis
     if not settings.batch.local and not settings.batch.shares:
         found.append(_Option(f"{2 * settings.size} ranks", {"size": 2 * settings.size}))
     return found
-
-
-def _all_bytes(program: Program) -> int:
-    return sum(t.bytes for node in program.nodes for t in node.outputs)

@@ -16,7 +16,8 @@ from pathlib import Path
 import tensorflow as tf
 
 from cost_model.captured import table as tables
-from cost_model.captured.predict import measured_machine, predict_ranks
+from cost_model.captured.machine import measured_machine
+from cost_model.captured.predict import predict_ranks
 from cost_model.captured.table import Curve, Operation, Step, Table
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint

@@ -9,23 +9,17 @@ from typing import Any
 
 import msgspec
 
+from cost_model.captured.machine import Rates
 from whale.ir.program import Program
-from whale.planner.captured.ways import Rates
+from whale.planner.captured.search import unequal
 from whale.runtime.run.context import Context
 
-UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 SUSPECT = 1.1  # ranks that seem to differ by more are measured again
 # Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
 # more as parts of the work that differ than it gains.
 ONE_KIND = 1.15
 ROUNDS, ROUND_S = 5, 0.25  # of measuring them again; the median of each rank counts
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
-
-
-def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
-    """Whether ranks differ by more than what is taken to be noise."""
-    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
-    return max(speeds) > by * min(speeds)
 
 
 def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:

@@ -22,12 +22,13 @@ from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, step_lines
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
-from whale.passes.order import expand, make_plan, normalise
-from whale.passes.settings import PlanSettings
+from whale.passes.order import expand
+from whale.passes.settings import PlanSettings, make_plan, normalise
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
-from whale.runtime.compile.compile import lower_first_ranks, make_any_plan, plan_settings, with_memory
+from whale.runtime.compile.lower import first_ranks, make_any_plan, with_memory
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
+from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
@@ -49,7 +50,7 @@ def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
     settings, scale = PlanSettings(size=ranks), None
     if (run := running()) is not None:
         scale = loss_scale_of(run)
-        settings = plan_settings(run).but(size=ranks)
+        settings = settings_of(run).but(size=ranks)
     marked = bool(settings.memory.recompute)
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
@@ -117,7 +118,7 @@ class Prediction:
             # The program is normalised as it was planned; that changes nothing when it is done again.
             devices = [e.device for h in self._machines().hosts for e in h.devices] if self.cluster else []
             beside_host = bool(devices) and all(device.kind == "gpu" for device in devices)
-            options = options_text(settings, min(limits), planned.program, None, lower_first_ranks, beside_host)
+            options = options_text(settings, min(limits), planned.program, None, first_ranks, beside_host)
             raise refusal_of_plan(plan.program, plan.memory, limits, options)
 
 
@@ -176,14 +177,8 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
     script = saved.script or ("the plan names no script",)
     planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
     on = prediction.read()
-    alone = planned.settings.but(
-        size=1,
-        devices=(),
-        batch__shares=(),
-        batch__local={},
-        split__ranks=0,
-        zero__level=0,
-        time__micro_batches=1,
+    alone = replace(
+        planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, micro_batches=1, devices=()
     )
     alone_plan = make_plan(planned.program, alone)
     found = predict_plan(planned, on, with_timelines=True)

@@ -14,15 +14,15 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from cost_model.captured.graph import COMMUNICATION
-from cost_model.captured.predict import cluster_machine
+from cost_model.captured.machine import cluster_machine
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
 from whale.passes.judge.check import check
+from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import expand
-from whale.runtime.compile.memory_plan import predicted
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import Planned, rank_programs
 
@@ -63,7 +63,7 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
         return [*found, _line(error)]
     found += of_exchanges(programs) or of_waits(programs)
     for rank, program in enumerate(programs):
-        needed = sum(predicted(program, rank, len(programs)).values())
+        needed = sum(step_bytes(program, rank, len(programs)).values())
         if cluster is not None and needed > devices[rank]:
             lacking = human_bytes(round(needed - devices[rank]))
             found.append(

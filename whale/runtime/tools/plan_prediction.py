@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.captured.predict import CapturedPrediction, Machine, cluster_machine, measured_machine, predict_ranks
+from cost_model.captured.machine import Machine, cluster_machine, measured_machine
+from cost_model.captured.predict import CapturedPrediction, predict_ranks
 from cost_model.captured.table import Table
 from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
 from whale.passes.normalise.inline import inline
-from whale.passes.order import expand
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.compile import lower_ranks
+from whale.runtime.compile.lower import lower_ranks
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,8 @@ def rank_programs(planned: Planned) -> list[Program]:
       PlanError: the plan lacks a strategy or a reshard.
     """
     program, plan, settings = planned.program, planned.plan, planned.settings
-    size = plan.size if plan.inner is None else plan.size * plan.inner.size
-    if plan.places:
-        size = sum(len(place.ranks) for place in plan.places)
-    expanded = expand(program, plan.expanded, settings)
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
-    return [inline(r) for r in lower_ranks(program, expanded, plan, settings, range(size), "", "")]
+    return [inline(r) for r in lower_ranks(program, plan, settings, range(plan.ranks))]
 
 
 def predict_plan(

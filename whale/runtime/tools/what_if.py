@@ -18,10 +18,11 @@ from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program, Ref
+from whale.lowering.emit import COMMUNICATION
 from whale.passes.facts.scopes import split_scope
 from whale.passes.normalise.annotate import annotate
-from whale.planner.captured.ways import EXCHANGES, products
-from whale.runtime.compile.compile import make_any_plan
+from whale.planner.captured.ways import products
+from whale.runtime.compile.lower import make_any_plan
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 SCOPE = "set/split_0"
@@ -137,7 +138,7 @@ def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
     mine, theirs = exchanges(planned), exchanges(other)
     times = [predict_plan(p, on).step_s for p in (planned, other)] if on is not None else []
     changes = []
-    for kind in sorted(EXCHANGES):
+    for kind in sorted(COMMUNICATION):
         more = theirs[kind] - mine[kind]
         if more:
             name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.removeprefix("Whale")).lower()
@@ -156,4 +157,4 @@ def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
 
 def exchanges(planned: Planned) -> Counter[str]:
     """How many operations of each kind the first rank's program has that exchange data."""
-    return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in EXCHANGES)
+    return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in COMMUNICATION)

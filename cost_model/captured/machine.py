@@ -1,0 +1,167 @@
+"""What ranks run on: measured machines, described clusters, and ranks of which a few figures are known.
+
+measured_machine   a host that `whale profile` measured, operation by operation
+cluster_machine    the devices of a cluster file, by the catalogue's formulas
+rated_machine      ranks that were measured for a moment (`Rates`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cost_model.captured.execute import Sharing
+from cost_model.captured.table import CONTRACTIONS, Measured, Table
+from cost_model.captured.traffic import Exchange
+from cost_model.formulas.collectives import COLLECTIVES, group, point_to_point_s
+from cost_model.formulas.compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
+from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
+from cost_model.ops.work import Work
+from whale.ir.program import Node, Program
+
+# TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
+GRAIN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks run on.
+
+    Attributes:
+        operations: of each rank, (seconds, scratch bytes) of a node with its work.
+        exchange_s: seconds of an exchange, by its kind, ranks and bytes.
+        sharing: how they share it.
+        call_s: what calling a step takes beside its operations.
+        memory_bytes: of each rank's device, or its part of the host's.
+        counted_from_bytes: smaller tensors are left out (TensorFlow's counters of host memory do so).
+    """
+
+    operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
+    sharing: Sharing
+    exchange_s: Callable[[Exchange], float]
+    memory_bytes: Sequence[float]
+    call_s: float = 0.0
+    counted_from_bytes: int = 0
+
+    def allocated(self, size: int) -> int:
+        """Bytes that the allocator gives for a tensor."""
+        return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
+
+
+def measured_machine(table: Table, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
+    """So many ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`."""
+    known = Measured(table, marks, ranks)
+
+    def exchange_s(what: Exchange) -> float:
+        return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes, what.is_packed)
+
+    return Machine(
+        operations=[known.operation] * ranks,
+        sharing=Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s),
+        exchange_s=exchange_s,
+        memory_bytes=[table.memory_gb * 1e9 / ranks] * ranks,
+        call_s=table.call_s,
+        counted_from_bytes=counted_from_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one rank does per second while all ranks work, and what an exchange takes between them.
+
+    Attributes:
+        start_s: seconds of an operation that does next to nothing; exchange_s: the same of an exchange.
+        exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
+        origin: where the figures come from, in words.
+        exchanges_compute: whether exchanges take the core (or device) that computes; else they run beside it.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    start_s: float
+    exchange_s: float
+    exchanged_bytes_per_s: float
+    origin: str
+    exchanges_compute: bool = True
+
+
+def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
+    """Ranks of which nothing is known but a few figures each: a roofline for operations, bytes for exchanges."""
+
+    def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
+        def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
+            return one.start_s + max(does.flops / one.flops_per_s, does.moved_bytes / one.bytes_per_s), 0
+
+        return operation
+
+    def exchange_s(what: Exchange) -> float:
+        # What a rank sends of it; of what goes one way, all.
+        one_way = what.kind in ("point_to_point", "broadcast")
+        sent_bytes = what.tensor_bytes if one_way else what.logical_bytes
+        return max(rates[r].exchange_s + sent_bytes / rates[r].exchanged_bytes_per_s for r in what.ranks)
+
+    return Machine(
+        operations=[operation_of(one) for one in rates],
+        # Each rank's figures were taken while the others worked, so its part of a shared host is a host of its own.
+        sharing=Sharing(range(len(rates)), [1.0] * len(rates), 1, exchanges_compute=rates[0].exchanges_compute),
+        exchange_s=exchange_s,
+        memory_bytes=[memory_bytes] * len(rates),
+    )
+
+
+def cluster_machine(cluster: Cluster) -> Machine:
+    """The devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
+    devices: list[tuple[int, HostEntry, DeviceEntry]] = []
+    number = 0
+    for host in cluster.hosts:
+        for _ in range(host.count):
+            devices += [(number, host, entry) for entry in host.devices for _ in range(entry.count)]
+            number += 1
+
+    def exchange_s(what: Exchange) -> float:
+        mine = [devices[r] for r in what.ranks]
+        hosts = {at for at, _, _ in mine}
+        per_host = max(sum(at == h for at, _, _ in mine) for h in hosts)
+        link = min((entry.intra_link() for _, _, entry in mine), key=lambda one: one.bytes_per_s)
+        if len(hosts) == 1:
+            among = group(len(mine), per_host, link)
+        else:
+            name, between, nics = cluster.path(mine[0][1], mine[-1][1])
+            apart = what.ranks[1] - what.ranks[0]
+            adapter = min(host.adapter_bytes_per_s(name, per_host, apart) for _, host, _ in (mine[0], mine[-1]))
+            among = group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription, adapter)
+        if what.kind == "point_to_point":
+            inside = len(hosts) == 1
+            rate = link.bytes_per_s if inside else among.host_bytes_per_s
+            steps = link.step_us if inside else (among.network_steps or link.step_us)
+            return point_to_point_s(what.tensor_bytes, rate, steps.simple)
+        return COLLECTIVES[what.kind](among, what.tensor_bytes)
+
+    return Machine(
+        operations=[_catalogued(entry) for _, _, entry in devices],
+        sharing=Sharing(range(len(devices)), [1.0] * len(devices), threads=1, exchanges_compute=False),
+        exchange_s=exchange_s,
+        memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
+    )
+
+
+def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
+    """Seconds of a node by the roofline of a catalogued device."""
+    device = entry.device
+    known = {}
+
+    def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
+        dtype = next((t.dtype for t in node.outputs if t.dtype in SIZE_BYTES), "float32")
+        if node.op not in CONTRACTIONS:
+            dtype = "float32"  # streams bytes, whatever they are
+        if dtype not in known:
+            known[dtype] = rates_of(device, dtype, entry.share)
+        if node.op in CONTRACTIONS and does.flops:
+            out = node.outputs[0]
+            columns = (out.shape or (1,))[-1] or 1
+            rows = max(1, out.elements // columns)
+            inner = max(1, round(does.flops / (2 * max(1, out.elements))))
+            return matmul_s(known[dtype], rows, columns, inner), 0
+        return streaming_s(known[dtype], does.moved_bytes), 0
+
+    return operation

@@ -1,0 +1,38 @@
+"""What one rank holds at the fullest moment of a step, by category: the one figure by which memory is judged."""
+
+from __future__ import annotations
+
+from cost_model.captured.held import held
+from cost_model.ops import executions
+from whale.ir.program import Program, Ref
+from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
+
+_KINDS = ("activations", *(name for name in CATEGORIES if name != "activations"))
+
+
+def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int = 0) -> dict[str, int]:
+    """Category -> bytes of ``rank`` at the moment of a step of ``program`` (its own) when they are most together.
+
+    Args:
+      size: number of ranks.
+      counted_from_bytes: smaller tensors are left out, as TensorFlow's counters of host memory leave them out.
+    """
+    number = {name: i for i, name in enumerate(_KINDS)}
+
+    def kinds_of(graph: Program) -> tuple[dict[Ref, int], dict[str, int]]:
+        tensors = {ref: number[kind] for ref, kind in tensor_kinds(graph).items()}
+        return tensors, {handle: number[kind] for handle, kind in variable_kinds(graph).items()}
+
+    found = held(program, rank, size, len(_KINDS), kinds_of, number["buffers"], counted_from_bytes)
+    by_name = dict(zip(_KINDS, found.at_peak))
+    return {name: by_name[name] for name in CATEGORIES}
+
+
+def at_most_bytes(program: Program) -> int:
+    """More than a rank can take: all tensors of a step at once, in pieces twice as large. Found without a play."""
+    called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
+    return 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
+
+
+def _all_bytes(program: Program) -> int:
+    return sum(t.bytes for node in program.nodes for t in node.outputs)

@@ -1,0 +1,288 @@
+"""`auto_parallel` for a captured program: every way to spread it is lowered and predicted; the fastest that fits wins.
+
+What is predicted is what would run: each way is planned and lowered as compilation does it (`Ground.lower`), its step
+is played by the cost model, and its memory is judged as compilation judges it (`whale.passes.memory.step_bytes`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from cost_model.captured.machine import Machine, Rates, measured_machine, rated_machine
+from cost_model.captured.predict import rank_seconds, step_seconds
+from cost_model.captured.table import Table
+from cost_model.ops.work import work
+from whale.errors import PlanError, WhaleError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import Split, proportional_sizes
+from whale.ir.program import Node, Program
+from whale.passes.facts.batch import batch_inputs
+from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.memory.zero import state_at_rest
+from whale.passes.normalise.inline import inline
+from whale.passes.settings import PlanSettings
+from whale.planner.captured.balance import balanced
+from whale.planner.captured.pipelines import chain, pipelines, staged, work_of_chain
+from whale.planner.captured.ways import Choice, choices, scoped, trains
+
+BUDGET_S = 30.0
+# A way that is less than that faster is not taken: the prediction is no better.
+LEAST_GAIN = 0.03
+RECOMPUTE = "auto"  # which activations, where memory is too small for all (see whale.passes.memory.recompute)
+UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
+# An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
+PASSES_OF_AN_EXCHANGE = 3
+
+# What some ranks would run of a normalised program: (program, settings, ranks) -> their programs.
+Lower = Callable[[Program, PlanSettings, Sequence[int]], list[Program]]
+# Which settings would make the step fit into so many bytes of a rank, in words.
+Options = Callable[[float], str]
+# The program as it was captured, normalised under other settings.
+Again = Callable[[PlanSettings], Program]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What ways are judged by.
+
+    Attributes:
+      rates: of each rank.
+      profile: what `whale profile` measured, which then prices operations instead of the rates; None: nothing.
+      lower: makes what ranks would run.
+      limit_bytes: memory that each rank has for a step.
+      options: what would make a step fit.
+      again: None: the program cannot be captured with its gradients marked, which recomputation needs.
+    """
+
+    rates: Sequence[Rates]
+    profile: Table | None
+    lower: Lower
+    limit_bytes: float
+    options: Options
+    again: Again | None
+
+    @property
+    def origin(self) -> str:
+        """Where the figures come from, in words."""
+        return self.rates[0].origin if self.profile is None else f"{self.profile.host} as `whale profile` measured it"
+
+    def machine(self, program: Program, size: int) -> Machine:
+        """What prices the operations of ``size`` ranks that run ``program``."""
+        if self.profile is not None:
+            return measured_machine(self.profile, size, [fingerprint(program)])
+        return rated_machine(self.rates, self.limit_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A choice with what a step of it is predicted to take: seconds, and bytes of the rank that holds most."""
+
+    choice: Choice
+    seconds: float
+    bytes: int
+
+
+@dataclass
+class Search:
+    """What was looked at, in the order of looking, and in words what cannot be, with the reason."""
+
+    found: list[Way] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
+    """Whether ranks differ by more than what is taken to be noise."""
+    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
+    return max(speeds) > by * min(speeds)
+
+
+def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Program, PlanSettings]:
+    """What a choice makes of a program and of the settings for planning it."""
+    if chosen.alone and not settings.batch.local:
+        return program, settings.but(batch__inputs=())
+    if chosen.weights:
+        return scoped(program, chosen), settings.but(split__ranks=chosen.group)
+    if chosen.stages:
+        # What does not train is sent the values that it reads.
+        if not trains(program) or len(chain(program)) <= chosen.cuts[-1]:
+            return program, settings
+        return staged(program, chosen), settings.but(time__micro_batches=chosen.micro_batches)
+    if chosen.zero:
+        return program, settings.but(zero__level=chosen.zero)
+    if chosen.shares and not settings.batch.local:
+        return program, settings.but(batch__shares=chosen.shares)
+    return program, settings
+
+
+def best_way(program: Program, settings: PlanSettings, ground: Ground, stages: int = 0) -> tuple[Choice, list[str]]:
+    """(the fastest choice by prediction, of those that fit into memory; what was found, line by line).
+
+    What does not fit, and is faster than all that fits, is also looked at with its activations computed again.
+
+    Args:
+      stages: only pipelines of so many; 0: any way.
+
+    Raises:
+      PlanError: no way can run, or none fits into the ranks' memory; says by how much, and what would make it fit.
+    """
+    search, limit = Search(), ground.limit_bytes
+    end_s = time.monotonic() + BUDGET_S
+
+    def look(program: Program, settings: PlanSettings, choice: Choice) -> None:
+        if search.found and time.monotonic() > end_s:
+            search.lost.append(f"{choice.name}: not looked at, the time is over")
+            return
+        try:
+            search.found.append(predicted(program, settings, choice, ground))
+        except WhaleError as error:
+            search.lost.append(f"{choice.name}: cannot run: {error.message}")
+
+    for choice in _looked_at(program, settings, ground, stages):
+        if choice.alone and settings.batch.local:
+            search.lost.append(f"{choice.name}: every rank is given its own rows only")
+        else:
+            look(program, settings, choice)
+    least_s = min((way.seconds for way in search.found if way.bytes <= limit), default=float("inf"))
+    full = sorted((w for w in search.found if w.bytes > limit and w.seconds < least_s), key=lambda w: w.seconds)
+    if full and ground.again is not None and not settings.memory.recompute:
+        changed = settings.but(memory__recompute=RECOMPUTE)
+        less = ground.again(changed)
+        for way in full:
+            name = f"{way.choice.name}, activations computed again"
+            look(less, changed, msgspec.structs.replace(way.choice, name=name, recompute=RECOMPUTE))
+    best = _best(search, ground)
+    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=best.bytes)
+    return chosen, list(_told(best, search, ground))
+
+
+def _best(search: Search, ground: Ground) -> Way:
+    if not search.found:
+        raise PlanError("no way to spread the program was found", reason="; ".join(search.lost))
+    limit = ground.limit_bytes
+    fitting = [way for way in search.found if way.bytes <= limit]
+    if not fitting:
+        least = min(search.found, key=lambda way: way.bytes)
+        raise PlanError(
+            "the program fits into the ranks' memory in no way",
+            given=f"{least.bytes / 1e9:.3g} GB per rank, {least.choice.name}, which takes the least",
+            expected=f"at most {limit / 1e9:.3g} GB, {(least.bytes - limit) / 1e9:.3g} GB less",
+            action=ground.options(limit),
+        )
+    best = min(fitting, key=lambda way: way.seconds)
+    return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
+
+
+def _told(best: Way, search: Search, ground: Ground) -> Iterator[str]:
+    yield f"{best.choice.name}, predicted {1e3 * best.seconds:.2f} ms a step ({ground.origin})"
+    limit = ground.limit_bytes
+    for way in sorted(search.found, key=lambda w: w.seconds):
+        if way is not best:
+            fits = "" if way.bytes <= limit else f", does not fit: {way.bytes / 1e9:.2f} of {limit / 1e9:.2f} GB"
+            yield f"  {way.choice.name}: {1e3 * way.seconds:.2f} ms{fits}"
+    for one in search.lost:
+        yield f"  {one}"
+
+
+def predicted(program: Program, settings: PlanSettings, choice: Choice, ground: Ground) -> Way:
+    """What a step of a choice takes on the slowest rank, and holds on the fullest one.
+
+    Raises:
+      WhaleError: the program cannot be spread so.
+    """
+    unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(ground.rates)
+    # Ranks of a profile share one host's cores, so all are played; else the first of equal ranks stands for all.
+    ranks = range(settings.size if unlike or ground.profile is not None else 1)
+    programs = dict(zip(ranks, _lowered(program, settings, choice, ground, ranks)))
+    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
+    played = {rank: inline(one) for rank, one in programs.items()}
+    held = programs if unlike else {0: programs[0]}
+    return Way(
+        choice,
+        step_seconds(played, settings.size, ground.machine(program, settings.size)),
+        max(sum(step_bytes(one, rank, settings.size).values()) for rank, one in held.items()),
+    )
+
+
+def _lowered(
+    program: Program, settings: PlanSettings, choice: Choice, ground: Ground, ranks: Sequence[int]
+) -> list[Program]:
+    """The programs that these ranks run."""
+    return ground.lower(*apply(program, settings.but(dump=""), choice), ranks)
+
+
+def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages: int) -> list[Choice]:
+    """What to try; data parallelism is first. With a number of stages only pipelines of so many."""
+    found = choices(program, settings.size)
+    try:
+        batch = batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
+    except PlanError:
+        return found
+    rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
+    speeds = [1.0] * settings.size
+    if unequal(ground.rates):
+        speeds = _speeds(program, settings, ground)
+        if not settings.batch.local and not settings.batch.shares:
+            found.insert(1, _by_speed(program, settings, ground, rows, speeds))
+    if settings.zero_level == 0 and settings.split.at_rest and not settings.exchange.wire_dtype:
+        if state_at_rest(program, settings.size, settings.zero.min_bytes, (), settings.split.known, False):
+            found.append(Choice("data parallel, optimizer's state divided", zero=1))
+    if not settings.batch.local:
+        price = rated_machine(ground.rates).operations[0]
+
+        def seconds(node: Node) -> float:
+            does = work(node, [program.type_of(r) for r in node.inputs])
+            return price(program, node, does)[0] if does.kernels else 0.0
+
+        found += [
+            one
+            for one in pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds)
+            if settings.time.micro_batches in (1, one.micro_batches)
+        ]
+    return [one for one in found if len(one.stages) == stages] if stages else found
+
+
+def _without_waiting(rates: Sequence[Rates]) -> Machine:
+    """Of exchanges, what is work of the rank's own core: all that it sends is read, added and written."""
+    return rated_machine([
+        replace(
+            one,
+            exchange_s=0.0,
+            exchanged_bytes_per_s=max(one.exchanged_bytes_per_s, one.bytes_per_s / PASSES_OF_AN_EXCHANGE),
+        )
+        for one in rates
+    ])  # fmt: skip
+
+
+def _seconds_of_each(program: Program, stands_for: int, ground: Ground) -> list[float]:
+    """Seconds that each rank would take for what rank ``stands_for`` runs."""
+    size = len(ground.rates)
+    return [rank_seconds(program, stands_for, size, _without_waiting([one] * size)) for one in ground.rates]
+
+
+def _speeds(program: Program, settings: PlanSettings, ground: Ground) -> list[float]:
+    """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
+    (first,) = _lowered(program, settings, Choice("equal rows"), ground, (0,))
+    times = _seconds_of_each(inline(first), 0, ground)
+    return [max(times) / t for t in times]
+
+
+def _by_speed(program: Program, settings: PlanSettings, ground: Ground, rows: int, speeds: Sequence[float]) -> Choice:
+    """Rows such that all ranks take equally long.
+
+    What a rank does once in a step, whatever its rows (updates, exchanges), is more for a slow one.
+    """
+    shares = tuple(round(1000 * speed) for speed in speeds)
+    if rows >= len(speeds):
+        shares = proportional_sizes(rows, shares)
+        few, many = (shares.index(most) for most in (min(shares), max(shares)))
+        lowered = _lowered(program, settings, Choice("rows by speed", shares=shares), ground, (few, many))
+        least, most = (_seconds_of_each(inline(one), at, ground) for one, at in zip(lowered, (few, many)))
+        per_row = [(more - less) / (shares[many] - shares[few]) for less, more in zip(least, most)]
+        once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
+        if min(per_row) > 0:
+            shares = balanced(rows, once, per_row)
+    return Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)

@@ -1,0 +1,107 @@
+"""What ranks tell each other before a program runs: that it is the same one, and the plan of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from whale.errors import PlanError, ProgramError
+from whale.ir.fingerprint import fingerprint, node_digests
+from whale.ir.plan import Plan, plan_from_json
+from whale.ir.program import Program
+from whale.passes.settings import PlanSettings
+from whale.runtime.compile.lower import make_any_plan
+from whale.runtime.run.context import Context
+
+
+class _Mark(msgspec.Struct):
+    """What a rank says before it compiles: which program comes next, and that it compiled the ones before.
+
+    ``local`` are the inputs of which it brings its own rows only, with the rows of every rank.
+    """
+
+    name: str
+    fingerprint: str
+    local: dict[str, tuple[int, ...]]
+
+
+def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
+    """The same program on every rank, with its batch passed in the same way; collective between processes.
+
+    Raises:
+      ProgramError: the ranks are about to run different programs; names the rank and the first difference.
+      CommError: a rank does not take part.
+    """
+    if not context.between_processes:
+        return
+    mark = fingerprint(program)
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
+    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, _purpose(program, number))
+    marks = [msgspec.json.decode(m, type=_Mark) for m in said]
+    if all(m.fingerprint == marks[0].fingerprint for m in marks):
+        for rank, said_by in enumerate(marks):
+            if said_by.local != marks[0].local:
+                raise ProgramError(
+                    "the ranks pass a step's batch in different ways",
+                    op=program.name,
+                    given=f"rank 0 passes {_passed(marks[0])}, rank {rank} passes {_passed(said_by)}",
+                    expected="the whole batch, or a part of it with the same shares, on every rank",
+                    action="use wh.shard for the same arguments on every rank",
+                )
+        return
+    rows = node_digests(program)
+    mine = msgspec.json.encode([(what, digest.hex()) for what, digest in rows])
+    others = [
+        msgspec.json.decode(o, type=list[tuple[str, str]])
+        for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)
+    ]
+    rank = next(r for r, m in enumerate(marks) if m.fingerprint != marks[0].fingerprint)
+    first, other = others[0], others[rank]
+    at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
+    described = [rows[at][0] if at < len(rows) else "(no more nodes)" for rows in (first, other)]
+    if described[0] == described[1]:
+        described = [f"{d} with other attributes, operands or types" for d in described]
+    raise ProgramError(
+        "the ranks are about to run different programs",
+        given=f"rank 0 runs {marks[0].name}, rank {rank} runs {marks[rank].name}",
+        **{"first difference": f"node {at}: rank 0 has {described[0]}; rank {rank} has {described[1]}"},
+        expected="the same program, inputs' shapes and fetches on every rank",
+        action="remove what depends on the rank (wh.rank(), host names, unseeded randomness) from step and fetches",
+    )
+
+
+def _passed(mark: _Mark) -> str:
+    return ", ".join(f"parts of {name} with shares {list(sizes)}" for name, sizes in mark.local.items()) or "no parts"
+
+
+def _purpose(program: Program, number: int) -> str:
+    """What a rank is about to compile, for the others' errors when they are somewhere else."""
+    inputs = [f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs]
+    return f"the compilation of program {number}, `{program.name}` ({', '.join(inputs)})"
+
+
+def made_plan(program: Program, context: Context, settings: PlanSettings) -> Plan:
+    """The saved plan where it is this program's, else a new one."""
+    saved = context.saved.of(program, settings) if context.saved is not None else None
+    return saved if saved is not None else make_any_plan(program, settings)
+
+
+def agreed_plan(program: Program, number: int, context: Context, settings: PlanSettings) -> Plan:
+    """Rank 0's plan on every rank; when planning fails there, the same error on every rank."""
+    if not context.between_processes:
+        return made_plan(program, context, settings)
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    if context.rank == 0:
+        try:
+            plan = made_plan(program, context, settings)
+        except Exception as e:
+            comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s)
+            raise
+        comm.broadcast_bytes(f"whale/plan/{number}", b"P" + plan.to_json(), 0, timeout_s)
+        return plan
+    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, 600.0))
+    if data[:1] == b"E":
+        raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
+    return plan_from_json(data[1:])

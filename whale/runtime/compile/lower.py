@@ -1,0 +1,121 @@
+"""The plan of a program over ranks, and what each of them runs under it: one way for runs, dry runs and predictions.
+
+make_any_plan      the plan of a normalised program: over one group of ranks, groups of them, or stages
+lower_ranks        what ranks run under a plan: local shapes, exchanges, micro-batches, offloaded variables
+planned_ranks      both, for a program that is only asked about; first_ranks: of a program as it was captured
+with_memory        the plan with the bytes that its ranks will hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whale.errors import PlanError
+from whale.ir.collector import no_garbage_collection
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.facts.rank_groups import refuse_groups
+from whale.passes.facts.stages import places_of
+from whale.passes.memory.footprint import CATEGORIES
+from whale.passes.memory.offload import offload, offloaded
+from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.order import expand
+from whale.passes.settings import PlanSettings, normalise
+from whale.runtime.compile.mesh import lower_mesh, plan_program
+from whale.runtime.compile.micro_batches import in_micro_batches
+from whale.runtime.compile.stage_groups import lower_places, plan_places
+
+_MOST_RANKS_SHOWN = 8
+
+
+def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
+    """The plan of a normalised program, in stages where it has some.
+
+    Raises:
+      PlanError: see ``plan_program`` and ``plan_places``.
+    """
+    places = places_of(program, settings.size)
+    unable = {
+        "wh.stage": bool(places),
+        f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,
+        f"pipeline.num_micro_batch={settings.time.micro_batches}": settings.time.micro_batches > 1,
+    }
+    refuse_groups(program, settings.size, unable)
+    on_host = offloaded(program, settings.memory.offload)
+    if on_host and not settings.split.at_rest:
+        raise PlanError(
+            "a session's variables cannot lie in the host's memory beside an accelerator",
+            given=f'offload.level="{settings.memory.offload}"',
+            expected="no offload.level, or a step that is a wh.function",
+            action="leave offload.level out, or write the step as a wh.function",
+        )
+    plan = plan_places(program, settings, places) if places else plan_program(program, settings)
+    return replace(plan, offloaded=on_host)
+
+
+def lower_ranks(
+    program: Program,
+    plan: Plan,
+    settings: PlanSettings,
+    ranks: Sequence[int],
+    comm: str = "",
+    what: str = "",
+    expanded: Program | None = None,
+) -> list[Program]:
+    """What ``ranks`` run under a plan: local shapes, exchanges, micro-batches where there are any.
+
+    Args:
+      program: normalised.
+      comm: name of the communicator that they talk through.
+      what: the program, for errors of its exchanges; "": its name.
+      expanded: the program as the plan speaks of it, where it was made already.
+
+    Raises:
+      PlanError: the plan lacks a strategy or a reshard, or a value of all micro-batches is needed before the last one.
+    """
+    expanded = expanded if expanded is not None else expand(program, plan.expanded, settings)
+    what = what or plan.program
+    with no_garbage_collection():
+        if plan.places:
+            lowered = lower_places(expanded, plan, ranks, comm, what, settings)
+        elif plan.inner is not None:
+            lowered = lower_mesh(program, plan, settings, ranks, comm, what)
+        else:
+            lowered = [localise(expanded, plan, rank, comm, what) for rank in ranks]
+        if plan.micro_batches > 1 and not plan.places:
+            lowered = [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
+        return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
+
+
+def planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:
+    """What ``ranks`` would run of a normalised program that is planned in this process alone.
+
+    Raises:
+      PlanError: it cannot be spread so.
+    """
+    return lower_ranks(program, make_any_plan(program, settings), settings, ranks)
+
+
+def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]:
+    """What the first ranks would run of a program as it was captured, by rank.
+
+    Raises:
+      PlanError: it cannot be spread so.
+    """
+    ranks = _shown(settings)
+    return dict(zip(ranks, planned_ranks(normalise(captured, settings), settings, ranks)))
+
+
+def with_memory(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
+    """``plan`` of a normalised program with the bytes that its ranks will hold; of many ranks, the first ones."""
+    ranks = _shown(settings)
+    with no_garbage_collection():
+        lowered = lower_ranks(program, plan, settings, ranks)
+        each = [step_bytes(one, rank, settings.size) for rank, one in zip(ranks, lowered)]
+    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES})
+
+
+def _shown(settings: PlanSettings) -> range:
+    return range(min(settings.size, _MOST_RANKS_SHOWN))

@@ -1,0 +1,34 @@
+"""Names that are unique in a run: a plan's keys, and what Horovod calls its sums by, with the program's number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.program import Node, Program, Ref
+from whale.lowering.emit import HOROVOD_ALL_REDUCE
+
+
+def with_number(program: Program, number: int) -> Program:
+    """Keys are unique in a plan; the program's number makes them unique in the run. Horovod's is the node's name."""
+
+    def of_graph(graph: Program) -> Program:
+        renamed = {n.name: f"{n.name}_of_{number}" for n in graph.nodes if n.op == HOROVOD_ALL_REDUCE}
+
+        def of_ref(ref: Ref) -> Ref:
+            return Ref(renamed[ref.node], ref.index) if ref.node in renamed else ref
+
+        def of_node(n: Node) -> Node:
+            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck":
+                n = replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
+            if n.name in renamed or not renamed.keys().isdisjoint(r.node for r in n.inputs):
+                n = replace(n, name=renamed.get(n.name, n.name), inputs=tuple(map(of_ref, n.inputs)))
+            return n
+
+        nodes = tuple(map(of_node, graph.nodes))
+        if not renamed:
+            return graph.with_nodes(nodes)
+        effects = tuple(renamed.get(name, name) for name in graph.effects)
+        return replace(graph, nodes=nodes, outputs=tuple(map(of_ref, graph.outputs)), effects=effects)
+
+    main = of_graph(program)
+    return replace(main, functions={name: of_graph(body) for name, body in program.functions.items()})

@@ -1,0 +1,57 @@
+"""How the configuration of a run is to plan its programs."""
+
+from __future__ import annotations
+
+from whale.errors import PlanError
+from whale.passes.settings import (
+    BatchSettings, ExchangeSettings, MemorySettings, PlanSettings, PrecisionSettings, SplitSettings, TimeSettings,
+    ZeroSettings,
+)
+from whale.runtime.run.context import Context
+
+
+def settings_of(context: Context) -> PlanSettings:
+    """The planner's view of the run."""
+    config = context.config
+    if config["communication.wire_dtype"] and config.zero_level:
+        raise PlanError(
+            "gradients that are divided with the optimizer's state are sent as they are",
+            given=f'communication.wire_dtype="{config["communication.wire_dtype"]}", zero.level={config.zero_level}',
+            expected="one of the two",
+            action="leave communication.wire_dtype or zero.level out",
+        )
+    if config["pipeline.num_stages"] and not config["auto_parallel"]:
+        raise PlanError(
+            "a number of stages is for auto_parallel to keep to; without it stages are those of the program",
+            given=f"pipeline.num_stages={config['pipeline.num_stages']}, auto_parallel=False",
+            expected="auto_parallel=True, or wh.stage in the program",
+            action="set auto_parallel, or leave pipeline.num_stages out",
+        )
+    return PlanSettings(
+        size=context.size,
+        batch=BatchSettings(
+            shares=tuple(config["replica.shares"]),
+            marked=tuple(config["batch.inputs"]),
+            local_statistics=not config["sync_batch_norm"],
+            local_streams=config["random"] == "local",
+        ),
+        split=SplitSettings(ranks=config["split.ranks"]),
+        zero=ZeroSettings(config.zero_level, config["zero.min_bytes"], config["zero.ahead"]),
+        time=TimeSettings(
+            micro_batches=config["pipeline.num_micro_batch"],
+            schedule=config["pipeline.schedule"],
+            local_statistics=config["pipeline.micro_batch_statistics"],
+        ),
+        memory=MemorySettings(
+            recompute=config["gradient_checkpoint.type"],
+            offload=config["offload.level"],
+            limit_bytes=config["memory.limit_bytes"],
+        ),
+        precision=PrecisionSettings(config["amp.dtype"] if config["amp.level"] == "O1" else ""),
+        exchange=ExchangeSettings(
+            group_bytes=config["communication.group_bytes"],
+            backend=config["communication.backend"],
+            wire_dtype=config["communication.wire_dtype"],
+        ),
+        dump=config["dump"] if context.rank == 0 else "",
+    )
