@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -33,13 +32,11 @@ from whale.runtime.compile.stage_groups import uses_of_places
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
-from whale.runtime.run.context import Context, current
+from whale.runtime.run.context import Context, current, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.tools.memory_report import trim
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.stage_variables import Use
-
-_tags = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -256,9 +253,7 @@ def _callable(
     """A closure that calls the lowered function: tensors in, the user's return structure out."""
     device = compute_device(context.config) if compiled.plan.offloaded else None
     load_ops(compiled.ranks)
-    lowered = lower_to_function(
-        compiled.ranks, f"whale_{compiled.number}_{next(_tags)}_{_identifier(compiled.program.name)}"
-    )
+    lowered = lower_to_function(compiled.ranks, unique(f"whale_{compiled.number}_{_identifier(compiled.program.name)}"))
     tf_ctx = tf_context.context()
     tf_ctx.ensure_initialized()
     for definition in lowered.definitions:

@@ -118,15 +118,23 @@ class Process:
       context: of the run that goes on.
       runs: number of runs so far; their communicators are named by it.
       dry, meter: what the next ``init`` makes of its run.
+      names: number of names made by ``unique``.
     """
 
     context: Context | None = None
     runs: int = 0
     dry: DryRun | None = None
     meter: Meter | None = None
+    names: int = 0
 
 
 process = Process()
+
+
+def unique(name: str) -> str:
+    """``name`` with a number: TensorFlow's functions and nodes are known by their names in all of the process."""
+    process.names += 1
+    return f"{name}_{process.names}"
 
 
 def running() -> Context | None:

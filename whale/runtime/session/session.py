@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,26 @@ import tensorflow as tf
 
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
-from whale.capture.v1 import GraphCapture, Source
+from whale.capture.v1 import GraphCapture
 from whale.errors import ConfigError, ProgramError
 from whale.ir.plan import Plan
-from whale.ir.program import Program
-from whale.lowering.functions import load_ops, lower_to_graph
+from whale.lowering.functions import load_ops
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.specialise import specialise
 from whale.passes.normalise.unpack import unpack
-from whale.runtime.compile.compile import Compiled, compile_alone, compile_program
-from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, failed, rows_of_values
+from whale.runtime.compile.compile import Compiled, compile_program
+from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import current
-from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
-from whale.runtime.session.names import own_resources, random_streams
-from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts
+from whale.runtime.session.one_rank import OneRank, run_key
+from whale.runtime.session.ranks_graph import RanksGraph, Run
+from whale.runtime.session.saving import computed_by, variables_behind, write_parts
 from whale.runtime.session.session_stage_variables import Present
+from whale.runtime.session.sources import Sources
 from whale.runtime.session.variables import Layout, SessionVariables, Waiting
 from whale.runtime.variables.stage_variables import Use
 
-_tags = itertools.count()
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
 
@@ -68,14 +66,10 @@ class Session(tf.compat.v1.Session):
                 action="start the script with `whale run -np N` and leave the target out",
             )
         super().__init__("", graph, config)
-        self._ranks_graph = tf.Graph()
-        self._inner = tf.compat.v1.Session(graph=self._ranks_graph, config=config)
-        self._runs: dict[Hashable, _Run] = {}
+        self._ranks_graph = RanksGraph(config)
+        self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
-        self._sources: dict[Hashable, list[Source]] = {}
         self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
-        self._seen: dict[str, Sequence[int]] = {}  # shapes of what sources brought in last
-        self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
         self._lock = threading.Lock()  # queue runners run beside the main thread
         if self._whale.config["amp.level"] and self._whale.config["amp.dtype"] == "float16":
             raise ConfigError(
@@ -87,7 +81,10 @@ class Session(tf.compat.v1.Session):
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._capture_only = False
         self._present = Present(self._whale.size)
-        self._variables = SessionVariables(self._whale, self._inner, self._ranks_graph)
+        graph = self._ranks_graph
+        self._variables = SessionVariables(self._whale, graph.session, graph.graph)
+        self._one_rank = OneRank(self._whale, self._captures, self._variables, graph, self._lock)
+        self._sources = Sources(self._captures, self._one_rank, self._lock)
         self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
         self._uses: dict[Hashable, dict[str, Use]] = {}
@@ -111,7 +108,7 @@ class Session(tf.compat.v1.Session):
 
     def close(self) -> None:
         """Frees the session's variables and graphs."""
-        self._inner.close()
+        self._ranks_graph.close()
         super().close()
 
     def make_callable(self, fetches: Any, feed_list: Any = None, accept_options: bool = False) -> Any:
@@ -140,56 +137,16 @@ class Session(tf.compat.v1.Session):
         settings = options, run_metadata
         if target_list and not fetch_list and all(op.type in _QUEUE_WRITERS for op in target_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
-            return self._run_alone([], target_list, feeds, settings)
+            return self._one_rank.run([], target_list, feeds, settings)
         if saves := self._saves([*fetch_list, *target_list], feeds):
             written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
             # One rank writes the variables that all have whole, and nobody goes on before the file is there.
-            return [v[()] for v in self._from_first_rank(fetch_list, feeds, options, target_list, written)]
-        given, done = self._bring_in([*fetch_list, *target_list], feeds, options)
+            return [v[()] for v in self._one_rank.first_ranks(fetch_list, feeds, options, target_list, written)]
+        given, done = self._sources.bring_in([*fetch_list, *target_list], feeds, options, self._capture_only)
         fetches = [t for t in fetch_list if t not in given]
         targets = [op for op in target_list if op.name not in done]
         values = iter(self._run_spread(fetches, targets, given, done, settings))
         return [given[t] if t in given else next(values) for t in fetch_list]
-
-    def _bring_in(
-        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
-    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
-        """Runs what brings data in (iterators, dequeues) on the first rank: (all that is fed then, what has run)."""
-        given, done = dict(feeds), set[str]()
-        while True:
-            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
-            if key not in self._sources:
-                with self._lock:
-                    self._sources[key] = self._captures.sources(wanted, given)
-            if not self._sources[key]:
-                # What was brought in goes first: the first input tells which size is the batch's.
-                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
-            for source in self._sources[key]:
-                outputs = list(source.operation.outputs)
-                if self._capture_only:
-                    values = [np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._expected(outputs)]
-                else:
-                    needed = {t: v for t, v in given.items() if t.name in source.fed}
-                    values = self._from_first_rank(outputs, needed, options)
-                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
-                given.update(zip(outputs, values))
-                done.add(source.operation.name)
-
-    def _expected(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
-        """The shapes of what a source will bring, by the graph or else by the last run."""
-        found: list[tuple[tf.Tensor, Sequence[int]]] = []
-        for t in outputs:
-            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
-            if shape is None:
-                raise ProgramError(
-                    "a plan needs to know the size of the batch, and only a run brings it in",
-                    op=t.name,
-                    given=t.shape,
-                    expected="a static shape",
-                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
-                )
-            found.append((t, shape))
-        return found
 
     def _saves(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> list[tf.Operation]:
         key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
@@ -205,66 +162,10 @@ class Session(tf.compat.v1.Session):
         done = [op for op in saves if any(self._variables.is_apart(name) for name in variables_behind(op))]
         for op in done:
             prefix, *others = computed_by(op)
-            path = self._from_first_rank([prefix], feeds, options, ())[0].item()
+            path = self._one_rank.first_ranks([prefix], feeds, options, ())[0].item()
             values = dict(zip(others, self._run_spread(others, [], feeds, (), (options, None))))
             write_parts(op, tf.compat.as_str(path), values, self._variables)
         return frozenset(op.name for op in done)
-
-    def _from_first_rank(
-        self,
-        outputs: Sequence[tf.Tensor],
-        feeds: Mapping[tf.Tensor, np.ndarray],
-        options: Any,
-        targets: Sequence[Any] | None = None,
-        written: frozenset[str] = frozenset(),
-    ) -> list[np.ndarray]:
-        """The first rank's values on every rank, or its error (an iterator that is at its end).
-
-        With local batches, every rank's own; an error is told to the others, which exchange their parts next. What has
-        ``targets`` brings no batch in, and runs on the first rank only; of its operations, ``written`` have run.
-        """
-        context = self._whale
-        if not context.between_processes:
-            return self._run_alone(outputs, targets or (), feeds, (options, None), written)
-        if context.local_batch and targets is None:
-            try:
-                return self._run_alone(outputs, [], feeds, (options, None))
-            except tf.errors.OpError as error:
-                exchange(failed(error), context)
-                raise
-        key = f"whale/element/{context.elements}"
-        context.elements += 1
-        comm = context.comms[0]
-        if context.rank > 0:
-            return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
-        try:
-            values = self._run_alone(outputs, targets or (), feeds, (options, None), written)
-        except tf.errors.OpError as error:
-            comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
-            raise
-        comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
-        return values
-
-    def _run_alone(
-        self,
-        fetches: Sequence[Any],
-        targets: Sequence[Any],
-        feeds: Mapping[tf.Tensor, np.ndarray],
-        settings: tuple[Any, Any],
-        written: frozenset[str] = frozenset(),
-    ) -> list[np.ndarray]:
-        """A run of this process only, in which operations that have ``written`` do nothing more."""
-        names = ", ".join(w.name for w in (*fetches, *targets))
-        key = ("alone", _key(fetches, targets, feeds), written)
-        with span(self._whale.trace, names, "input"):
-            with self._lock:
-                if key not in self._runs:
-                    captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
-                    program = compile_alone(without(captured.program, written), self._whale)
-                    self._variables.refuse_alone(program)
-                    tag = f"whale_alone_{next(_tags)}"
-                    self._runs[key] = self._import([program], tag, captured.inputs, captured.fed, alone=True)
-            return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 
     def _run_spread(
         self,
@@ -278,7 +179,7 @@ class Session(tf.compat.v1.Session):
         if not fetches and not targets:
             return []
         local = self._parts(feeds)
-        key: Hashable = (_key(fetches, targets, feeds), tuple(local.items()))
+        key: Hashable = (run_key(fetches, targets, feeds), tuple(local.items()))
         with self._lock:
             captured = None
             if key not in self._waiting:
@@ -319,7 +220,7 @@ class Session(tf.compat.v1.Session):
             context = self._whale
             ranks = self._present.sent(names, context.ranks, context.comm_name, self._refreshes)
             self._refreshes += 1
-            self._import(ranks, f"whale_present_{next(_tags)}", (), ())({}, (None, None))
+            self._ranks_graph.run_of(ranks, "whale_present", (), ())({}, (None, None))
 
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
@@ -354,71 +255,11 @@ class Session(tf.compat.v1.Session):
         load_ops(compiled.ranks)
         self._uses[key] = self._present.uses(compiled)
         self._layouts[key] = self._variables.wanted(compiled)
-        tag = f"whale_{compiled.number}_{next(_tags)}"
-        run = self._import(compiled.ranks, tag, captured.inputs, captured.fed)
+        run = self._ranks_graph.run_of(compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed)
         trace = self._whale.trace
         traced = run if trace is None else trace.steps(run, name, compiled.number)
         self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)
         return compiled
-
-    def _import(
-        self, ranks: Sequence[Program], tag: str, arguments: Sequence[str], fed: Sequence[str], alone: bool = False
-    ) -> _Run:
-        """The ranks' programs side by side in the inner session's graph, as a function of what is fed.
-
-        ``alone``: not all ranks make this run, so it must not advance random streams that they share.
-        """
-        inputs: list[Any] = []
-        results: list[Any] = []
-        effects: list[Any] = []
-        for position, program in enumerate(ranks):
-            program = own_resources(program, position)
-            names = [f"{r.node}:{r.index}" for r in program.outputs]
-            elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
-            prefix = f"{tag}_rank{position}"
-            with_state = {} if alone else random_streams(program)
-            # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
-            with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
-            known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
-            with self._ranks_graph.as_default():
-                found = tf.graph_util.import_graph_def(
-                    lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
-                )
-            found = [known.get(name, element) for name, element in zip(elements, found)]
-            for t, k in with_state.items():
-                kept = self._kept.setdefault((position, k), self._ranks_graph.get_tensor_by_name(f"{prefix}/{t}"))
-                if kept.op.type != "OneShotIterator":
-                    # A rank without rows may not read its numbers, but stays at the same place of the stream.
-                    effects.append(kept.op)
-            if position == 0:
-                results = found[: len(names)]
-            effects += [
-                e if isinstance(e, tf.Operation) else e.op
-                for e in found[len(names) : len(names) + len(program.effects)]
-            ]
-            effects += [t.op for t in found[: len(names)] if position > 0]
-            inputs.append(found[len(names) + len(program.effects) :])
-        feed_list = [t for of_rank in inputs for t in of_rank]
-        call = self._inner.make_callable([results, effects], feed_list)
-
-        def run(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
-            # A feed that the fetches do not need is not an input.
-            by_name = {t.name: v for t, v in feeds.items()}
-            values = [by_name[name] for name in fed] * len(inputs)
-            if settings == (None, None):
-                return call(*values)[0]
-            given = {t.ref(): v for t, v in zip(feed_list, values)}
-            return self._inner._do_run(None, effects, results, given, *settings)
-
-        return run
-
-
-_Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
-
-
-def _key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
-    shapes = tuple((t.name, v.shape) for t, v in feeds.items())
-    return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
 
 
 class _PlanOnly(BaseException):

@@ -1,0 +1,103 @@
+"""Runs of a session that one rank makes: what brings data in, and what writes files; the others get its values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.v1 import GraphCapture
+from whale.runtime.compile.compile import compile_alone
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
+from whale.runtime.ranks.trace import span
+from whale.runtime.run.context import Context
+from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
+from whale.runtime.session.ranks_graph import RanksGraph, Run
+from whale.runtime.session.saving import without
+from whale.runtime.session.variables import SessionVariables
+
+
+class OneRank:
+    """Runs parts of a graph on one rank of the run.
+
+    Args:
+      captures: of the user's graph.
+      lock: held while something is captured: queue runners run beside the main thread.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        captures: GraphCapture,
+        variables: SessionVariables,
+        graph: RanksGraph,
+        lock: threading.Lock,
+    ) -> None:
+        self._context, self._captures, self._variables = context, captures, variables
+        self._graph, self._lock = graph, lock
+        self._runs: dict[Hashable, Run] = {}
+
+    def first_ranks(
+        self,
+        outputs: Sequence[tf.Tensor],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        targets: Sequence[Any] | None = None,
+        written: frozenset[str] = frozenset(),
+    ) -> list[np.ndarray]:
+        """The first rank's values on every rank, or its error (an iterator that is at its end).
+
+        With local batches, every rank's own; an error is told to the others, which exchange their parts next. What has
+        ``targets`` brings no batch in, and runs on the first rank only; of its operations, ``written`` have run.
+        """
+        context = self._context
+        if not context.between_processes:
+            return self.run(outputs, targets or (), feeds, (options, None), written)
+        if context.local_batch and targets is None:
+            try:
+                return self.run(outputs, [], feeds, (options, None))
+            except tf.errors.OpError as error:
+                exchange(failed(error), context)
+                raise
+        key = f"whale/element/{context.elements}"
+        context.elements += 1
+        comm = context.comms[0]
+        if context.rank > 0:
+            return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
+        try:
+            values = self.run(outputs, targets or (), feeds, (options, None), written)
+        except tf.errors.OpError as error:
+            comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
+            raise
+        comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
+        return values
+
+    def run(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+        written: frozenset[str] = frozenset(),
+    ) -> list[np.ndarray]:
+        """A run of this process only, in which operations that have ``written`` do nothing more."""
+        names = ", ".join(w.name for w in (*fetches, *targets))
+        key = ("alone", run_key(fetches, targets, feeds), written)
+        with span(self._context.trace, names, "input"):
+            with self._lock:
+                if key not in self._runs:
+                    captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
+                    program = compile_alone(without(captured.program, written), self._context)
+                    self._variables.refuse_alone(program)
+                    run = self._graph.run_of([program], "whale_alone", captured.inputs, captured.fed, alone=True)
+                    self._runs[key] = run
+            return [np.asarray(v) for v in self._runs[key](feeds, settings)]
+
+
+def run_key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
+    """What tells a run from others: its fetches and targets by name, its feeds by name and shape."""
+    shapes = tuple((t.name, v.shape) for t, v in feeds.items())
+    return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes

@@ -1,0 +1,89 @@
+"""The graph in which a session's ranks run: their programs side by side, with what keeps a state from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.ir.program import Program
+from whale.lowering.functions import lower_to_graph
+from whale.runtime.run.context import unique
+from whale.runtime.session.names import own_resources, random_streams
+
+# (what is fed, (options, metadata) of Session.run) -> what is fetched
+Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
+
+
+class RanksGraph:
+    """A graph of its own, and the session that runs it.
+
+    Args:
+      config: a tf.compat.v1.ConfigProto, as for the user's session.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.graph = tf.Graph()
+        self.session = tf.compat.v1.Session(graph=self.graph, config=config)
+        self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
+
+    def close(self) -> None:
+        """Frees what the ranks hold."""
+        self.session.close()
+
+    def run_of(
+        self, ranks: Sequence[Program], name: str, arguments: Sequence[str], fed: Sequence[str], alone: bool = False
+    ) -> Run:
+        """The ranks' programs side by side in the graph, as a function of what is fed.
+
+        Args:
+          name: begins that of the nodes; made unique.
+          arguments: the programs' inputs; fed: names of the tensors of the user's graph that they are fed with.
+          alone: not all ranks make this run, so it must not advance random streams that they share.
+        """
+        tag = unique(name)
+        inputs: list[Any] = []
+        results: list[Any] = []
+        effects: list[Any] = []
+        for position, program in enumerate(ranks):
+            program = own_resources(program, position)
+            names = [f"{r.node}:{r.index}" for r in program.outputs]
+            elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
+            prefix = f"{tag}_rank{position}"
+            with_state = {} if alone else random_streams(program)
+            # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
+            with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
+            known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
+            with self.graph.as_default():
+                found = tf.graph_util.import_graph_def(
+                    lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
+                )
+            found = [known.get(name, element) for name, element in zip(elements, found)]
+            for t, k in with_state.items():
+                kept = self._kept.setdefault((position, k), self.graph.get_tensor_by_name(f"{prefix}/{t}"))
+                if kept.op.type != "OneShotIterator":
+                    # A rank without rows may not read its numbers, but stays at the same place of the stream.
+                    effects.append(kept.op)
+            if position == 0:
+                results = found[: len(names)]
+            effects += [
+                e if isinstance(e, tf.Operation) else e.op
+                for e in found[len(names) : len(names) + len(program.effects)]
+            ]
+            effects += [t.op for t in found[: len(names)] if position > 0]
+            inputs.append(found[len(names) + len(program.effects) :])
+        feed_list = [t for of_rank in inputs for t in of_rank]
+        call = self.session.make_callable([results, effects], feed_list)
+
+        def run(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
+            # A feed that the fetches do not need is not an input.
+            by_name = {t.name: v for t, v in feeds.items()}
+            values = [by_name[name] for name in fed] * len(inputs)
+            if settings == (None, None):
+                return call(*values)[0]
+            given = {t.ref(): v for t, v in zip(feed_list, values)}
+            return self.session._do_run(None, effects, results, given, *settings)
+
+        return run

@@ -1,0 +1,72 @@
+"""What brings data into a session's runs (iterators, dequeues, Python functions): the first rank runs it first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.v1 import GraphCapture, Source
+from whale.errors import ProgramError
+from whale.runtime.session.one_rank import OneRank
+
+
+class Sources:
+    """The sources of a session's graph, found once for each set of fetches.
+
+    Args:
+      lock: held while they are looked for.
+    """
+
+    def __init__(self, captures: GraphCapture, one_rank: OneRank, lock: threading.Lock) -> None:
+        self._captures, self._one_rank, self._lock = captures, one_rank, lock
+        self._sources: dict[Hashable, list[Source]] = {}
+        self._seen: dict[str, Sequence[int]] = {}  # shapes of what they brought in last
+
+    def bring_in(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any, plan_only: bool
+    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
+        """Runs what brings data in (iterators, dequeues) on the first rank: (all that is fed then, what has run).
+
+        Args:
+          wanted: fetches and targets.
+          plan_only: nothing runs; what would be brought in has its shapes, and no values.
+        """
+        given, done = dict(feeds), set[str]()
+        while True:
+            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
+            if key not in self._sources:
+                with self._lock:
+                    self._sources[key] = self._captures.sources(wanted, given)
+            if not self._sources[key]:
+                # What was brought in goes first: the first input tells which size is the batch's.
+                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
+            for source in self._sources[key]:
+                outputs = list(source.operation.outputs)
+                if plan_only:
+                    values = [np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._expected(outputs)]
+                else:
+                    needed = {t: v for t, v in given.items() if t.name in source.fed}
+                    values = self._one_rank.first_ranks(outputs, needed, options)
+                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
+                given.update(zip(outputs, values))
+                done.add(source.operation.name)
+
+    def _expected(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
+        """The shapes of what a source will bring, by the graph or else by the last run."""
+        found: list[tuple[tf.Tensor, Sequence[int]]] = []
+        for t in outputs:
+            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
+            if shape is None:
+                raise ProgramError(
+                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    op=t.name,
+                    given=t.shape,
+                    expected="a static shape",
+                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                )
+            found.append((t, shape))
+        return found
