@@ -7,7 +7,6 @@ the same way, because the variables lie so.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import msgspec
 

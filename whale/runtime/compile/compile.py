@@ -18,8 +18,8 @@ from whale.passes.facts.scopes import all_paths
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import crossing_bytes
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import expand
-from whale.passes.settings import PlanSettings, normalise
+from whale.passes.order import expand, normalise
+from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Options
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import spread_program
@@ -134,7 +134,7 @@ def _settings(program: Program, context: Context, variables: Mapping[str, Placem
     """How the program is to be planned."""
     found = settings_of(context).but(split__known=variables or {}, split__at_rest=variables is not None)
     # A step that is traced while a pipeline is entered belongs to it as well.
-    return replace(found, micro_batches=one_number(context, all_paths(program).union(context.scopes[-1:])))
+    return found.but(time__micro_batches=one_number(context, all_paths(program).union(context.scopes[-1:])))
 
 
 def _spread(

@@ -21,8 +21,8 @@ from whale.passes.facts.stages import places_of
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import expand
-from whale.passes.settings import PlanSettings, normalise
+from whale.passes.order import expand, normalise
+from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import lower_mesh, plan_program
 from whale.runtime.compile.micro_batches import in_micro_batches
 from whale.runtime.compile.stage_groups import lower_places, plan_places

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from whale.errors import PlanError
 from whale.passes.settings import (
-    BatchSettings, ExchangeSettings, MemorySettings, PlanSettings, PrecisionSettings, SplitSettings, TimeSettings,
+    BatchSettings,
+    ExchangeSettings,
+    MemorySettings,
+    PlanSettings,
+    PrecisionSettings,
+    SplitSettings,
+    TimeSettings,
     ZeroSettings,
 )
 from whale.runtime.run.context import Context

@@ -22,8 +22,8 @@ from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, step_lines
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
-from whale.passes.order import expand
-from whale.passes.settings import PlanSettings, make_plan, normalise
+from whale.passes.order import expand, make_plan, normalise
+from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
 from whale.runtime.compile.lower import first_ranks, make_any_plan, with_memory
@@ -177,8 +177,14 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
     script = saved.script or ("the plan names no script",)
     planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
     on = prediction.read()
-    alone = replace(
-        planned.settings, size=1, shares=(), local={}, split_ranks=0, zero_level=0, micro_batches=1, devices=()
+    alone = planned.settings.but(
+        size=1,
+        devices=(),
+        batch__shares=(),
+        batch__local={},
+        split__ranks=0,
+        zero__level=0,
+        time__micro_batches=1,
     )
     alone_plan = make_plan(planned.program, alone)
     found = predict_plan(planned, on, with_timelines=True)
