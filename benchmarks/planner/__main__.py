@@ -12,17 +12,16 @@ import msgspec
 
 import cost_model.validation.cases as published_cases
 from benchmarks.planner.instances import enumerate_best, instance
-from cost_model.described.describe import Transformer
-from cost_model.described.predict import chunk_layers
+from cost_model.described.evaluate import evaluate
+from cost_model.described.spread import Part, Spread, Stage, even_chunks
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Transformer
+from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines import cluster
 from cost_model.machines.cluster import Cluster
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.described.estimate import Limits
-from whale.planner.described.evaluate import evaluate
-from whale.planner.described.model import TransformerModel
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Spread, Stage
 from whale.planner.search.search import search
 from whale.planner.search.whale22 import flops_of, formula_1
 
@@ -151,12 +150,9 @@ def published(options: argparse.Namespace) -> None:
 
 def _published_spread(row: dict[str, str], transformer: Transformer) -> Spread:
     stages, chunks = int(row["pp"]), int(row["vpp"])
-    ends = [0]
-    for length in chunk_layers(transformer.layers, stages, chunks):
-        ends.append(ends[-1] + length)
     part = Part(0, int(row["tp"]), int(row["dp"]), int(row["mbs"]))
     micro_batches = int(row["gbs"]) // (part.replicas * part.rows)
-    layers = [tuple((ends[c * stages + s], ends[c * stages + s + 1]) for c in range(chunks)) for s in range(stages)]
+    layers = even_chunks(transformer.layers, stages, chunks)
     return Spread(tuple(Stage(own, (part,)) for own in layers), micro_batches, row["recompute"])  # type: ignore[arg-type]
 
 

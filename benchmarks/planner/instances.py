@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cost_model.described.evaluate import evaluate
+from cost_model.described.memory import part_memory
+from cost_model.described.spread import Part, Recompute, Spread, Stage
 from cost_model.described.stacks import stack
 from cost_model.machines.cluster import Cluster, parse
+from cost_model.machines.pools import Machines
 from whale.planner.described.estimate import divisors
-from whale.planner.described.evaluate import evaluate, part_memory
 from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Recompute, Spread, Stage
 
 TYPES = (
     "v100-sxm2-32gb",
@@ -183,7 +184,7 @@ def _options_for(
     found: dict[tuple[object, ...], tuple[float, tuple[int, ...], tuple[Part, ...], Recompute]] = {}
     whole = (low, high) == (0, model.count)
     for (used, parts), (again, _) in itertools.product(choices, model.recomputes()):
-        costs = [model.layers(p.pool, p.tensor, p.rows, again, False, 1) for p in parts]
+        costs = [model.layer_costs(p.pool, p.tensor, p.rows, again, False, 1) for p in parts]
         own = max(c.forward(low, high) for c in costs) + max(c.backward(low, high) for c in costs)
         key = (used, tuple(sorted({(p.pool, p.tensor) for p in parts})))
         if key in found and found[key][0] <= own:
@@ -200,7 +201,7 @@ def _options_for(
 
 def _work(model: TableModel) -> list[float]:
     """Work before each layer, in seconds of one row on the first pool's device."""
-    costs = model.layers(0, 1, 1, "none", False, 1)
+    costs = model.layer_costs(0, 1, 1, "none", False, 1)
     return [a + b for a, b in zip(costs.forward_s, costs.backward_s)]
 
 
@@ -210,7 +211,7 @@ def _speed(model: TableModel, pool: int, rows: int) -> float:
     best = 0.0
     for tensor in model.tensor_degrees(pool):
         for n in range(1, rows + 1):
-            costs = model.layers(pool, tensor, n, "none", False, 1)
+            costs = model.layer_costs(pool, tensor, n, "none", False, 1)
             for i in range(model.count):
                 one = costs.forward(i, i + 1) + costs.backward(i, i + 1)
                 best = max(best, n * (work[i + 1] - work[i]) / one / tensor)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from cost_model.described.describe import Parallel, Transformer
 from cost_model.described.layer_profile import Profile
 from cost_model.described.predict import Prediction, predict
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
 from cost_model.machines import files
 from cost_model.machines.cluster import Cluster
-from cost_model.machines.rank_locations import places
+from cost_model.machines.pools import Machines
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +29,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     software: str = "megatron-2022"
 
     def predict(self, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+        """The job's step on a cluster; PlanError, ClusterError where it cannot be (see `predict.predict`)."""
         return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
 
@@ -50,7 +51,7 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
         f"  bubble   {_part(found.bubble_s, found)}",
         f"  update   {_part(found.update_s, found)} gradient reduction and optimizer",
         f"speed      {tokens / found.step_s:,.0f} tokens/s, {useful / 1e12:.1f} TFLOP/s per device"
-        f" ({useful / _mean_peak(job, cluster):.1%} of peak, recompute not counted)",
+        f" ({useful / _mean_peak(job, cluster, found):.1%} of peak, recompute not counted)",
         "memory     GB     parameters  gradients  optimizer  activations  other",
     ]
     first = 0
@@ -64,27 +65,29 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
         widths = (6, 15, 11, 11, 13, 7)
         lines.append(f"  {name:9}" + "".join(f"{size / 1e9:{width}.1f}" for size, width in zip(columns, widths)))
         first = stage
-    return "\n".join(lines + too_large(job, cluster, found))
+    return "\n".join(lines + too_large(cluster, found))
 
 
-def _mean_peak(job: Job, cluster: Cluster) -> float:
+def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
     """Peak FLOP/s of the devices that the stages run on, the mean over stages."""
-    dtype = stack(job.software).dtype
+    dtype, pools = stack(job.software).dtype, Machines(cluster).pools
     each = [
-        sum(part.entry.device.peak_flops_per_s(dtype) * part.entry.share for part in place.parts) / len(place.parts)
-        for place in places(cluster, job.plan)
+        sum(pools[part.pool].device.peak_flops_per_s(dtype) * pools[part.pool].entry.share for part in stage.parts)
+        / len(stage.parts)
+        for stage in found.spread.stages
     ]
     return sum(each) / len(each)
 
 
-def too_large(job: Job, cluster: Cluster, found: Prediction) -> list[str]:
+def too_large(cluster: Cluster, found: Prediction) -> list[str]:
     """A line for every stage whose ranks need more memory than their device has, and by how much."""
-    lines = []
-    for stage, (place, one) in enumerate(zip(places(cluster, job.plan), found.stages)):
-        for part in place.parts:
-            missing = one.total_bytes - part.entry.device.memory_bytes * part.entry.share
+    lines, pools = [], Machines(cluster).pools
+    for number, (stage, cost) in enumerate(zip(found.spread.stages, found.evaluation.stages)):
+        for part, held in zip(stage.parts, cost.memory):
+            missing = held.total_bytes - pools[part.pool].memory_bytes
             if missing > 0:
-                lines.append(f"does not fit: stage {stage} on {part.entry.type} lacks {missing / 1e9:.1f} GB")
+                entry = pools[part.pool].entry
+                lines.append(f"does not fit: stage {number} on {entry.type} lacks {missing / 1e9:.1f} GB")
     return lines
 
 

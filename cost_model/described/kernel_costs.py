@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.described.describe import Attention, Collective, Matmul, Op, Streaming
 from cost_model.described.stacks import Stack
+from cost_model.described.transformer_kernels import Attention, Collective, Matmul, Op, Streaming
 from cost_model.formulas.collectives import COLLECTIVES, Group
 from cost_model.formulas.compute import Rates, attention_s, matmul_s, rates_of, streaming_s
 from cost_model.hardware import Device
@@ -29,7 +29,8 @@ class Cost:
         """The device waits for a host that launches more slowly than kernels run."""
         return max(self.device_s + self.exposed_s, self.host_s)
 
-    def plus(self, other: Cost, times: int = 1) -> Cost:
+    def plus(self, other: Cost, times: float = 1) -> Cost:
+        """This and the other one so many times, one after the other."""
         return Cost(
             self.device_s + times * other.device_s,
             self.exposed_s + times * other.exposed_s,

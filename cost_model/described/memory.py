@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_model.described.describe import Parallel, Transformer, expert_rows
+from cost_model.described.kernel_costs import CHANNELS
+from cost_model.described.layer_costs import LayerCosts
+from cost_model.described.spread import Offload, Part
 from cost_model.described.stacks import Stack
+from cost_model.described.transformer import OPTIMIZER_BYTES, Parallel, Transformer
+from cost_model.described.transformer_kernels import ELEMENT_BYTES, expert_rows
 
 # The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
 # deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
@@ -18,7 +22,10 @@ BASE_BYTES = 1.0e9
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
 FRAGMENTATION = 0.03
 WORKSPACE_BYTES = 32e6  # of matrix products (cuBLAS documentation, recommended workspace on Hopper)
-CHANNEL_BYTES = 4e6 * 16  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each of about 16 channels and communicator
+# Layers whose whole parameters lie there at a time where they are gathered or fetched for their passes: the one in
+# progress and the next (Zhao et al., "PyTorch FSDP", 2023, section 3.4, rate limiter).
+LAYERS_AHEAD = 2
+COMMUNICATOR_BYTES = 4e6 * CHANNELS  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each channel of a communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,7 @@ class Footprint:
 
     @property
     def total_bytes(self) -> float:
+        """All of it, with what the allocator's rounding and splitting adds."""
         held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         held += self.activations_bytes + self.workspace_bytes + self.communication_bytes
         return held * (1 + FRAGMENTATION) + self.base_bytes
@@ -79,33 +87,76 @@ def head_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     return stack.logit_bytes * t.sequence * p.micro_batch * t.vocabulary / p.tensor
 
 
-def state_bytes(parameters: float, zero: int, data: int, element_bytes: int = 2) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state (float32 copy, two moments) of a rank, under ZeRO 0 to 3."""
-    split = float(data)
-    return (
-        element_bytes * parameters / (split if zero >= 3 else 1),
-        element_bytes * parameters / (split if zero >= 2 else 1),
-        12.0 * parameters / (split if zero >= 1 else 1),
-    )
-
-
-def footprint(
-    t: Transformer, p: Parallel, stack: Stack, parameters: float, live_bytes: float, last: bool, units: int = 1
-) -> Footprint:
-    """The bytes of one rank.
+def state_bytes(
+    parameters: float, zero: int, copies: int, optimizer_bytes: float = OPTIMIZER_BYTES
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
 
     Args:
-        parameters: that the rank's stage and tensor-parallel part hold, whole data-parallel group.
-        live_bytes: activations that layers hold at the schedule's peak.
-        last: the stage computes logits.
-        units: layers whose whole parameters and gradients are gathered at once under ZeRO-3.
+        parameters: that the rank has a part of, or holds.
+        copies: ranks that have the same ones, over which ZeRO divides them.
+        optimizer_bytes: of the optimizer per parameter.
     """
-    held, gradients, optimizer = state_bytes(parameters, p.zero, p.data)
-    activations = live_bytes + working_bytes(t, p, stack)
-    if last:
-        activations += head_bytes(t, p, stack)
-    gathered = 2 * 2.0 * t.layer_parameters / p.tensor * units if p.zero >= 3 and p.data > 1 else 0.0
-    groups = (p.tensor > 1) + (p.data > 1) + (p.pipeline > 1)
-    return Footprint(
-        held, gradients, optimizer, activations, WORKSPACE_BYTES, groups * CHANNEL_BYTES + gathered, BASE_BYTES
+    split = float(copies)
+    return (
+        ELEMENT_BYTES * parameters / (split if zero >= 3 else 1),
+        ELEMENT_BYTES * parameters / (split if zero >= 2 else 1),
+        optimizer_bytes * parameters / (split if zero >= 1 else 1),
     )
+
+
+def states(
+    layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
+    dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes)
+    if not layers.experts:
+        return dense
+    experts = state_bytes(layers.experts_of(ranges), zero, layers.expert_copies, layers.state_bytes)
+    return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
+
+
+def offloaded_bytes(
+    layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
+) -> float:
+    """What one rank has in its host's memory; with the state only, gradients pass through there as well."""
+    held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    return {"none": 0.0, "state": gradients + optimizer, "all": held + gradients + optimizer}[offload]
+
+
+def part_memory(
+    layers: LayerCosts,
+    ranges: tuple[tuple[int, int], ...],
+    part: Part,
+    replicas: int,
+    live: int,
+    zero: int,
+    stages: int,
+    offload: Offload = "none",
+) -> Footprint:
+    """The bytes of one rank of a part.
+
+    Args:
+        layers: costs on the part's ranks.
+        ranges: the stage's layers, by chunk.
+        replicas: of the stage, all parts.
+        live: chunks of micro-batches that are held at the schedule's peak.
+        stages: of the spread.
+    """
+    held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    whole = 0.0  # bytes of layers that lie there whole for as long as they are used
+    if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
+        whole = LAYERS_AHEAD * 2 * ELEMENT_BYTES * layers.layer_parameters_of(ranges)
+    if offload != "none":
+        optimizer = 0.0
+    if offload == "all":  # of two layers, what was fetched and what goes back
+        count = max(1, sum(high - low for low, high in ranges))
+        whole = max(whole, LAYERS_AHEAD * (held + gradients) / count)
+        held = gradients = 0.0
+    each = sum(layers.held_bytes[high] - layers.held_bytes[low] for low, high in ranges) / len(ranges)
+    activations = live * each + layers.working_bytes
+    if ranges[-1][1] == layers.count:
+        activations += layers.last_bytes
+    groups = (part.tensor > 1) + (replicas > 1) + (stages > 1)
+    buffers = groups * COMMUNICATOR_BYTES + whole
+    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, buffers, BASE_BYTES)

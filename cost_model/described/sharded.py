@@ -3,126 +3,165 @@
 Whole layers are gathered and reduced on a network stream beside the kernels.
 
 Every micro-batch gathers each layer's parameters before its forward pass and, with ZeRO-3, again before its backward
-pass, and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most two
-gathered layers wait for the kernels (the same, section 3.4, rate limiter).
+pass, and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most
+`LAYERS_AHEAD` gathered layers wait for the kernels (the same, section 3.4, rate limiter). What lies outside the layers
+(embedding and head) is gathered first and reduced last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.described import describe
-from cost_model.described.describe import Op, Parallel, Transformer
-from cost_model.described.kernel_costs import CHANNELS, Cost, cost, rank
-from cost_model.described.stacks import Stack
-from cost_model.formulas.collectives import all_gather_s, reduce_scatter_s
-from cost_model.formulas.compute import rates_of, streaming_s
-from cost_model.formulas.simulate import Tasks, Timeline, simulate
-from cost_model.machines.rank_locations import Place
-from whale.errors import PlanError
+from cost_model.described.kernel_costs import Cost
+from cost_model.described.layer_costs import LayerCosts, Model, costs_of
+from cost_model.described.memory import LAYERS_AHEAD
+from cost_model.described.spread import Spread
+from cost_model.described.stage_costs import ShardedLayer, members, rates_of_part
+from cost_model.formulas.collectives import Group
+from cost_model.formulas.compute import Rates
+from cost_model.formulas.simulate import Tasks
+from cost_model.machines.pools import Machines
 
 COMPUTE, NETWORK = 0, 1
-AHEAD = 2  # layers that are gathered before they are used
+# Micro-batches that are played; each further one takes as long as the last of these.
+PLAYED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
-    """Seconds of one step, and the timeline of its first micro-batches."""
+class Unit:
+    """A layer, or everything outside the layers: seconds of its passes, of their kernels, and of its communication."""
 
-    step_s: float
-    compute_s: float
-    update_s: float
-    tasks: Tasks
-    timeline: Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A layer, or everything outside the layers: its passes and its communication."""
-
-    forward: Cost
-    backward: Cost
+    forward_s: float
+    backward_s: float
+    kernels_s: float
     gather_s: float
     reduce_s: float
 
 
-def step(t: Transformer, p: Parallel, stack: Stack, place: Place) -> Sharded:
-    """Simulates up to three micro-batches; further ones take as long as the third."""
-    if p.tensor > 1 or p.pipeline > 1:
-        raise PlanError(
-            "fully sharded data parallelism is predicted alone",
-            given=f"{p.tensor} tensor-parallel ranks, {p.pipeline} stages",
-            expected="tensor = pipeline = 1 with zero >= 2",
-        )
-    layer = _unit(
-        t,
-        p,
-        stack,
-        place,
-        describe.layer_forward(t, p, stack),
-        describe.layer_backward(t, p, stack),
-        t.layer_parameters,
+@dataclass(frozen=True, slots=True)
+class ShardedPasses:
+    """All passes of a step that is fully sharded.
+
+    Attributes:
+        passes_s: until the last gradient is reduced.
+        forward_s, backward_s: of one micro-batch, what it waits for included; as often as there are micro-batches they
+            make up `passes_s`.
+        compute_s: kernels of all micro-batches.
+        root, layers: what is outside the layers, and each layer.
+    """
+
+    passes_s: float
+    forward_s: float
+    backward_s: float
+    compute_s: float
+    root: Unit
+    layers: tuple[Unit, ...]
+
+
+def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
+    """The passes of a spread of one stage, by playing up to `PLAYED` micro-batches."""
+    stage, count = spread.stages[0], spread.micro_batches
+    group = machines.data_group(members(stage.parts))
+    each: list[list[Unit]] = []
+    for part in stage.parts:
+        one = costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
+        each.append(_units(model, one, group, rates_of_part(model, machines, part), spread.zero))
+    root, *layers = (_slowest(units) for units in zip(*each))
+    ends_s = played_ends_s(root, layers, min(PLAYED, count), spread.zero >= 3)
+    more_s = ends_s[-1] - ends_s[-2] if len(ends_s) > 1 else 0.0
+    passes_s = ends_s[-1] + (count - len(ends_s)) * more_s
+    forward_s = root.forward_s + sum(unit.forward_s for unit in layers)
+    backward_s = root.backward_s + sum(unit.backward_s for unit in layers)
+    forward_s *= passes_s / count / ((forward_s + backward_s) or 1.0)
+    compute_s = count * (root.kernels_s + sum(unit.kernels_s for unit in layers))
+    return ShardedPasses(passes_s, forward_s, passes_s / count - forward_s, compute_s, root, tuple(layers))
+
+
+def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int) -> list[Unit]:
+    """What is outside the layers, then each layer, on one kind of rank."""
+    first, last = one.edges
+    outside = first.parameters + last.parameters - one.twice
+    found = [_unit(ShardedLayer.of(model, group, rates, outside, zero), first.plus(last))]
+    moves: dict[float, ShardedLayer] = {}  # by parameters, which many layers have equally many of
+    for index in range(one.count):
+        own = one.layer_parameters_of(((index, index + 1),))
+        if own not in moves:
+            moves[own] = ShardedLayer.of(model, group, rates, own, zero)
+        found.append(_unit(moves[own], one.layer(index)))
+    return found
+
+
+def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> Unit:
+    forward, backward = passes
+    ahead_s, back_s = moves.forward_s(forward.device_s), moves.backward_s(backward.device_s)
+    return Unit(
+        forward_s=Cost(ahead_s, forward.exposed_s, forward.host_s).seconds,
+        backward_s=Cost(back_s, backward.exposed_s, backward.host_s).seconds,
+        kernels_s=ahead_s + back_s,
+        gather_s=moves.gather_s,
+        reduce_s=moves.reduce_s,
     )
-    root_forward = describe.embedding_forward(t, p, stack) + describe.head_forward(t, p, stack)
-    root_backward = describe.head_backward(t, p, stack) + describe.embedding_backward(t, p, stack)
-    root = _unit(t, p, stack, place, root_forward, root_backward, t.embedding_parameters + t.sequence * t.hidden)
-    count = min(3, p.micro_batches)
-    ends = []
-    for length in range(max(1, count - 1), count + 1):
-        tasks = _tasks(t.layers, length, layer, root, p.zero >= 3)
-        timeline = simulate(tasks)
-        ends.append(timeline.total_s)
-    each_s = ends[-1] - ends[0] if len(ends) > 1 else 0.0
-    passes_s = ends[-1] + (p.micro_batches - count) * each_s
-    device = place.parts[0].entry
-    rates = rates_of(device.device, stack.dtype, device.share)
-    update_s = streaming_s(rates, stack.optimizer_bytes * t.parameters / p.data)
-    update_s = max(update_s, stack.update_kernels * (t.layers + 1) * stack.host_us * 1e-6)
-    compute_s = p.micro_batches * sum(
-        unit_s * times
-        for unit_s, times in (
-            (layer.forward.device_s + layer.backward.device_s, t.layers),
-            (root.forward.device_s + root.backward.device_s, 1),
-        )
+
+
+def _slowest(units: Sequence[Unit]) -> Unit:
+    """The same layer on unequal ranks, which wait for each other in every collective."""
+    if len(units) == 1:
+        return units[0]
+    return Unit(
+        max(unit.forward_s for unit in units),
+        max(unit.backward_s for unit in units),
+        max(unit.kernels_s for unit in units),
+        max(unit.gather_s for unit in units),
+        max(unit.reduce_s for unit in units),
     )
-    return Sharded(passes_s + update_s + stack.step_ms * 1e-3, compute_s, update_s, tasks, timeline)
 
 
-def _unit(
-    t: Transformer, p: Parallel, stack: Stack, place: Place, forward: list[Op], backward: list[Op], parameters: float
-) -> _Unit:
-    entry = place.parts[0].entry
-    on = rank(entry.device, entry.share, place.tensor, stack, p.ranks)
-    copy_s = streaming_s(on.rates, stack.gradient_copy_bytes * parameters)
-    ahead, back = cost(forward, on), cost(backward, on, backward=True)
-    back = Cost(back.device_s + copy_s, back.exposed_s, back.host_s)
-    gather_s = all_gather_s(place.data, 2.0 * parameters)
-    reduce_s = reduce_scatter_s(place.data, stack.gradient_bytes * parameters)
-    lost = CHANNELS / on.rates.units
-    # Kernels lose the multiprocessors that the collectives beside them take.
-    ahead = Cost(ahead.device_s + lost * min(gather_s, ahead.device_s), ahead.exposed_s, ahead.host_s)
-    beside_s = reduce_s + (gather_s if p.zero >= 3 else 0.0)
-    back = Cost(back.device_s + lost * min(beside_s, back.device_s), back.exposed_s, back.host_s)
-    return _Unit(ahead, back, gather_s, reduce_s)
+def played_ends_s(root: Unit, layers: Sequence[Unit], micro_batches: int, again: bool) -> list[float]:
+    """When each micro-batch's last pass and reduction have ended; as `simulate` says of `tasks`, many times faster."""
+    compute_s = network_s = 0.0  # when each stream is free
+    ends: list[float] = []
+    used_s = [0.0] * LAYERS_AHEAD  # ends of the latest passes of layers, each of which frees a gathered layer
+    oldest = 0
+    for _ in range(micro_batches):
+        network_s += root.gather_s
+        compute_s = max(compute_s, network_s) + root.forward_s
+        for unit in layers:
+            network_s = max(network_s, used_s[oldest]) + unit.gather_s
+            compute_s = max(compute_s, network_s) + unit.forward_s
+            used_s[oldest] = compute_s
+            oldest = (oldest + 1) % LAYERS_AHEAD
+        compute_s += root.backward_s
+        for unit in reversed(layers):
+            if again:
+                network_s = max(network_s, used_s[oldest]) + unit.gather_s
+                compute_s = max(compute_s, network_s)
+            compute_s += unit.backward_s
+            used_s[oldest] = compute_s
+            oldest = (oldest + 1) % LAYERS_AHEAD
+            network_s = max(network_s, compute_s) + unit.reduce_s
+        network_s += root.reduce_s
+        ends.append(max(compute_s, network_s))
+    return ends
 
 
-def _tasks(layers: int, micro_batches: int, layer: _Unit, root: _Unit, again: bool) -> Tasks:
+def tasks(root: Unit, layers: Sequence[Unit], micro_batches: int, again: bool) -> Tasks:
     """Passes on the compute stream, gathers and reductions on the network stream, each in the order they are issued."""
-    tasks = Tasks()
+    found = Tasks()
     used: list[int] = []  # passes of layers, in order, which free a gathered layer
 
-    def gather(unit: _Unit) -> tuple[int, ...]:
-        freed = (used[-AHEAD],) if len(used) >= AHEAD else ()
-        return (tasks.add(NETWORK, unit.gather_s, freed),)
+    def gather(unit: Unit) -> tuple[int, ...]:
+        freed = (used[-LAYERS_AHEAD],) if len(used) >= LAYERS_AHEAD else ()
+        return (found.add(NETWORK, unit.gather_s, freed),)
 
     for _ in range(micro_batches):
-        tasks.add(COMPUTE, root.forward.seconds, (tasks.add(NETWORK, root.gather_s),))
-        for _ in range(layers):
-            used.append(tasks.add(COMPUTE, layer.forward.seconds, gather(layer)))
-        last = tasks.add(COMPUTE, root.backward.seconds)
-        for _ in range(layers):
-            last = tasks.add(COMPUTE, layer.backward.seconds, gather(layer) if again else ())
+        found.add(COMPUTE, root.forward_s, (found.add(NETWORK, root.gather_s),))
+        for unit in layers:
+            used.append(found.add(COMPUTE, unit.forward_s, gather(unit)))
+        last = found.add(COMPUTE, root.backward_s)
+        for unit in reversed(layers):
+            last = found.add(COMPUTE, unit.backward_s, gather(unit) if again else ())
             used.append(last)
-            tasks.add(NETWORK, layer.reduce_s, (last,))
-        tasks.add(NETWORK, root.reduce_s, (last,))
-    return tasks
+            found.add(NETWORK, unit.reduce_s, (last,))
+        found.add(NETWORK, root.reduce_s, (last,))
+    return found

@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from cost_model.described.describe import Parallel, Recompute, Transformer
 from cost_model.described.predict import Prediction, predict
+from cost_model.described.spread import Recompute
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
 from cost_model.machines import cluster
 from cost_model.machines.cluster import Cluster
 from whale.errors import ProgramError

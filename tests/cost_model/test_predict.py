@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from cost_model.described import predict
-from cost_model.described.describe import Collective, Matmul, Parallel, Transformer, layer_backward, layer_forward
 from cost_model.described.memory import layer_activation_bytes
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
 from cost_model.hardware import catalogue
 from cost_model.machines import cluster
-from cost_model.machines import rank_locations as place
+from cost_model.machines.pools import Machines
 from whale.errors import ClusterError, PlanError
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
@@ -56,15 +57,15 @@ def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
     """Two of eight devices are beside an adapter: all eight in a ring, or neighbours, or one of a host, are near."""
     text = "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
     text += "- {name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 4, far_gb_per_s: 6.1}}}"
-    lab, adapter = cluster.parse(text), catalogue.network("infiniband-hdr-200").bytes_per_s
+    machines, adapter = Machines(cluster.parse(text)), catalogue.network("infiniband-hdr-200").bytes_per_s
 
     def shared_by_groups(plan: Parallel, groups: int) -> float:
-        return place.places(lab, plan)[0].data.host_bytes_per_s * groups / 4
+        return machines.data_group(((0, plan.tensor, plan.data),)).host_bytes_per_s * groups / 4
 
     for tensor, rate in ((1, adapter), (2, 6.1e9), (4, 6.1e9), (8, adapter)):
         assert shared_by_groups(Parallel(tensor=tensor, data=16, global_batch=16), tensor) == pytest.approx(rate)
     # A tensor-parallel group that spans hosts has neighbours; several stages do not change where its ranks are.
-    assert place.places(lab, Parallel(tensor=16))[0].tensor.host_bytes_per_s == pytest.approx(4 * adapter)
+    assert machines.tensor_group(0, 16).host_bytes_per_s == pytest.approx(4 * adapter)
     assert shared_by_groups(Parallel(tensor=4, pipeline=2, data=4, global_batch=4), 4) == pytest.approx(6.1e9)
 
 

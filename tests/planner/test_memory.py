@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from cost_model.described.evaluate import Evaluation, evaluate
+from cost_model.described.spread import Part, Spread, Stage
 from cost_model.described.stacks import stack
+from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines import cluster
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner import ask
-from whale.planner.described.evaluate import Evaluation, evaluate
-from whale.planner.described.model import TransformerModel
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Spread, Stage
 from whale.planner.report import planfile
 from whale.planner.report.show import show
 
@@ -68,7 +68,7 @@ def test_experts_are_divided_and_tokens_are_sent_to_them() -> None:
     assert held < 32e9
     model = TransformerModel(plan, stack("megatron-2022"), Machines(WITH_MEMORY))
     dense = TransformerModel(msgspec.structs.replace(plan, experts=0), stack("megatron-2022"), model.machines)
-    one, other = (m.layers(0, 1, 1, "none", False, 16, 16) for m in (model, dense))
+    one, other = (m.layer_costs(0, 1, 1, "none", False, 16, 16) for m in (model, dense))
     assert one.experts_of(((0, 12),)) == pytest.approx(plan.expert_parameters * 12 / 16)
     assert one.forward(0, 12) > other.forward(0, 12)  # small products, routing
 

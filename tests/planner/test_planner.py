@@ -6,19 +6,20 @@ import msgspec
 import pytest
 
 from benchmarks.planner.instances import enumerate_best, instance
-from cost_model.described.describe import Parallel, Transformer
-from cost_model.described.predict import chunk_layers, predict
+from cost_model.described.evaluate import evaluate
+from cost_model.described.predict import predict
+from cost_model.described.spread import Part, Stage
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines import cluster
+from cost_model.machines.pools import Machines
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
 from whale.planner import ask
 from whale.planner.described import layer_tables as tables
+from whale.planner.described.check import check
 from whale.planner.described.estimate import Limits
-from whale.planner.described.evaluate import check, evaluate
-from whale.planner.described.model import TransformerModel
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Spread, Stage
 from whale.planner.report import planfile
 from whale.planner.report.show import against, diff, explain, show
 from whale.planner.search.search import search
@@ -55,13 +56,16 @@ def test_nothing_is_faster_than_what_is_found_for_few_devices(seed):
     "p",
     [
         Parallel(data=4, micro_batch=2, global_batch=16),
-        Parallel(tensor=2, data=16, micro_batch=2, global_batch=64),
-        Parallel(tensor=8, pipeline=2, data=2, micro_batch=2, global_batch=32, recompute="full"),
+        Parallel(tensor=2, data=16, micro_batch=2, global_batch=64, sequence_parallel=True),
+        Parallel(tensor=8, pipeline=2, data=2, chunks=2, micro_batch=2, global_batch=32, recompute="full"),
         Parallel(tensor=2, pipeline=4, data=4, chunks=2, global_batch=64, recompute="selective", zero=1),
+        Parallel(data=32, micro_batch=2, global_batch=192, zero=2),
+        Parallel(data=32, micro_batch=1, global_batch=32, zero=3, recompute="full"),
     ],
 )
-def test_equal_stages_cost_what_the_cost_model_says(p):
+def test_a_uniform_spread_is_predicted_as_a_job(p):
     t = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
+    p = msgspec.structs.replace(p, sequence_parallel=True)  # as the planner's spreads of described models all are
     software = stack("megatron-2022")
     machines = Machines(
         cluster.parse(
@@ -70,21 +74,13 @@ def test_equal_stages_cost_what_the_cost_model_says(p):
             "   networks: {f: {nics: 4, far_gb_per_s: 6.1}}}\n"
         )
     )
-    ends = [0]
-    for length in chunk_layers(t.layers, p.pipeline, p.chunks):
-        ends.append(ends[-1] + length)
-    stages = tuple(
-        Stage(
-            tuple((ends[c * p.pipeline + s], ends[c * p.pipeline + s + 1]) for c in range(p.chunks)),
-            (Part(0, p.tensor, p.data, p.micro_batch),),
-        )
-        for s in range(p.pipeline)
-    )
-    spread = Spread(stages, p.micro_batches, p.recompute, zero=p.zero)
-    found = evaluate(TransformerModel(t, software, machines), machines, spread)
-    expected = predict(t, p, software, machines.cluster)
-    assert found.step_s == pytest.approx(expected.step_s)
-    assert max(m.total_bytes for s in found.stages for m in s.memory) == pytest.approx(expected.peak_bytes)
+    fixed = Limits(p.pipeline, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
+    found = search(TransformerModel(t, software, machines), machines, p.global_batch, fixed)
+    job = predict(t, p, software, machines.cluster)
+    assert job.spread == found.spread
+    assert job.step_s == found.evaluation.step_s
+    assert job.evaluation.stages == found.evaluation.stages
+    assert check(TransformerModel(t, software, machines), machines, job.spread, p.global_batch) == []
 
 
 def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):
@@ -126,7 +122,7 @@ def test_the_checker_finds_what_is_wrong(plan):
 
 
 def test_plans_print(plan, capsys, tmp_path):
-    text = show(plan)
+    text = show(plan, 200)
     assert text.splitlines()[-1].startswith("Plan: ") and "alternatives that lost" in text
     assert "lies in stage" in explain(plan, 3)
     assert diff(plan, plan) == "The plans are equal."

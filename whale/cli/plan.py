@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
-    from cost_model.described.describe import Transformer
+    from cost_model.described.transformer import Transformer
     from whale.planner.described.layer_tables import Table
 
 

@@ -51,4 +51,4 @@ def call(given: argparse.Namespace) -> int:
     print(job.report(task, machines, found))
     if given.trace:
         given.trace.write_text(job.trace(found))
-    return 1 if job.too_large(task, machines, found) else 0
+    return 1 if job.too_large(machines, found) else 0

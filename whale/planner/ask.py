@@ -7,14 +7,15 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from cost_model.described.describe import Parallel, Transformer
+from cost_model.described.layer_costs import Model
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines.cluster import Cluster
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.described.estimate import Limits
 from whale.planner.described.layer_tables import Table, TableModel
-from whale.planner.described.model import Model, TransformerModel
-from whale.planner.described.pools import Machines
 from whale.planner.report.planfile import PlanFile, of_search
 from whale.planner.search.search import search
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from cost_model.described.describe import Transformer
+from cost_model.described.transformer import Transformer
 from cost_model.machines import cluster as clusters
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError

@@ -12,8 +12,9 @@ from cost_model.captured.machine import cluster_machine
 from cost_model.captured.predict import predict_ranks
 from cost_model.captured.signature import signature
 from cost_model.captured.table import write
-from cost_model.described.describe import Collective, Parallel, Transformer, layer_backward, layer_forward
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer_kernels import Collective, layer_backward, layer_forward
 from cost_model.ops import program_work
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.cli import main

@@ -6,11 +6,11 @@ import heapq
 import time
 from dataclasses import dataclass
 
-from cost_model.described.memory import BASE_BYTES
-from whale.planner.described.evaluate import reduction_s, states
-from whale.planner.described.model import Layers, Model
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Offload, Part, Recompute, Spread
+from cost_model.described.layer_costs import LayerCosts, Model
+from cost_model.described.memory import BASE_BYTES, states
+from cost_model.described.spread import Offload, Part, Recompute, Spread
+from cost_model.described.stage_costs import reduction_s
+from cost_model.machines.pools import Machines
 
 KEPT = 40  # candidates of a shape
 
@@ -73,18 +73,18 @@ class Estimates:
         self.coarse = limits.budget_s < 2.0
         self.shapes: dict[tuple[str, int, int], list[float]] = {}
         self.estimated = 0
-        self.each: dict[tuple[int, int, int, str, bool], tuple[Layers, float, float]] = {}
+        self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
 
     def late(self, part: float = 1.0) -> bool:
         return time.process_time() - self.started > part * self.limits.budget_s
 
-    def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[Layers, float, float]:
+    def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
         """(costs, seconds of all layers' passes, seconds of one layer in the middle)."""
         key = (pool, tensor, rows, *how)
         if key not in self.each:
             # Experts are taken to be divided over all of the pool's devices, until a stage is known.
             replicas = self.machines.pools[pool].units(tensor) if self.model.experts else 1
-            one = self.model.layers(pool, tensor, rows, *how, self.ranks, replicas)
+            one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas)
             count = self.model.count
             total = one.forward(0, count) + one.backward(0, count)
             self.each[key] = one, total, total / count

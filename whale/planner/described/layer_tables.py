@@ -35,14 +35,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from cost_model.described.layer_costs import LayerCosts, sums
+from cost_model.described.spread import Recompute
 from cost_model.described.stacks import Stack
 from cost_model.formulas.collectives import point_to_point_s
 from cost_model.hardware import catalogue
 from cost_model.machines import files
+from cost_model.machines.pools import Machines
 from whale.errors import ClusterError, PlanError
-from whale.planner.described.model import Layers, sums
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Recompute
 
 Count = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -147,14 +147,14 @@ class TableModel:
         for one in table.measured:
             key = one.device, one.tensor, one.recompute
             self.of.setdefault(key, {}).setdefault(one.layer, {})[one.micro_batch] = one
-        self.layers = lru_cache(maxsize=None)(self._layers)
+        self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def _measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
         return self.of.get((self.machines.pools[pool].device.name, tensor, recompute), {})
 
-    def _layers(
+    def _layer_costs(
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
-    ) -> Layers:
+    ) -> LayerCosts:
         share = self.machines.pools[pool].entry.share
         known = self._measured(pool, tensor, recompute)
         if any(layer.name not in known for layer in self.table.layers):
@@ -169,9 +169,11 @@ class TableModel:
         updates = None
         if all(one.update_s is not None for one in own):
             updates = sums((one.update_s or 0.0) / share for one in own)
-        return Layers(
+        return LayerCosts(
             forward_s=sums(one.forward_s / share for one in own),
             backward_s=sums(one.backward_s / share for one in own),
+            forward_exposed_s=zeros,
+            backward_exposed_s=zeros,
             forward_host_s=zeros,
             backward_host_s=zeros,
             begin_s=0.0,

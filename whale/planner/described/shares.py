@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from whale.planner.described.spread import Part
+from cost_model.described.spread import Part
 
 
 def shares(

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cost_model.described.evaluate import Evaluation, played
+from cost_model.described.spread import Spread, Stage
 from cost_model.formulas.simulate import Tasks, Timeline, memory_curve
+from cost_model.machines.pools import Machines
 from whale.ir.schedule import schedule
-from whale.planner.described.evaluate import Evaluation, played
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Spread, Stage
 from whale.planner.report import show
 from whale.planner.report.planfile import PlanFile
 
@@ -25,8 +25,10 @@ def trace(plan: PlanFile) -> str:
         name = {"name": f"stage {index}: {stage.count} layers on {where}"}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": name})
     tasks, times = played(plan.spread, found)
-    for resource, held, start, end in zip(tasks.resource, tasks.held_bytes, times.start_s, times.end_s):
-        name_of = "forward" if held > 0 else "backward"
+    spread = plan.spread
+    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    kinds = ["backward" if backward else "forward" for order in orders for _, _, backward in order]
+    for name_of, resource, start, end in zip(kinds, tasks.resource, times.start_s, times.end_s):
         events.append(
             {"name": name_of, "ph": "X", "pid": 0, "tid": resource, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
         )

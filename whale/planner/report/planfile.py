@@ -11,15 +11,17 @@ from typing import Any
 
 import msgspec
 
-from cost_model.described.describe import Transformer
+from cost_model.described.evaluate import Evaluation, evaluate
+from cost_model.described.layer_costs import Model
+from cost_model.described.spread import Spread
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Transformer
+from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines.cluster import Cluster
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.planner.described.evaluate import Evaluation, check, evaluate
+from whale.planner.described.check import check
 from whale.planner.described.layer_tables import Table, TableModel
-from whale.planner.described.model import Model, TransformerModel
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Spread
 from whale.planner.search.search import Found
 
 FORMAT_VERSION = "1.2"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Set
 from textwrap import wrap
 
-from cost_model.described.memory import Footprint
-from whale.planner.described.evaluate import Evaluation, evaluate, layers_of, offloaded_bytes
-from whale.planner.described.model import Model
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Spread, Stage, counted
+from cost_model.described.evaluate import Evaluation, evaluate
+from cost_model.described.layer_costs import Model, costs_of
+from cost_model.described.memory import Footprint, offloaded_bytes
+from cost_model.described.spread import Spread, Stage, counted, expert_ranks
+from cost_model.machines.pools import Machines
 from whale.planner.report.planfile import PlanFile
 
 BAR = 10
@@ -52,7 +51,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
         *schedule_lines(plan),
     ]
     if model.experts:
-        ways = sorted({math.gcd(model.experts, stage.replicas) for stage in spread.stages})
+        ways = sorted({expert_ranks(model.experts, stage.replicas) for stage in spread.stages})
         lines += ["", f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"]
     if spread.offload != "none":
         lines += ["", *host_lines(plan, model, machines)]
@@ -164,7 +163,7 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
     spread, most = plan.spread, dict[int, float]()
     for stage in spread.stages:
         for part in stage.parts:
-            one = layers_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
+            one = costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
             used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
             most[part.pool] = max(most.get(part.pool, 0.0), used)
     return [
@@ -207,7 +206,7 @@ def layer_table(plan: PlanFile) -> list[str]:
         index = of[layer]
         stage = plan.spread.stages[index]
         part = stage.parts[found.stages[index].limiting]
-        costs = layers_of(model, plan.spread, part, plan.spread.ranks, stage.replicas, stage.recompute)
+        costs = costs_of(model, plan.spread, part, plan.spread.ranks, stage.replicas, stage.recompute)
         one = slice(layer, layer + 2)
         forward, backward, held, own = (
             values[1] - values[0]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from whale.planner.described.evaluate import layers_of, offloaded_bytes, part_memory
-from whale.planner.described.model import Layers, Model
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Recompute, Spread, Stage
+from cost_model.described.layer_costs import LayerCosts, Model, costs_of
+from cost_model.described.memory import offloaded_bytes, part_memory
+from cost_model.described.spread import Part, Recompute, Spread, Stage, live_chunks
+from cost_model.machines.pools import Machines
 
 
 class Chain:
@@ -30,11 +30,11 @@ class Chain:
         """`ways`: what a stage may compute again; none: as the settings say."""
         self.model, self.machines, self.settings = model, machines, settings
         self.kinds, self.ways = kinds, tuple(ways) or (settings.recompute,)
-        of: dict[tuple[tuple[Part, ...], Recompute], list[Layers]] = {}
+        of: dict[tuple[tuple[Part, ...], Recompute], list[LayerCosts]] = {}
         for kind in dict.fromkeys(kinds):
             replicas = sum(part.replicas for part in kind)
             for how in self.ways:
-                of[kind, how] = [layers_of(model, settings, part, ranks, replicas, how) for part in kind]
+                of[kind, how] = [costs_of(model, settings, part, ranks, replicas, how) for part in kind]
         self.costs = of
         self.stages = len(kinds)
 
@@ -46,8 +46,8 @@ class Chain:
         return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
 
     def live(self, stage: int) -> int:
-        count = self.settings.micro_batches
-        return count if self.settings.schedule == "gpipe" else min(count, self.stages - stage)
+        """Micro-batches that a stage holds at its peak."""
+        return live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
 
     def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
         kind = self.kinds[stage]

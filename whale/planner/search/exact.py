@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from cost_model.described.layer_costs import LayerCosts, costs_of
+from cost_model.described.memory import part_memory
+from cost_model.described.spread import Part, Recompute, Spread, Stage
+from cost_model.described.stage_costs import reduction_s
 from whale.planner.described.estimate import divisors
-from whale.planner.described.evaluate import layers_of, part_memory, reduction_s
-from whale.planner.described.model import Layers
 from whale.planner.described.shares import shares, variants
-from whale.planner.described.spread import Part, Recompute, Spread, Stage
 
 if TYPE_CHECKING:
     from whale.planner.search.search import Search
@@ -128,7 +129,7 @@ class _Options:
 
     def option(self, used: tuple[int, ...], parts: tuple[Part, ...]) -> _Option:
         replicas = sum(p.replicas for p in parts)
-        costs = [layers_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
+        costs = [costs_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
         ahead, back = (
             np.max([_passes_s(c, values(c), host(c)) for c in costs], axis=0)
             for values, host in (
@@ -148,7 +149,7 @@ class _Options:
             parts[0].pool if len({p.pool for p in parts}) == 1 else len(self.search.machines.pools),
         )
 
-    def _reduction_s(self, parts: tuple[Part, ...], costs: list[Layers]) -> np.ndarray:
+    def _reduction_s(self, parts: tuple[Part, ...], costs: list[LayerCosts]) -> np.ndarray:
         """Depends on the replicas of each pool, not on their rows."""
         count, key = self.search.model.count, tuple(msgspec.structs.replace(p, rows=0) for p in parts)
         if key not in self.reductions:
@@ -161,7 +162,7 @@ class _Options:
                     )
         return self.reductions[key]
 
-    def _live(self, part: Part, one: Layers, replicas: int) -> np.ndarray:
+    def _live(self, part: Part, one: LayerCosts, replicas: int) -> np.ndarray:
         """How many micro-batches a part's memory holds, up to as many as there can be stages."""
         count, s, key = self.search.model.count, self.settings, (part.pool, part.tensor, part.rows, replicas)
         if key not in self.lives:
@@ -189,8 +190,8 @@ class _Options:
         return self.sends[key]
 
 
-def _passes_s(one: Layers, device_s: array[float], host_s: array[float]) -> np.ndarray:
-    """Seconds of a pass of layers low..high-1, as `Layers.forward` says; infinite where there are no layers."""
+def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> np.ndarray:
+    """Seconds of a pass of layers low..high-1, as `LayerCosts.forward` says; infinite where there are no layers."""
     device, host = np.asarray(device_s), np.asarray(host_s)
     begin_s = np.full((len(device), len(device)), one.begin_s)
     begin_s[0, -1] = 0.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from cost_model.described.layer_costs import Model
+from cost_model.described.spread import Part
+from cost_model.machines.pools import Machines
 from whale.planner.described.estimate import Candidate, Estimates, Limits, divisors
-from whale.planner.described.model import Model
-from whale.planner.described.pools import Machines
 from whale.planner.described.shares import shares
-from whale.planner.described.spread import Part
 
 
 def stage_counts(layers: int, most: int) -> list[int]:
@@ -121,6 +121,8 @@ class Families(Estimates):
     def mixed(self) -> Iterator[Candidate]:
         """Stages that are all alike, each with replicas of all pools, rows by speed."""
         pools, limits = self.machines.pools, self.limits
+        if limits.chunks not in (None, 1):
+            return
         sets = [tuple(range(len(pools)))]
         if 2 < len(pools) <= 5:
             sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]

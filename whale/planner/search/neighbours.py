@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Spread, Stage
+from cost_model.described.spread import Part, Spread, Stage
+from cost_model.machines.pools import Machines
 
 Ranks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on: devices of each pool, parts
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from whale.planner.described.evaluate import layers_of, offloaded_bytes, part_memory
-from whale.planner.described.model import Model
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Recompute, Spread, Stage
+from cost_model.described.layer_costs import Model, costs_of
+from cost_model.described.memory import offloaded_bytes, part_memory
+from cost_model.described.spread import Recompute, Spread, Stage
+from cost_model.machines.pools import Machines
 
 
 class Again:
@@ -43,7 +43,7 @@ class Again:
 
     def _cost(self, spread: Spread, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
         """(seconds of both passes of a micro-batch, bytes by which the worst part does not fit)."""
-        costs = [layers_of(self.model, spread, p, self.ranks, stage.replicas, how) for p in stage.parts]
+        costs = [costs_of(self.model, spread, p, self.ranks, stage.replicas, how) for p in stage.parts]
         seconds = sum(
             max(c.forward(low, high) for c in costs) + max(c.backward(low, high) for c in costs)
             for low, high in stage.layers

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cost_model.described.evaluate import Evaluation, evaluate
+from cost_model.described.spread import Part, Spread, Stage, live_chunks
+from cost_model.described.stage_costs import stage_cost
 from whale.errors import PlanError
-from whale.planner.described.evaluate import Evaluation, evaluate
-from whale.planner.described.spread import Part, Spread, Stage
 
 MOST_PASSES = 20_000
 
@@ -103,8 +104,6 @@ def _layers_that_fit(search: Search, spread: Spread) -> int:
 
 def evaluate_stage(search: Search, spread: Spread, stages: tuple[Stage, ...], index: int) -> float:
     """By how many bytes one stage does not fit."""
-    from whale.planner.described.evaluate import stage_cost
-
-    live = min(spread.micro_batches, len(stages) - index)
+    live = live_chunks(spread.schedule, len(stages), 1, spread.micro_batches, index)
     changed = msgspec.structs.replace(spread, stages=stages)
     return stage_cost(search.model, search.machines, changed, index, live, search.ranks).lacking_bytes

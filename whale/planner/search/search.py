@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from cost_model.described.predict import chunk_layers
+from cost_model.described.evaluate import Evaluation, evaluate
+from cost_model.described.layer_costs import Model
+from cost_model.described.spread import Offload, Part, Spread, Stage, even_chunks, live_chunks
+from cost_model.described.stage_costs import stage_cost
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.described.estimate import Candidate, Limits
-from whale.planner.described.evaluate import Evaluation, evaluate, stage_cost
-from whale.planner.described.model import Model
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Offload, Part, Spread, Stage
 from whale.planner.search.cut import Chain
 from whale.planner.search.families import Families
 from whale.planner.search.neighbours import Ranks, neighbours, other_ranks
@@ -94,15 +94,9 @@ class Search(Families):
         return self.again.fitted(spread, self.ways(spread.sequence_parallel), lambda index: self._live(spread, index))
 
     def interleaved(self, kinds: list[tuple[Part, ...]], one: Candidate) -> Spread:
-        lengths = chunk_layers(self.model.count, len(kinds), one.chunks)
-        ends = list(itertools.accumulate(lengths))
-        cuts = [0, *ends]
-        stages = tuple(
-            Stage(tuple((cuts[c * len(kinds) + s], cuts[c * len(kinds) + s + 1]) for c in range(one.chunks)), kind)
-            for s, kind in enumerate(kinds)
-        )
-        s = one.settings
-        return msgspec.structs.replace(s, stages=stages)
+        chunks = even_chunks(self.model.count, len(kinds), one.chunks)
+        stages = tuple(Stage(ranges, kind) for ranges, kind in zip(chunks, kinds))
+        return msgspec.structs.replace(one.settings, stages=stages)
 
     def even(self, one: Candidate) -> Spread:
         """The candidate with equally many layers per stage, whether it fits or not."""
@@ -253,13 +247,8 @@ class Search(Families):
         return count * slowest + (total - slowest) / spread.chunks + after
 
     def _live(self, spread: Spread, index: int) -> int:
-        """Chunks of micro-batches that a stage holds at its peak; interleaved: of the schedule of Narayanan et al."""
-        if spread.chunks == 1:
-            return min(spread.micro_batches, len(spread.stages) - index)
-        stages, whole = len(spread.stages), spread.micro_batches * spread.chunks
-        if spread.micro_batches == stages:
-            return whole
-        return min(whole, 2 * (stages - 1 - index) + (spread.chunks - 1) * stages + 1)
+        """Chunks of micro-batches that a stage holds at its peak."""
+        return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
 
     def misfit(self, spread: Spread) -> None:
         """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""

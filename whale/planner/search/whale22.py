@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from itertools import accumulate
 
+from cost_model.described.evaluate import evaluate
+from cost_model.described.layer_costs import Model
+from cost_model.described.spread import Part, Spread, Stage
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.described.estimate import divisors
-from whale.planner.described.evaluate import evaluate
-from whale.planner.described.model import Model
-from whale.planner.described.pools import Machines
-from whale.planner.described.spread import Part, Spread, Stage
 from whale.planner.search.search import Found
 
 
@@ -81,7 +81,7 @@ def _data_parallel(model: Model, machines: Machines, batch: int) -> Spread | Non
     pools = [p.number for p in machines.pools for _ in range(p.devices)]
     memory = [machines.pools[n].memory_bytes for n in pools]
     shares = formula_1(batch, flops)
-    one = model.layers(0, 1, 1, "none", False, 1)
+    one = model.layer_costs(0, 1, 1, "none", False, 1)
     state = 16.0 * (one.parameters[-1] - one.twice)
     found = algorithm_1(shares, flops, one.held_bytes[-1], state, memory)
     if found is None:

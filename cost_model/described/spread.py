@@ -1,11 +1,19 @@
-"""What the planner decides: stages of layers, the devices of each, and how rows, tensors and memory are divided."""
+"""A spread of a chain of layers: stages, the devices of each, and how rows, tensors and memory are divided.
+
+It is what the planner decides, and what a job file says of equal stages (`Parallel`). Stages may be unequal in their
+layers and devices, and the ranks of one stage in their kind and rows.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
+
+from whale.errors import PlanError
 
 Recompute = Literal["none", "selective", "full"]
 # What lies in the hosts' memory and is updated there: nothing, the optimizer's state, or weights and gradients as well.
@@ -22,6 +30,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
+        """Devices of the part."""
         return self.tensor * self.replicas
 
 
@@ -37,18 +46,22 @@ class Stage(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
+        """Layers of the stage, all chunks."""
         return sum(high - low for low, high in self.layers)
 
     @property
     def ranks(self) -> int:
+        """Devices of the stage."""
         return sum(part.ranks for part in self.parts)
 
     @property
     def replicas(self) -> int:
+        """Data-parallel replicas of the stage's layers, over all parts."""
         return sum(part.replicas for part in self.parts)
 
     @property
     def rows(self) -> int:
+        """Rows of one micro-batch, over all replicas."""
         return sum(part.replicas * part.rows for part in self.parts)
 
 
@@ -85,14 +98,17 @@ class Spread(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> int:
+        """Ranges of layers that each stage holds: more than one where the schedule interleaves them."""
         return len(self.stages[0].layers)
 
     @property
     def ranks(self) -> int:
+        """Devices of all stages."""
         return sum(stage.ranks for stage in self.stages)
 
     @property
     def batch(self) -> int:
+        """Rows of a step."""
         return self.micro_batches * self.stages[0].rows
 
     def summary(self) -> str:
@@ -127,6 +143,43 @@ class Spread(msgspec.Struct, frozen=True):
                 text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(runs, ends))
                 found.append((kind, f" in stage{'s' * (len(own) > 1)} {text}"))
         return found
+
+
+def expert_ranks(experts: int, replicas: int) -> int:
+    """Over how many of a stage's replicas a layer's experts are divided: as many as divide them evenly; 1: none."""
+    return math.gcd(experts, replicas) if experts else 1
+
+
+def even_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, int], ...]]:
+    """Each stage's ranges of layers, [low, high) by chunk, as equal as they can be; earlier chunks get what is left.
+
+    Chunk c of stage s is part c * stages + s of the model, as interleaved schedules want it.
+
+    Raises:
+        PlanError: there are more chunks than layers.
+    """
+    count = stages * chunks
+    if layers < count:
+        raise PlanError("there are more stages than layers", given=f"{count} chunks, {layers} layers")
+    each, more = divmod(layers, count)
+    ends = list(accumulate((each + (i < more) for i in range(count)), initial=0))
+    return [tuple((ends[c * stages + s], ends[c * stages + s + 1]) for c in range(chunks)) for s in range(stages)]
+
+
+def live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
+    """Forward passes of chunks whose activations a stage holds at most, as `live_micro_batches` finds in the schedule.
+
+    1F1B holds as many micro-batches as there are stages from this one on; interleaved as Narayanan et al. (SC 2021)
+    order it, whose first passes are 2 (stages - 1 - stage) + (chunks - 1) stages before the first backward pass; GPipe
+    holds all.
+    """
+    if schedule == "gpipe":
+        return micro_batches
+    if chunks == 1:
+        return min(micro_batches, stages - stage)
+    if micro_batches == stages:
+        return micro_batches * chunks
+    return min(micro_batches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
 
 
 def counted(count: int, name: str, plural: str = "s") -> str:
