@@ -31,7 +31,8 @@ from whale.capture.function import capture_function
 from whale.ir.collector import no_garbage_collection
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.order import expand, make_plan, normalise
+from whale.passes.lay_out import expand
+from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 from whale_ops import ops
 

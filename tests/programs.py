@@ -13,7 +13,7 @@ from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
-from whale.passes.exchange.fuse_all_reduces import group
+from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
@@ -168,7 +168,7 @@ def layouts_of(
 def plan_of(program: Program, layouts: Mapping[str, GraphLayout], size: int, placed: Mapping[str, Placement],
             group_bytes: int = 1 << 20) -> Plan:  # fmt: skip
     """The checked plan with these layouts."""
-    reshards = group(program, layouts, explicit_reshards(program, layouts, size), group_bytes)
+    reshards = fuse_all_reduces(program, layouts, explicit_reshards(program, layouts, size), group_bytes)
     plan = Plan(
         program.name, fingerprint(program), size, tuple(f"rank {i}" for i in range(size)),
         batch_inputs=tuple(BatchInput(n, p, "test") for n, p in placed.items()),

@@ -23,7 +23,8 @@ from whale.errors import PlanError
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
-from whale.passes.order import expand, make_plan
+from whale.passes.lay_out import expand
+from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import plan_program
 

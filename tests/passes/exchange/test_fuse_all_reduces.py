@@ -13,7 +13,7 @@ from tests.programs import Builder, layouts_of, mlp
 from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, split
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
-from whale.passes.exchange.fuse_all_reduces import group
+from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.layout.graph_layout import GraphLayout
 
@@ -25,7 +25,7 @@ RELAXED = settings(
 
 def _grouped(program: Program, group_bytes: int, parts: int = 2, **placed: Placement) -> tuple[Reshard, ...]:
     layouts = layouts_of(program, parts, placed or dict.fromkeys(program.inputs, ROWS))
-    return group(program, layouts, explicit_reshards(program, layouts, parts), group_bytes)
+    return fuse_all_reduces(program, layouts, explicit_reshards(program, layouts, parts), group_bytes)
 
 
 def _members(reshards: tuple[Reshard, ...]) -> list[list[str]]:
@@ -103,7 +103,7 @@ def _depends(program: Program, on: Ref, layout: GraphLayout) -> set[str]:
 def test_groups_of_random_programs(program: Program, parts: int, limit: int, seed: int, data: st.DataObject) -> None:
     layouts = layouts_of(program, parts, data.draw(placements(program, parts)))
     reshards = explicit_reshards(program, layouts, parts)
-    grouped = group(program, layouts, reshards, limit)
+    grouped = fuse_all_reduces(program, layouts, reshards, limit)
     assert [(r.ref, r.source, r.target, r.key, r.bytes) for r in grouped] == [
         (r.ref, r.source, r.target, r.key, r.bytes) for r in reshards
     ]
@@ -140,7 +140,7 @@ def _assert_same_in_any_order(
     )
     rows = list(grouped)
     order.shuffle(rows)
-    again = group(program, {"": other}, tuple(rows), limit)
+    again = fuse_all_reduces(program, {"": other}, tuple(rows), limit)
     assert {r.key: r.group for r in again} == {r.key: r.group for r in grouped}
 
 
@@ -157,4 +157,4 @@ def test_sizes_that_only_the_run_knows_travel_alone() -> None:
     reshards = (
         Reshard("", total, P_SUM, B, "total", 64), Reshard("", ragged, P_SUM, B, "ragged", 16),
     )  # fmt: skip
-    assert [r.group for r in group(program, {"": layout}, reshards, 1 << 20)] == [-1, -1]
+    assert [r.group for r in fuse_all_reduces(program, {"": layout}, reshards, 1 << 20)] == [-1, -1]

@@ -12,7 +12,7 @@ from whale.ir.layout import Partial, split
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.passes.exchange.fuse_all_reduces import group
+from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.exchange.wire_dtype import narrow
 from whale.passes.judge.check import check
@@ -26,7 +26,7 @@ def _planned(program: Program, group_bytes: int = 1 << 20) -> Plan:
     layouts = layouts_of(program, 2, placed)
     reshards = narrow(program, layouts[""], explicit_reshards(program, layouts, 2), "bfloat16", 2)
     plan = plan_of(program, layouts, 2, placed)
-    return replace(plan, reshards=group(program, layouts, reshards, group_bytes))
+    return replace(plan, reshards=fuse_all_reduces(program, layouts, reshards, group_bytes))
 
 
 def _wire_dtypes(plan: Plan) -> dict[str, str]:

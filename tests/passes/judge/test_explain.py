@@ -10,7 +10,8 @@ from whale.ir.plan import plan_from_json
 from whale.ir.plan_explain import explained_of_plan, find_ops, op_table
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
-from whale.passes.order import expand, make_plan, normalise
+from whale.passes.lay_out import expand
+from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 
 

@@ -20,11 +20,12 @@ from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.passes.facts.scopes import split_scope
 from whale.passes.judge.check import check
+from whale.passes.lay_out import expand
 from whale.passes.layout import eliminate, integer_program
 from whale.passes.layout.choose import choose, total_cost
 from whale.passes.layout.options import Edge
 from whale.passes.normalise.annotate import annotate
-from whale.passes.order import expand, make_plan
+from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.rules.base import Window
 

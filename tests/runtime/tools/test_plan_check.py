@@ -18,7 +18,7 @@ from whale.ir.layout import B, Strategy
 from whale.ir.plan import Place, load_plan
 from whale.ir.program import Node, Program, topological
 from whale.lowering.local import localise
-from whale.passes.order import expand
+from whale.passes.lay_out import expand
 from whale.passes.settings import PlanSettings
 from whale.runtime.tools import dry_run, plan_check
 from whale.runtime.tools.plan_prediction import rank_programs

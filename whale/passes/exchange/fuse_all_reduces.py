@@ -16,7 +16,7 @@ from whale.ir.program import Program, Ref
 from whale.passes.layout.graph_layout import GraphLayout
 
 
-def group(
+def fuse_all_reduces(
     program: Program,
     layouts: Mapping[str, GraphLayout],
     reshards: tuple[Reshard, ...],

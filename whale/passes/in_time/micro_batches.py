@@ -29,10 +29,8 @@ from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
-from whale.passes.layout.local_statistics import half_own, own_statistics
 from whale.passes.layout.partial_sums import place_reductions
-from whale.passes.layout.per_rank import Semantics
-from whale.passes.layout.propagate import propagate
+from whale.passes.layout.settle import settled_layouts
 from whale.rules.graph import BRANCHES, LOOPS, called_functions
 from whale.rules.structure.communication import communicates
 
@@ -89,7 +87,7 @@ def time_plan(
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with no_garbage_collection():
         while True:
-            layouts = _layouts(program, micro_batches, rows, Semantics(None, streams), statistics, fixed)
+            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed)
             plan = Plan(
                 program=program.name,
                 fingerprint="",
@@ -117,20 +115,12 @@ def _layouts(
     program: Program,
     parts: int,
     rows: Mapping[str, Split],
-    semantics: Semantics,
     statistics: bool,
+    streams: bool,
     fixed: Mapping[str, Strategy],
 ) -> dict[str, GraphLayout]:
-    whole: set[Ref] = set()
-    while True:
-        found = own_statistics(program, whole) if statistics else None
-        layouts = propagate(program, parts, rows, replace(semantics, statistics=found), (), fixed)
-        mixed = half_own(program, layouts[""], found) if found is not None else set()
-        if not mixed:
-            break
-        whole |= mixed
     result = {}
-    for graph, layout in layouts.items():
+    for graph, layout in settled_layouts(program, parts, rows, statistics, streams, fixed=fixed).items():
         body = program if graph == "" else program.functions[graph]
         result[graph] = make_in_place(body, place_reductions(body, _computed_once(layout), parts), parts)
     return result

@@ -26,7 +26,7 @@ def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
     """What is known of the operations that a pattern names, with the chain back to the batch and the alternatives.
 
     Args:
-        program: that the plan speaks of (see whale.passes.order.expand).
+        program: that the plan speaks of (see whale.passes.lay_out.expand).
 
     Raises:
         PlanError: there is no such operation.

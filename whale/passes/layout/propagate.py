@@ -41,7 +41,7 @@ from whale.rules.graph import BRANCHES, LOOPS, USE, called_functions, handles_li
 from whale.rules.registry import LineRule
 
 _INFINITE = float("inf")
-_NOTHING: Mapping[str, Strategy] = MappingProxyType({})
+NOTHING: Mapping[str, Strategy] = MappingProxyType({})
 _MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
 
 
@@ -51,7 +51,7 @@ def propagate(
     batch: Mapping[str, Placement],
     semantics: Semantics = AS_ONE_DEVICE,
     local: Collection[str] = (),
-    fixed: Mapping[str, Strategy] = _NOTHING,
+    fixed: Mapping[str, Strategy] = NOTHING,
     gathered: Collection[str] = (),
 ) -> dict[str, GraphLayout]:
     """Strategies for the program (key "") and each function body it calls.
@@ -126,7 +126,7 @@ class _Propagation:
         semantics: Semantics,
         rows: Mapping[int, Split],
         groups: RowGroups,
-        fixed: Mapping[str, Strategy] = _NOTHING,
+        fixed: Mapping[str, Strategy] = NOTHING,
         gathered: Collection[str] = (),
     ):
         self.root, self.program, self.name, self.parts, self.graphs = root, program, name, parts, graphs

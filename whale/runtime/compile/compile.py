@@ -15,10 +15,11 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.compiled import compile_marked
 from whale.passes.facts.scopes import all_paths
+from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import crossing_bytes
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import expand, normalise
+from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Options
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan

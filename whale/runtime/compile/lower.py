@@ -18,10 +18,11 @@ from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.facts.rank_groups import refuse_groups
 from whale.passes.facts.stages import places_of
+from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import expand, normalise
+from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import lower_mesh, plan_program
 from whale.runtime.compile.micro_batches import in_micro_batches

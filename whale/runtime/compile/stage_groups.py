@@ -15,9 +15,10 @@ from whale.lowering.stage_exchanges import Connector
 from whale.passes.facts.batch import rows_of_ranks
 from whale.passes.facts.stages import stage_of
 from whale.passes.in_time.stage_groups import Cut, crossings, cut, edges_of, plan_of_part
+from whale.passes.lay_out import expand
 from whale.passes.layout.split import has_split_scopes
 from whale.passes.normalise.annotate import task_graphs
-from whale.passes.order import expand, make_plan
+from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.stages_in_time import WholeInTime
 from whale.runtime.variables.stage_variables import Use

@@ -22,7 +22,8 @@ from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, step_lines
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
-from whale.passes.order import expand, make_plan, normalise
+from whale.passes.lay_out import expand
+from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn

@@ -21,8 +21,8 @@ from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
 from whale.passes.judge.check import check
+from whale.passes.lay_out import expand
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import expand
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import Planned, rank_programs
 

@@ -1,0 +1,183 @@
+"""How a normalised program lies: its batch, its composite ops, its split scopes, and state that lies split.
+
+These decide together. Which composite ops have to be taken apart depends on what the batch divides, what a split scope
+divides depends on how tensors arrive there, and a loss is taken apart for its classes only if a scope divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.errors import PlanError
+from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.plan import BatchInput, Reshard
+from whale.ir.program import Program, Ref
+from whale.passes.dump import dump
+from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.scopes import split_scope
+from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.propagate import NOTHING, propagate
+from whale.passes.layout.settle import settled_layouts
+from whale.passes.layout.split import divide
+from whale.passes.memory.zero import state_at_rest, update_strategies
+from whale.passes.normalise.decompose import decompose, has_split_form, is_composite
+from whale.passes.settings import PlanSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan in the making.
+
+    Attributes:
+      program: normalised, those composite ops expanded that the plan needs in simple ones.
+      expanded: the names of these ops.
+      batch: the inputs that carry the batch.
+      variables: placements of the variables that lie split between steps, by handle node.
+      layouts: of the program (key "") and of each function body that it calls.
+      reshards: the changes of layout, once they are explicit.
+    """
+
+    program: Program
+    expanded: frozenset[str]
+    batch: tuple[BatchInput, ...]
+    variables: Mapping[str, Placement]
+    layouts: Mapping[str, GraphLayout]
+    reshards: tuple[Reshard, ...] = ()
+
+    def graph(self, name: str) -> Program:
+        """The program (name ""), or one of its functions."""
+        return self.program.functions[name] if name else self.program
+
+
+def lay_out(program: Program, settings: PlanSettings) -> Draft:
+    """The layouts of a normalised program as the user asks for them.
+
+    Raises:
+      PlanError: the batch cannot be split as asked, or nothing under a split scope can be divided.
+    """
+    batch = _batch(program, settings) if settings.batch.inputs is None else settings.batch.inputs
+    composites = _of_divided_batches(program, batch, settings)
+    if settings.size == 1 or not settings.split.scopes:
+        expanded = expand(program, composites, settings)
+        return Draft(expanded, composites, batch, {}, layouts_of(expanded, batch, settings))
+    losses = frozenset(n.name for n in program.nodes if split_scope(n.scope) and has_split_form(program, n))
+    while True:
+        expanded = expand(program, composites | losses, settings)
+        layouts = layouts_of(expanded, batch, settings)
+        at_rest = settings.split.at_rest and not settings.split.state_only
+        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest)
+        whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
+        if not whole:
+            break
+        losses -= whole
+    strategies, variables = dict(division.strategies), dict(division.variables)
+    outside: dict[str, Placement] = {}  # variables that lie split for the optimizer's sake
+    if settings.zero.level:
+        inside = {
+            v.node for v in expanded.variables
+            if any(n.name in strategies for n, _ in expanded.consumers.get(Ref(v.node), ()))
+        }  # fmt: skip
+        state = _state(expanded, settings, inside)
+        strategies.update((name, Strategy((), (p,), "zero.level: state lies split")) for name, p in state.items())
+        variables.update(state)
+        outside = {name: p for name, p in variables.items() if name not in inside}
+    if outside:
+        alike = place_reductions(expanded, layouts[""], settings.size)
+        strategies.update(update_strategies(expanded, alike, outside, settings.size))
+    if strategies:
+        layouts = layouts_of(expanded, batch, settings, strategies, outside)
+    return Draft(expanded, composites | losses, batch, variables, layouts)
+
+
+def layouts_of(
+    program: Program,
+    batch: Sequence[BatchInput],
+    settings: PlanSettings,
+    fixed: Mapping[str, Strategy] = NOTHING,
+    gathered: Collection[str] = (),
+) -> dict[str, GraphLayout]:
+    """The layouts of an expanded program (key "") and its functions; ``fixed`` and ``gathered`` as in ``propagate``."""
+    divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
+    local = frozenset(b.name for b in batch if b.local)
+    statistics, streams = settings.batch.local_statistics, settings.batch.local_streams
+    return settled_layouts(program, settings.size, divided, statistics, streams, local, fixed, gathered)
+
+
+def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
+    """``program`` with the named composite ops replaced by simple ones; the rest stays fused."""
+    if not composites:
+        return program
+    result = decompose(program, lambda node: node.name in composites)
+    dump(settings.dump, "decompose", result)
+    return result
+
+
+def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
+    """The batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
+
+    A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
+    """
+    asked = settings.batch
+    try:
+        return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local)
+    except PlanError:
+        if asked.local:
+            raise
+        anyway = {b.name: b.placement for b in batch_inputs(program, settings.size)}
+        layouts = propagate(program, settings.size, anyway)
+        if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
+            raise
+        return ()
+
+
+def _of_divided_batches(program: Program, batch: Sequence[BatchInput], settings: PlanSettings) -> frozenset[str]:
+    """The batch normalisations of divided batches that need the statistics of the whole batch."""
+    if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
+        return frozenset()
+    layout = layouts_of(program, batch, settings)[""]
+    divided = {
+        n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
+    }
+    # Forward and gradient go together: the gradient reads what the decomposed forward saved.
+    while True:
+        more = {
+            n.name
+            for n in program.nodes
+            if is_composite(n) and n.name not in divided
+            and any(r.node in divided or _reads(program, d, n.name) for r in n.inputs for d in divided)
+        }  # fmt: skip
+        if not more:
+            return frozenset(divided)
+        divided |= more
+
+
+def _reads(program: Program, reader: str, producer: str) -> bool:
+    return any(r.node == producer for r in program.by_name[reader].inputs)
+
+
+def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
+    """Whether the classes of an expanded softmax, or of the search for an extremum, are split."""
+    strategy = strategies.get(f"{loss}/whale_max")
+    axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
+    cut = strategy.inputs[0] if strategy is not None else None
+    return isinstance(cut, Split) and axes is not None and cut.dim in axes
+
+
+def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
+    """The optimizers' state that comes to lie split, outside of split scopes.
+
+    Raises:
+      PlanError: the run cannot hold variables that lie split.
+    """
+    zero = settings.zero
+    state = state_at_rest(program, settings.size, zero.min_bytes, inside, settings.split.known, zero.level >= 3)
+    if state and not settings.split.at_rest:
+        raise PlanError(
+            "variables cannot lie split in a session with stages, or whose plan auto_parallel chooses",
+            given=f"zero.level={zero.level}",
+            expected="zero.level=0, a session without these, or a step that is a wh.function",
+            action="leave zero.level out, or write the step as a wh.function",
+        )
+    return state
