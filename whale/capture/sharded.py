@@ -38,6 +38,7 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> tf.DType:
+        """The element type, of the rows here as of the whole."""
         return self.local.dtype
 
     def _shape_tuple(self) -> tuple[Any, ...]:

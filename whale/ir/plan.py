@@ -194,6 +194,7 @@ class Plan:
 
     @cached_property
     def reshard_of(self) -> dict[tuple[str, Ref, Placement], Reshard]:
+        """The change of layout that gives a tensor of a graph in a placement; none where it lies so already."""
         return {(r.graph, r.ref, r.target): r for r in self.reshards}
 
     @cached_property
@@ -210,6 +211,7 @@ class Plan:
         Path(path).write_bytes(msgspec.json.format(self.to_json(), indent=1))
 
     def to_json(self) -> bytes:
+        """The plan as one JSON object, which ``plan_from_json`` reads; equal strategies are written once."""
         table: dict[Strategy, int] = {}
         graphs = {
             graph: {name: table.setdefault(s, len(table)) for name, s in nodes.items()}

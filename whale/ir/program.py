@@ -87,6 +87,7 @@ class Program:
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
+        """Node name -> node, of this graph without the bodies of its functions."""
         return {n.name: n for n in self.nodes}
 
     @cached_property
@@ -104,6 +105,11 @@ class Program:
         return {v.node: v for v in self.variables}
 
     def type_of(self, ref: Ref) -> TensorType:
+        """Element type and shape of an output of a node.
+
+        Raises:
+          KeyError: this graph has no such node.
+        """
         return self.by_name[ref.node].outputs[ref.index]
 
     def const(self, ref: Ref) -> Any | None:
@@ -117,6 +123,7 @@ class Program:
         return value.numpy() if isinstance(value, Tensor) else None
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> Program:
+        """The program with other nodes, in topological order, and with other fields where ``changes`` names them."""
         return replace(self, nodes=nodes, **changes)
 
 

@@ -95,6 +95,7 @@ class TensorType:
 
     @property
     def is_static(self) -> bool:
+        """Whether the rank and all sizes are known."""
         return self.shape is not None and None not in self.shape
 
     @property
@@ -107,6 +108,7 @@ class TensorType:
 
     @property
     def bytes(self) -> int:
+        """Of its elements; 0 for what has no size of its own (strings, resources, variants)."""
         return self.elements * item_bytes(self.dtype)
 
     def __str__(self) -> str:

@@ -80,6 +80,7 @@ class _Alike:
 
 
 def at(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
+    """What a constant is in the micro-batch of a number: ``varying`` is its value in number 0, and the step."""
     return (varying[0] + number * varying[1]).astype(dtype)
 
 
@@ -116,6 +117,7 @@ def _same_attributes(x: Node, y: Node) -> bool:
 
 
 def may_carry(node: Node) -> bool:
+    """Whether an attribute of the node names a function: a loop, a branch, a call."""
     return any(
         isinstance(v, Func) or (isinstance(v, tuple) and v and isinstance(v[0], Func)) for v in node.attrs.values()
     )

@@ -76,6 +76,7 @@ class Emitter:
         return Ref(name)
 
     def const(self, name: str, value: np.ndarray) -> Ref:
+        """Adds a constant of the array's own type and shape."""
         self.nodes[name] = const_node(name, value)
         return Ref(name)
 
@@ -90,6 +91,7 @@ class Emitter:
     def comm_op(
         self, name: str, op: str, inputs: Sequence[Ref], t: TensorType, attrs: dict, outputs: Sequence[TensorType]
     ) -> Ref:
+        """Adds an op of ``whale_ops`` between all ranks, or those that ``attrs`` names; its first output."""
         attrs = {"T": DType(t.dtype), "ranks": (), **attrs}
         return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, stateful=True)
 
@@ -139,6 +141,7 @@ class Emitter:
         return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
 
     def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
+        """Adds a Reshape to a shape that is known whole."""
         operands = (source, self.const(name + "/shape", np.array(shape, np.int32)))
         return self.add(
             name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
@@ -147,6 +150,7 @@ class Emitter:
     # -- communication
 
     def all_gather(self, name: str, source: Ref, t: TensorType, layout: Split, key: str) -> Ref:
+        """The whole tensor, of type ``t``, on every rank, from slices that lie as ``layout`` says."""
         attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
         return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
 

@@ -115,11 +115,13 @@ class Body:
         return Ref(name)
 
     def result(self, what: str, of: Ref, value: Ref) -> None:
+        """The function returns ``value``: ``what`` and ``of`` say what it is to the caller."""
         self.function.results.append((what, of))
         self.function.types.append(self.nodes[value.node].outputs[value.index])
         self.outputs.append(value)
 
     def finish(self, effects: Iterable[str]) -> Program:
+        """The function's body, with those nodes that run for what they do, and all that they read."""
         effects = tuple(effects)
         for name in effects:
             if name not in self.nodes:

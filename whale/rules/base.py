@@ -40,9 +40,11 @@ class OpView:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
+        """Global types of what the node gives."""
         return self.node.outputs
 
     def attr(self, name: str, default: Any = None) -> Any:
+        """The value of an attribute of the node; ``default`` where it has none of that name."""
         return self.node.attrs.get(name, default)
 
     def const(self, i: int) -> np.ndarray | None:
