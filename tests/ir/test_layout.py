@@ -104,7 +104,7 @@ def test_an_unknown_reduction_has_no_identity() -> None:
         identity_value("mean", "float32")
 
 
-# -- the reshard table, DESIGN.md section 6
+# -- the bytes that changes of layout move
 
 
 def _holds(placement: Placement, coordinate: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -17,7 +17,7 @@ CONNECT = """
 import os, sys, time
 import numpy as np, whale_ops
 from whale.config import Config
-from whale.runtime.run.watch import Watch
+from whale.runtime.ranks.watch import Watch
 from whale_ops import _native
 
 def connect():

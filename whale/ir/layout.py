@@ -272,7 +272,13 @@ def parse_placement(text: str) -> Placement:
 
 
 def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
-    """Logical bytes that a change of layout moves in total over one axis of ``size`` ranks (DESIGN.md, reshard table).
+    """Logical bytes that a change of layout moves in total over one axis of ``size`` ranks, p.
+
+        S -> B                    (p-1) T     all-gather
+        P -> S                    (p-1) T     reduce-scatter
+        P -> B                    2 (p-1) T   all-reduce
+        S -> S                    what is not yet at its owner; (p-1)/p T from one evenly cut dimension to another
+        B -> S, B -> P, S -> P    0           a slice, or a fill with the reduction's identity
 
     Exact for uneven and empty shares: what is counted between S, B and O is what each coordinate needs and lacks.
 

@@ -143,7 +143,8 @@ def thread_variables(threads: int) -> Mapping[str, int]:
     """The environment variables that give a rank ``threads`` threads for computing.
 
     Inter-op threads are two at least: while a rank waits for others at one place of its graph, it computes at
-    another, and a rank with more to do takes the core of one that waits (docs/decisions.md has figures).
+    another, and a rank with more to do takes the core of one that waits (figures are in
+    docs/decisions/0004-two-inter-op-threads.md).
     """
     return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
 
