@@ -6,7 +6,8 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,20 @@ ALLOWED: dict[str, set[str]] = {
     "whale_ops": {"whale.errors"},
     "cost_model": {"whale.errors", "whale.ir", "whale.rules"},
 }
+# Inside a part: its rooms (folders) and the modules beside them, from the lowest up; each may import those before it.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "whale.rules": ("notation", "base", "dims", "roles", "binding", "registry", "empty", "graph")
+    + ("math", "nn", "structure"),
+    "whale.passes": ("settings", "dump", "facts", "normalise", "layout", "exchange", "memory", "judge", "in_time")
+    + ("lay_out", "order"),
+    "whale.passes.normalise": ("folding", "*"),
+    "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
+    "whale.runtime": ("ranks", "variables", "run", "input", "described", "compile", "function", "checkpoint", "session")
+    + ("tools", "measure"),
+    "whale.launcher": ("*", "job", "run", "analyze"),
+    "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),
+}
+MOST_MODULES, MOST_LINES, MOST_CLASS_LINES = 15, 400, 300
 TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
 MAY_IMPORT_TENSORFLOW = {"whale.capture", "whale.lowering", "whale.runtime", "whale_ops"}
 
@@ -111,6 +126,69 @@ def test_every_part_is_in_the_table() -> None:
 
 def test_arrows_run_one_way() -> None:
     graphlib.TopologicalSorter(ALLOWED).prepare()  # raises on a cycle
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules of the project that it imports."""
+    return {
+        module_name(path): {m for _, m in imports(path) if m.split(".")[0] in ("whale", "whale_ops", "cost_model")}
+        for path in sources()
+    }
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module: targets - {module} for module, targets in arrows().items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises on a circle, and names it
+
+
+def rank_in(package: str, module: str) -> int | None:
+    """Where a module's room stands in the order of its package's rooms; None: the module is elsewhere."""
+    if not module.startswith(f"{package}."):
+        return None
+    room, order = module.removeprefix(f"{package}.").split(".")[0], ROOMS[package]
+    if room not in order and "*" not in order:
+        raise AssertionError(f"{module}: {package} has no room {room!r} in ROOMS")
+    return order.index(room if room in order else "*")
+
+
+def upward(package: str, graph: Mapping[str, set[str]]) -> list[str]:
+    found = []
+    for module, targets in graph.items():
+        here = rank_in(package, module)
+        for target in sorted(targets) if here is not None else ():
+            there = rank_in(package, target)
+            if there is not None and there > here:
+                found.append(f"{module} imports {target}, which is above it")
+    return found
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_no_room_imports_one_above_it(package: str) -> None:
+    assert upward(package, arrows()) == []
+
+
+def test_an_upward_arrow_is_seen() -> None:
+    graph = {"whale.passes.facts.scopes": {"whale.passes.layout.split"}, "whale.passes.order": {"whale.passes.facts"}}
+    assert upward("whale.passes", graph) == [
+        "whale.passes.facts.scopes imports whale.passes.layout.split, which is above it"
+    ]
+    with pytest.raises(AssertionError, match="no room 'attic'"):
+        upward("whale.passes", {"whale.passes.attic.old": set()})
+
+
+def test_folders_and_files_can_be_read_in_one_sitting() -> None:
+    modules = Counter(path.parent for path in sources() if path.name not in ("__init__.py", "__main__.py"))
+    assert {str(f.relative_to(ROOT)): n for f, n in modules.items() if n > MOST_MODULES} == {}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in sources()}
+    lines = {name: text.count("\n") for name, text in texts.items()}
+    assert {name: n for name, n in lines.items() if n > MOST_LINES} == {}
+    classes = {
+        f"{name}: {node.name}": (node.end_lineno or 0) - node.lineno
+        for name, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: n for name, n in classes.items() if n > MOST_CLASS_LINES} == {}
 
 
 def test_imports_follow_the_table() -> None:

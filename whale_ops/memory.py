@@ -92,3 +92,13 @@ def reset_peak(gpu: str = "") -> None:
         tf.config.experimental.reset_memory_stats(gpu)
     else:
         library().whale_host_memory_reset()
+
+
+def trim() -> None:
+    """Gives freed memory back to the system that the C library keeps, where it can (glibc).
+
+    Capturing, planning and TensorFlow's optimiser leave 90 MB of it behind for 170 dense layers under Adam.
+    """
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)

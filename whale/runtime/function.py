@@ -34,9 +34,9 @@ from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current, unique
 from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.tools.memory_report import trim
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.stage_variables import Use
+from whale_ops.memory import trim
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from whale.planner.captured import pipelines, search, ways
 from whale.planner.captured.balance import balanced
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto
-from whale.runtime.measure.rates import of_kinds
+from whale.runtime.compile.rates import of_kinds
 from whale.runtime.run import context
 
 __all__ = ["double"]

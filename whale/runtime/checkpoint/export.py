@@ -13,12 +13,11 @@ from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
 from whale.runtime.function import Function, captures_steps
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
 from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
 from whale.runtime.variables.deferred import make_whole
-
-_WRITE_TIMEOUT_S = 3600.0
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
@@ -119,7 +118,7 @@ def _tell(failure: Exception | None, directory: str, context: Context) -> None:
     said = [text]
     if context.between_processes:
         purpose = f"the export to {directory}"
-        everyone = context.comms[0].allgather_bytes("whale/export", text.encode(), _WRITE_TIMEOUT_S, purpose)
+        everyone = context.comms[0].allgather_bytes("whale/export", text.encode(), WRITE_TIMEOUT_S, purpose)
         said = [other.decode() for other in everyone]
     for rank, reason in enumerate(said):
         if reason:

@@ -14,10 +14,10 @@ from whale.errors import CheckpointError, CommError
 from whale.runtime.checkpoint import reading as checkpoint_reading
 from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
 from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
 
-_WRITE_TIMEOUT_S = 3600.0  # writing a large model may take its time; fault.stall_s says who is waited for
 _LOOK_EVERY_S = 0.02
 _Result = TypeVar("_Result")
 
@@ -263,7 +263,7 @@ class CheckpointManager:
         if context.between_processes:
             purpose = f"a checkpoint in {self._directory} that is to be {when}"
             data = msgspec.msgpack.encode(mine)
-            everyone = context.comms[0].allgather_bytes(f"whale/checkpoint/{when}", data, _WRITE_TIMEOUT_S, purpose)
+            everyone = context.comms[0].allgather_bytes(f"whale/checkpoint/{when}", data, WRITE_TIMEOUT_S, purpose)
             said = [msgspec.msgpack.decode(other, type=_Said) for other in everyone]
         failed = [rank for rank, other in enumerate(said) if other.error]
         if not failed:

@@ -12,6 +12,7 @@ from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.lower import make_any_plan
+from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 
 
@@ -101,7 +102,7 @@ def agreed_plan(program: Program, number: int, context: Context, settings: PlanS
             raise
         comm.broadcast_bytes(f"whale/plan/{number}", b"P" + plan.to_json(), 0, timeout_s)
         return plan
-    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, 600.0))
+    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, PLAN_TIMEOUT_S))
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
     return plan_from_json(data[1:])

@@ -19,7 +19,8 @@ from whale.planner.captured.search import Again, Ground, Options, apply, best_wa
 from whale.planner.captured.ways import Choice, has_scopes, trains
 from whale.runtime.compile.lower import planned_ranks
 from whale.runtime.compile.memory_plan import limit_bytes
-from whale.runtime.measure.rates import measured_rates
+from whale.runtime.compile.rates import measured_rates
+from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 
 
@@ -86,7 +87,7 @@ def _agreed(
             raise
         comm.broadcast_bytes(key, b"C" + msgspec.json.encode(chosen))
         return chosen
-    data = comm.broadcast_bytes(key, None, 0, 600.0)
+    data = comm.broadcast_bytes(key, None, 0, PLAN_TIMEOUT_S)
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
     return msgspec.json.decode(data[1:], type=Choice)

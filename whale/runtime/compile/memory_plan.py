@@ -21,6 +21,7 @@ from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
 from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
 from whale.passes.settings import PlanSettings
+from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 
 _MOST_MICRO_BATCHES = 64
@@ -85,7 +86,7 @@ def refuse_what_does_not_fit(
     if context.between_processes:
         comm = context.comms[0]
         key = f"whale/memory/{number}/options"
-        text = comm.broadcast_bytes(key, text.encode() if context.rank == 0 else None, 0, 600.0).decode()
+        text = comm.broadcast_bytes(key, text.encode() if context.rank == 0 else None, 0, PLAN_TIMEOUT_S).decode()
     raise _refusal(next(iter(programs.values())).name, said, text)
 
 

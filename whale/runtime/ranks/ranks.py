@@ -11,6 +11,15 @@ from whale.runtime.ranks.trace import Trace
 from whale.runtime.ranks.watch import Watch
 from whale.started import ProcessPlace
 
+# How long a rank waits for what another one does alone, and that may take as long as it takes: an initializer that is
+# computed whole by one rank after the other, a session's set-up on the first rank, a batch that is brought in.
+TURN_TIMEOUT_S = 3600.0
+# How long ranks wait for each other's files: writing a large model may take its time, and fault.stall_s says who is
+# waited for.
+WRITE_TIMEOUT_S = 3600.0
+# How long ranks wait for the first one's plan, or for what it says of one that does not fit.
+PLAN_TIMEOUT_S = 600.0
+
 
 @dataclass
 class Ranks:

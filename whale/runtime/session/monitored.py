@@ -9,10 +9,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.training import basic_session_run_hooks, monitored_session, session_manager
 
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context, current
 from whale.runtime.session.session import Session
-
-_TURN_TIMEOUT_S = 3600.0
 
 
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +80,7 @@ class _FirstRanksTimer:
         key = f"whale/element/{self._context.elements}"
         self._context.elements += 1
         said = bytes([mine]) if self._context.rank == 0 else None
-        return bool(self._context.comms[0].broadcast_bytes(key, said, 0, _TURN_TIMEOUT_S)[0])
+        return bool(self._context.comms[0].broadcast_bytes(key, said, 0, TURN_TIMEOUT_S)[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)

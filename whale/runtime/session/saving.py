@@ -16,13 +16,13 @@ from tensorflow.python.eager import context as tf_context
 from whale.errors import CheckpointError
 from whale.ir.layout import even_sizes, split
 from whale.ir.program import Program, prune
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.variables import SessionVariables
 from whale.runtime.variables.checkpoint_regions import Piece, pieces_of
 
 # Name in the checkpoint, slice, and what reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
-_WRITE_TIMEOUT_S = 3600.0
 
 
 def variables_behind(save: tf.Operation) -> list[str]:
@@ -98,7 +98,7 @@ def _together(when: str, act: Callable[[], None], path: str, context: Context) -
         said = [f"{type(error).__name__}: {error}"[:2000].encode()]
     if context.between_processes:
         purpose = f"a checkpoint {path} that is to be {when}"
-        said = context.comms[0].allgather_bytes(f"whale/saver/{when}", said[0], _WRITE_TIMEOUT_S, purpose)
+        said = context.comms[0].allgather_bytes(f"whale/saver/{when}", said[0], WRITE_TIMEOUT_S, purpose)
     failed = [rank for rank, text in enumerate(said) if text]
     if failed:
         raise CheckpointError(

@@ -23,13 +23,13 @@ from whale.ir.values import TensorType, numpy_dtype
 from whale.passes.facts.stages import has_stages
 from whale.runtime.checkpoint.reading import read_region
 from whale.runtime.compile.compile import Compiled
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.names import name_of, rank_prefix
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
 from whale.runtime.variables.split_variable import cut
 
-_TURN_TIMEOUT_S = 3600.0
 _TOGETHER_BYTES = 64 << 20
 Layout = tuple[Placement, TensorType]
 _INITIAL = "_whale_initial"  # what ranks compare of an assignment that waits
@@ -303,7 +303,7 @@ class SessionVariables:
                     yield name, position, _array(initial, placement, rank)
             if whole:
                 purpose = f"the first value of {name!r}, which can only be computed whole, by one rank after the other"
-                self.context.comms[0].allgather_bytes("whale/first_values/turn", b"", _TURN_TIMEOUT_S, purpose)
+                self.context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, purpose)
 
     def _assign(self, values: Iterable[tuple[str, int, np.ndarray]]) -> None:
         """Gives variables of this process's ranks their values, several in a run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,13 +103,3 @@ def memory_report() -> MemoryReport:
         offloaded_bytes() if context.offloaded else (0, 0),
         dict(context.offloaded),
     )
-
-
-def trim() -> None:
-    """Gives freed memory back to the system that the C library keeps, where it can (glibc).
-
-    Capturing, planning and TensorFlow's optimiser leave 90 MB of it behind for 170 dense layers under Adam.
-    """
-    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if release is not None:
-        release(0)

@@ -18,13 +18,12 @@ from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
 from whale.ir.layout import B, Placement, Split, split
 from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 from whale.runtime.variables.deferred import deferred_of, forget, make_whole
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
 from whale.runtime.variables.stage_variables import Home, Use, refresh, refresh_for
 
-_TURN_TIMEOUT_S = 3600.0
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
 
@@ -207,7 +206,7 @@ class VariableOwner:
                 device = HOST_DEVICE if on_host else None
                 self._split.append(Parts(c, placement, context, initial, use.place if use else (), device))
             if in_turns:
-                context.comms[0].allgather_bytes("whale/first_values/turn", b"", _TURN_TIMEOUT_S, _TURN.format(c.name))
+                context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
 
     def classify(self, captured: Sequence[CapturedVariable], kinds: Mapping[str, str]) -> None:

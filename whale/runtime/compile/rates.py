@@ -20,6 +20,12 @@ SUSPECT = 1.1  # ranks that seem to differ by more are measured again
 ONE_KIND = 1.15
 ROUNDS, ROUND_S = 5, 0.25  # of measuring them again; the median of each rank counts
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
+# An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).
+START_S = 5e-6
+# `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
+STREAMED_ARRAYS = 5
+# An exchange through the memory of one process reads, adds and writes, on both sides of it.
+PASSES_IN_PROCESS = 4
 
 
 def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
@@ -37,7 +43,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
     def measured(seconds: float) -> tuple[float, float]:
         flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
-        return flops_per_s, 3.0 * 4 * count / _seconds(stream, seconds / 2) * 5 / 3
+        return flops_per_s, STREAMED_ARRAYS * y.dtype.size * count / _seconds(stream, seconds / 2)
 
     between = context.between_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
@@ -47,11 +53,14 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
         how = f"exchange {1e6 * exchange_s:.0f} us and {exchanged / 1e9:.2f} GB/s"
     elif not dry:
         # Ranks of one process exchange through its memory.
-        exchanged, how = pairs[0][1] / 4, "ranks of one process"
+        exchanged, how = pairs[0][1] / PASSES_IN_PROCESS, "ranks of one process"
+
+    # Between GPUs exchanges run beside computation; on processors they take the rank's own core.
+    exchanges_compute = not tf.config.list_physical_devices("GPU")
 
     def of(flops_per_s: float, bytes_per_s: float) -> Rates:
         origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
-        return Rates(flops_per_s, bytes_per_s, 5e-6, exchange_s, exchanged, origin)
+        return Rates(flops_per_s, bytes_per_s, START_S, exchange_s, exchanged, origin, exchanges_compute)
 
     if not between:
         return [of(*pairs[0])] * context.planned_size
