@@ -16,7 +16,8 @@ from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, S
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref, topological
 from whale.ir.values import DType, TensorType
-from whale.lowering.emit import Emitter, emit_reshard
+from whale.lowering.emit import Emitter
+from whale.lowering.reshard import emit_reshard
 from whale.passes.layout.graph_layout import GraphLayout
 
 

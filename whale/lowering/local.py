@@ -13,7 +13,8 @@ from whale.ir.layout import FIRST, B, Partial, Placement, Split, Strategy, local
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
-from whale.lowering.emit import Emitter, emit_reshard, is_joint, unread_communication
+from whale.lowering.emit import Emitter, is_joint, unread_communication
+from whale.lowering.reshard import emit_reshard
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,14 +11,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
-import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
 from whale.ir.layout import B, Placement, Split, split
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
-from whale.runtime.variables.deferred import deferred_of, forget, make_whole
+from whale.runtime.variables.deferred import forget, make_whole
+from whale.runtime.variables.first_values import agreed_initials, broadcast_values
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
 from whale.runtime.variables.stage_variables import Home, Use, refresh, refresh_for
@@ -96,7 +95,7 @@ class VariableOwner:
         for c in captured:
             self._refuse_elsewhere(c, uses.get(c.node))
         new = [c for c in captured if id(c.handle) not in self._entries]
-        initials = _agreed_initials(new, context)
+        initials = agreed_initials(new, context)
         if context.between_processes:
             for c, initial in zip(new, initials):
                 ranks = uses[c.node].ranks if c.node in uses else frozenset()
@@ -138,11 +137,11 @@ class VariableOwner:
         on_host: Collection[str],
     ) -> None:
         """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
-        _broadcast_values([c for c in new if not isinstance(placed.get(c.node), Split)], context)
+        broadcast_values([c for c in new if not isinstance(placed.get(c.node), Split)], context)
         for c, initial in zip(new, initials):
             placement = placed.get(c.node)
             if isinstance(placement, Split) and initial is None:
-                _broadcast_values([c], context)
+                broadcast_values([c], context)
                 self._divide(c, placement, None, context, uses.get(c.node), c.node in on_host)
 
     def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Ranks) -> None:
@@ -368,51 +367,3 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
         expected="equal copies",
         action="report the program; its plan is wrong",
     )
-
-
-def _agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Initial | None]:
-    """The first rank's initial values of variables that hold none there; None for those that it has made.
-
-    Raises:
-      CommError: a variable is restored from a checkpoint on the first rank only.
-    """
-    mine = [deferred_of(c.variable) for c in new]
-    if not context.between_processes or not new:
-        return mine
-    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
-    data = None
-    if context.rank == 0:
-        data = pickle.dumps(["reader" if i is not None and i.reader is not None else i for i in mine])
-    firsts = pickle.loads(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
-    for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
-        if first == "reader":
-            firsts[i] = own
-            if own is None or own.reader is None:
-                raise CommError(
-                    "a variable takes its first value from a checkpoint on some ranks only",
-                    variable=c.name,
-                    given=f"rank 0 restored it, rank {context.rank} did not",
-                    expected="the same on every rank",
-                    action="restore on every rank",
-                )
-    return list(firsts)
-
-
-def _broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
-    """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
-    ops = whale_ops.ops()
-    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
-    by_dtype: dict[str, list[Any]] = {}
-    for c in captured:
-        by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
-    for dtype, variables in by_dtype.items():
-        values = ops.whale_broadcast(
-            comm=comm,
-            inputs=[v.read_value() for v in variables],
-            key=f"whale/first_values/{dtype}",
-            root=0,
-            shapes=[v.shape for v in variables],
-            ranks=[],
-        )
-        for variable, value in zip(variables, values):
-            variable.assign(value)

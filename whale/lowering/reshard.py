@@ -1,0 +1,121 @@
+"""One change of layout on one rank, from the form that the rank has to the one that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from whale.errors import LayoutError
+from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, in_runs, local_shape, split
+from whale.ir.plan import Reshard
+from whale.ir.program import Ref
+from whale.ir.values import Shape, TensorType, numpy_dtype, static_shape
+from whale.lowering.emit import Emitter, reshard_name
+
+
+def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+    """Nodes of one reshard on one rank; the tensor in its new form, None where this rank does not have it.
+
+    Args:
+      t: global type of the tensor.
+      source: gives the tensor in its old form (None on ranks that lack an ``O`` tensor).
+
+    Raises:
+      LayoutError: no form of this change exists.
+    """
+    if e.size == 1:
+        return source()  # the first rank is all ranks
+    name = reshard_name(e.prefix, r.ref, r.target)
+    have, want = r.source, r.target
+    if in_runs(have) or in_runs(want):
+        return _by_runs(e, name, r, t, source)
+    local = source()
+    if isinstance(have, FirstRank):
+        return _from_first(e, name, local, r, t)
+    assert local is not None, r
+    if isinstance(have, PerRank) and isinstance(want, Partial):
+        return e.weighted(name, local, t, have.share(e.rank))
+    if isinstance(want, PerRank) and isinstance(have, Partial):
+        share = want.share(e.rank)
+        return e.weighted(name, local, t, 1 / share if share else 0.0)
+    if isinstance(want, FirstRank):
+        return local if e.rank == 0 else None
+    if isinstance(have, Broadcast):
+        if isinstance(want, Split):
+            return e.cut(name, local, t, want)
+        assert isinstance(want, Partial)
+        return local if e.rank == 0 else e.fill(name, local, t, want.op)
+    if isinstance(have, Split):
+        if isinstance(want, Partial):
+            return e.pad(name, local, t, have, want.op)
+        if isinstance(want, Broadcast):
+            return e.all_gather(name, local, t, have, r.key)
+        assert isinstance(want, Split)
+        if want.dim == have.dim:
+            return e.move_shares(name, local, t, have, want, r.key)
+        attrs = {
+            "key": r.key,
+            "split_axis": want.dim,
+            "split_sizes": want.sizes,
+            "concat_axis": have.dim,
+            "concat_sizes": have.sizes,
+        }
+        return e.comm_op(
+            name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
+        )
+    assert isinstance(have, Partial)
+    if isinstance(want, Broadcast):
+        return e.all_reduce(name, (local,), (t,), r, r.key)
+    if isinstance(want, Split):
+        attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
+        return e.comm_op(
+            name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
+        )
+    raise LayoutError(
+        "no single reshard does this change",
+        op=str(r.ref),
+        given=f"{have} -> {want}",
+        expected="a change by way of B",
+        action="make the plan again",
+    )
+
+
+def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+    """A change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
+    have, want = r.source, r.target
+    if isinstance(have, Split) and isinstance(want, Split):
+        whole = emit_reshard(e, replace(r, target=B), t, source)
+        return emit_reshard(e, replace(r, source=B), t, lambda: whole)
+    cut = have if isinstance(have, Split) else want
+    assert isinstance(cut, Split)
+    whole_shape = static_shape(t)
+    shape = whole_shape[: cut.dim] + (cut.blocks, cut.run) + whole_shape[cut.dim + 1 :]
+    view, run = TensorType(t.dtype, shape), split(cut.dim + 1, cut.sizes)
+    before, after = (run, want) if have is cut else (have, run)
+    local = source()
+    if local is not None:
+        local = e.reshape(name + "/runs", local, t.dtype, local_shape(shape, before, e.rank))
+    inner = replace(r, ref=Ref(f"{r.ref.node}/runs", r.ref.index), source=before, target=after)
+    got = emit_reshard(e, inner, view, lambda: local)
+    return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
+
+
+def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
+    want: Placement = r.target
+    if isinstance(want, FirstRank):
+        return local
+    if isinstance(want, Split) and t.is_static:
+        return e.scatter(name, local, t, want, r.key)
+    if local is None:
+        local = e.const(name + "/nothing", np.zeros((0,), numpy_dtype(t.dtype)))
+    attrs = {"key": r.key, "root": 0, "N": 1, "shapes": (Shape(t.shape),)}
+    if isinstance(want, Partial) and t.is_static:
+        return local if e.rank == 0 else e.fill(name, local, t, want.op)
+    whole = e.comm_op(name, "WhaleBroadcast", (local,), t, attrs, (t,))
+    if isinstance(want, Split):
+        return e.cut(name + "/cut", whole, t, want)
+    if isinstance(want, Partial):
+        return whole if e.rank == 0 else e.fill(name + "/fill", whole, t, want.op)
+    return whole

@@ -1,0 +1,62 @@
+"""The first rank's first values on every rank: what they are made from, or the values themselves. Collective."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import whale_ops
+from whale.capture.captured import CapturedVariable
+from whale.errors import CommError
+from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.variables.deferred import deferred_of
+from whale.runtime.variables.partial_initializers import Initial
+
+
+def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Initial | None]:
+    """The first rank's initial values of variables that hold none there; None for those that it has made.
+
+    Raises:
+      CommError: a variable is restored from a checkpoint on the first rank only.
+    """
+    mine = [deferred_of(c.variable) for c in new]
+    if not context.between_processes or not new:
+        return mine
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    data = None
+    if context.rank == 0:
+        data = pickle.dumps(["reader" if i is not None and i.reader is not None else i for i in mine])
+    firsts = pickle.loads(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
+    for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
+        if first == "reader":
+            firsts[i] = own
+            if own is None or own.reader is None:
+                raise CommError(
+                    "a variable takes its first value from a checkpoint on some ranks only",
+                    variable=c.name,
+                    given=f"rank 0 restored it, rank {context.rank} did not",
+                    expected="the same on every rank",
+                    action="restore on every rank",
+                )
+    return list(firsts)
+
+
+def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
+    """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
+    ops = whale_ops.ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    by_dtype: dict[str, list[Any]] = {}
+    for c in captured:
+        by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
+    for dtype, variables in by_dtype.items():
+        values = ops.whale_broadcast(
+            comm=comm,
+            inputs=[v.read_value() for v in variables],
+            key=f"whale/first_values/{dtype}",
+            root=0,
+            shapes=[v.shape for v in variables],
+            ranks=[],
+        )
+        for variable, value in zip(variables, values):
+            variable.assign(value)

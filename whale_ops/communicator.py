@@ -1,0 +1,267 @@
+"""One rank's communicator: exchanges of the host program, what has been communicated, who is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from whale.errors import CommError
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpCounter:
+    """What one operation key has done on this rank.
+
+    Attributes:
+        calls: finished invocations.
+        logical_bytes: this rank's part of the bytes that the operation has to move; the sum over ranks is 2(p-1)T for
+            an all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
+        wire_bytes: payload bytes that this rank really sent.
+        seconds: from start to end, summed over the calls.
+        waiting_seconds: of these, until the first message had come.
+    """
+
+    key: str
+    kind: str
+    calls: int
+    logical_bytes: int
+    wire_bytes: int
+    seconds: float
+    waiting_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """An operation of this rank that waits for others.
+
+    Attributes:
+        what: for example ``AllReduce 'gradient'``.
+        seconds: since it was started.
+        missing: the ranks that have yet to send; empty when none can be told.
+    """
+
+    what: str
+    seconds: float
+    missing: tuple[int, ...]
+
+
+class Communicator:
+    """One rank of a group of ranks.
+
+    Host exchanges (`allgather_bytes`, `broadcast_bytes`, `barrier`) are collective: all ranks call them with the same
+    key, each rank from a thread of its own. They raise CommError when the communicator was aborted, when a rank has
+    left, and after `timeout_s` seconds, in which case the communicator is aborted for all ranks.
+    """
+
+    def __init__(self, name: str, handle: int) -> None:
+        """For `in_process` and `mpi`; applies WHALE_EMULATE_LINK."""
+        from whale_ops import _native
+
+        self._native = _native
+        self._handle = handle
+        self.name = name
+        self.rank: int = _native.core().whale_rank(handle)
+        self.size: int = _native.core().whale_size(handle)
+        self.set_link(*_link_from_environment())
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
+
+    @property
+    def handle(self) -> int:
+        """The core's handle, for `whale_ops._native`."""
+        return self._handle
+
+    def allgather_bytes(
+        self, key: str, data: bytes, timeout_s: float = DEFAULT_TIMEOUT_S, purpose: str = ""
+    ) -> list[bytes]:
+        """The data of all ranks, in rank order; lengths may differ. ``purpose`` stands for the key in messages."""
+        purpose = purpose or f"the exchange {key!r}"
+        result = ctypes.c_void_p()
+        self._check(
+            self._core.whale_all_gather_bytes(
+                self._handle, key.encode(), purpose.encode(), data, len(data), timeout_s, ctypes.byref(result)
+            )
+        )
+        return self._native.take_bytes(result.value or 0)
+
+    def broadcast_bytes(
+        self,
+        key: str,
+        data: bytes | None,
+        root: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        purpose: str = "",
+    ) -> bytes:
+        """The root's data on every rank; the other ranks pass None. ``purpose`` stands for the key in messages."""
+        purpose = purpose or f"the broadcast {key!r}"
+        if (self.rank == root) != (data is not None):
+            raise CommError(
+                "only the root of a broadcast gives data",
+                op=key,
+                given=f"rank {self.rank} with {type(data).__name__}",
+                expected=f"bytes on rank {root}, None on all others",
+                action="pass None on ranks other than the root",
+            )
+        content = data if data is not None else b""
+        result = ctypes.c_void_p()
+        self._check(
+            self._core.whale_broadcast_bytes(
+                self._handle,
+                key.encode(),
+                purpose.encode(),
+                content,
+                len(content),
+                root,
+                timeout_s,
+                ctypes.byref(result),
+            )
+        )
+        return self._native.take_bytes(result.value or 0)[0]
+
+    def barrier(self, key: str = "barrier", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Returns when all ranks have called it."""
+        self.allgather_bytes(key, b"", timeout_s)
+
+    def abort(self, message: str) -> None:
+        """Fails all pending and future operations of all ranks with this message."""
+        self._check(self._core.whale_abort(self._handle, message.encode()))
+
+    def lose(self, rank: int, what: str) -> None:
+        """Another rank is known to be gone: fails all operations of this rank, each with its own name.
+
+        Nothing happens when that rank has said good-bye, or is this one.
+
+        Args:
+            what: what happened to it, as the end of a sentence that begins with "rank 1".
+        """
+        self._check(self._core.whale_lose(self._handle, rank, what.encode()))
+
+    def waits(self) -> list[Wait]:
+        """The operations of this rank that have waited for some time, tensors first, then by how long."""
+        found = self._native.take_bytes(self._core.whale_waits(self._handle))
+        parts = [part.decode(errors="replace") for part in found]
+        return [
+            Wait(what, float(seconds), tuple(int(rank) for rank in missing.split(",") if rank))
+            for what, seconds, missing in zip(parts[::3], parts[1::3], parts[2::3])
+        ]
+
+    def leave(self, timeout_s: float = 30.0) -> bool:
+        """Says good-bye: operations of other ranks that need this one fail from now on, by name.
+
+        In one process this returns at once. With MPI it waits up to `timeout_s` seconds for the other ranks' good-byes,
+        unless one of them was lost;
+        when the last communicator of the process has them all, MPI is finalised (if it was started here).
+
+        Returns:
+            Whether all ranks have left.
+        """
+        all_left = ctypes.c_int()
+        self._check(self._core.whale_leave(self._handle, timeout_s, ctypes.byref(all_left)))
+        return bool(all_left.value)
+
+    def counters(self) -> list[OpCounter]:
+        """One entry per key and kind, sorted by key."""
+        return [OpCounter(**entry) for entry in self._json(self._core.whale_counters(self._handle))]
+
+    def trace_start(self, descriptor: int) -> None:
+        """From now on every operation of this rank that ends is written to a file descriptor as it ends.
+
+        Each event is a line in Chrome's trace format, followed by a comma: the rank is its process, its times are
+        microseconds of the monotonic clock, its arguments say key, call, algorithm, bytes, and the time that went by
+        before and after the first message. Where a non-blocking descriptor takes no more, events are left out and
+        counted: the next one that is written says how many.
+        """
+        self._core.whale_trace_start(self._handle, descriptor)
+
+    def trace_stop(self) -> None:
+        """Ends the trace; when this returns the descriptor is no longer used."""
+        self._core.whale_trace_stop(self._handle)
+
+    def open_device(self, library: str | os.PathLike[str], transport: str, ordinal: int, buffer_bytes: int) -> None:
+        """Opens a device for this rank, on which WhaleDeviceAllReduce then adds up what lies in its memory; collective.
+
+        Args:
+            library: that of the device: libwhale_cuda.so, from ``python -m whale_ops.build_cuda``.
+            transport: "nccl" or "cuda-ipc".
+            ordinal: number of the device among those that this process sees.
+            buffer_bytes: of the device's memory, for tensors that travel together.
+
+        Raises:
+            CommError: the library does not load or was built from other sources, or the device cannot be opened; the
+                communicator is aborted then, since the other ranks may have opened theirs.
+        """
+        place = str(library).encode(), self._native.build.core_digest().encode()
+        self._check(self._core.whale_device_open(self._handle, *place, transport.encode(), ordinal, buffer_bytes))
+
+    def close_device(self) -> None:
+        """Waits for what is under way on the device and gives it back; before `leave`. Nothing where none is open."""
+        self._core.whale_device_close(self._handle)
+
+    def set_algorithm(self, name: str) -> None:
+        """How all-reduces from now on are carried out; equal on all ranks, or they are refused as different.
+
+        Args:
+            name: "auto" (the one with the least predicted time), "direct", "pairwise", "ring", "halving-doubling",
+                "tree", "hierarchical" or "leader". Where it cannot serve a group or dtype
+                (halving needs a power of two of ranks, the last two need several hosts; sums of 16-bit floats are
+                rounded once), it is as with "auto". Traces name the algorithm that was used.
+
+        Raises:
+            CommError: another name.
+        """
+        self._check(self._core.whale_set_algorithm(self._handle, name.encode()))
+
+    def set_link(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
+        """Emulates a slower network for this rank's outgoing messages.
+
+        A message of n bytes occupies the link for n / bandwidth after the one before, and arrives `latency_s` later.
+        Where the ranks are on several hosts, messages within a host are not delayed.
+        Zero for both: as fast as the transport.
+
+        Raises:
+            CommError: a negative value.
+        """
+        if latency_s < 0 or bandwidth_bytes_per_s < 0:
+            raise CommError(
+                "a link has no negative latency or bandwidth",
+                given=f"{latency_s} s, {bandwidth_bytes_per_s} bytes/s",
+                expected="values >= 0; 0 is unlimited",
+                action="correct the values",
+            )
+        self._core.whale_set_link(self._handle, latency_s, bandwidth_bytes_per_s)
+
+    @property
+    def _core(self) -> ctypes.CDLL:
+        return self._native.core()
+
+    def _check(self, code: int) -> None:
+        self._native.check(code)
+
+    def _json(self, result: int) -> Any:
+        return json.loads(self._native.take_bytes(result)[0])
+
+
+def _link_from_environment() -> tuple[float, float]:
+    """WHALE_EMULATE_LINK="latency_us=50,bandwidth_MBps=200" as seconds and bytes per second."""
+    values = {"latency_us": 0.0, "bandwidth_MBps": 0.0}
+    text = os.environ.get("WHALE_EMULATE_LINK", "")
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value) if name.strip() in values else float("nan")
+        except ValueError:
+            values[name.strip()] = float("nan")
+        if not values[name.strip()] >= 0:
+            raise CommError(
+                "WHALE_EMULATE_LINK is not understood",
+                given=part,
+                expected="latency_us=50,bandwidth_MBps=200",
+                action="correct or unset the variable",
+            )
+    return values["latency_us"] * 1e-6, values["bandwidth_MBps"] * 1e6
