@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from tests.kernels import run_kernel
+from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.program import Node, Program, Ref, prune
 from whale.ir.values import Func, TensorType
-from whale.lowering.emit import HOROVOD_ALL_REDUCE
 
 LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("If", "StatelessIf")

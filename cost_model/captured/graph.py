@@ -10,12 +10,9 @@ from cost_model.captured import buffers
 from cost_model.captured.traffic import Exchange, exchange
 from cost_model.captured.unroll import unrolled
 from cost_model.ops.work import Work, work
+from whale.ir.ops import EXCHANGES
 from whale.ir.program import ON_HOST, Node, Program, Ref
 
-COMMUNICATION = frozenset(
-    """WhaleAllReduce WhaleAllGather WhaleReduceScatter WhaleAllToAll WhaleBroadcast WhaleSend WhaleRecv
-    HorovodGroupedAllreduce""".split()
-)
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
 
 
@@ -105,7 +102,7 @@ def graph_of(
         results.append(own)
         inputs = [types(r) for r in node.inputs]
         does.append(copying(node) if node.name in copied else work(node, inputs))
-        if node.op in COMMUNICATION:
+        if node.op in EXCHANGES:
             exchanges[i] = exchange(node, inputs, rank, size)
         if node.op in ("Placeholder", "Const"):
             held.update(own)

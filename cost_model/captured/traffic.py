@@ -1,7 +1,6 @@
 """What one communication op of a rank's program moves and holds, from its node alone.
 
-Counts are those of whale_ops (core/algorithms.cc: logical_bytes), rank by rank, so a run's counters can be compared
-with them exactly.
+Counts are those of whale_ops' counters (see whale.ir.exchanged_bytes), so a run can be compared with them exactly.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from whale.ir.exchanged_bytes import operand_bytes, rank_bytes
+from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 
@@ -46,38 +47,30 @@ def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> 
     """What a communication op of ``rank`` moves, of ``size`` ranks; ``inputs`` are its operands' local types."""
     ranks = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(size))
     key = str(node.attrs.get("key", node.name))
-    tensors = [t for t in inputs if t.dtype != "resource"]
-    sent = sum(t.bytes for t in tensors)
-    if node.op in ("WhaleSend", "WhaleRecv"):
+    sent = operand_bytes(node, inputs)
+    if node.op in POINT_TO_POINT:
         peer = int(node.attrs["peer"])
         pair = (rank, peer) if node.op == "WhaleSend" else (peer, rank)
         whole = sent if node.op == "WhaleSend" else node.outputs[0].bytes
-        return Exchange("point_to_point", key, pair, whole, sent)
-    others, place = len(ranks) - 1, ranks.index(rank)
-    if node.op in ("WhaleAllReduce", "HorovodGroupedAllreduce"):
-        total = 2 * others * sent
-        part = total // len(ranks) + (place < total % len(ranks))
-        return Exchange("all_reduce", key, ranks, sent, part, staging_bytes=sent if len(tensors) > 1 else 0)
+        return Exchange("point_to_point", key, pair, whole, rank_bytes(node, inputs, 0, 2))
+    mine = rank_bytes(node, inputs, ranks.index(rank), len(ranks))
+    if node.op in ALL_REDUCES:
+        is_staged = len(node.outputs) > 1 or bool(node.attrs.get("wire_dtype"))
+        return Exchange("all_reduce", key, ranks, sent, mine, staging_bytes=sent if is_staged else 0)
     if node.op == "WhaleAllGather":
         whole = node.outputs[0].bytes
         packed: tuple[int, ...] = (whole,) if _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()
-        return Exchange("all_gather", key, ranks, whole, others * sent, packed)
+        return Exchange("all_gather", key, ranks, whole, mine, packed)
     if node.op == "WhaleReduceScatter":
-        kept = node.outputs[0].bytes
         packed = (sent,) if _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()
-        return Exchange("reduce_scatter", key, ranks, sent, others * kept, packed)
+        return Exchange("reduce_scatter", key, ranks, sent, mine, packed)
     if node.op == "WhaleAllToAll":
-        sizes, axis = node.attrs["split_sizes"], int(node.attrs["split_axis"])
-        whole = sum(sizes)
-        kept = sent * sizes[place] // whole if whole else 0
-        packed = (sent,) if _outer(inputs[1], axis) > 1 else ()
+        packed = (sent,) if _outer(inputs[1], int(node.attrs["split_axis"])) > 1 else ()
         if _outer(node.outputs[0], int(node.attrs["concat_axis"])) > 1:
             packed += (node.outputs[0].bytes,)
-        return Exchange("all_to_all", key, ranks, sent, sent - kept, packed)
+        return Exchange("all_to_all", key, ranks, sent, mine, packed)
     assert node.op == "WhaleBroadcast", node.op
-    whole = sum(t.bytes for t in node.outputs)
-    root = int(node.attrs["root"])
-    return Exchange("broadcast", key, ranks, whole, others * whole if place == root else 0)
+    return Exchange("broadcast", key, ranks, sum(t.bytes for t in node.outputs), mine)
 
 
 def _outer(t: TensorType, axis: int) -> int:

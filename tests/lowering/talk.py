@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.ir.program import Node, Program
-from whale.lowering.emit import COMMUNICATION
 
 
 def communication(program: Program) -> list[tuple[str, Node]]:
     """(graph, node) of each op that communicates."""
     graphs = [("", program), *program.functions.items()]
-    return [(name, n) for name, graph in graphs for n in graph.nodes if n.op in COMMUNICATION or n.op == "WhaleCheck"]
+    return [(name, n) for name, graph in graphs for n in graph.nodes if n.op in EXCHANGES | MEETINGS]
 
 
 def assert_ranks_agree(programs: Sequence[Program]) -> None:

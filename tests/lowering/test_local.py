@@ -12,10 +12,10 @@ from tests.lowering.talk import assert_ranks_agree, communication
 from tests.programs import Builder, body, mlp, planned
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, even_sizes, split
+from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
-from whale.lowering.emit import HOROVOD_ALL_REDUCE
 from whale.lowering.local import localise
 from whale.passes.exchange.device_sums import give_to_device
 from whale.passes.judge.check import check

@@ -16,6 +16,7 @@ from typing import overload
 
 import numpy as np
 
+from whale.ir.exchanged_bytes import collective_bytes
 from whale.ir.values import Dims
 
 REDUCTIONS = ("sum", "max", "min", "prod")
@@ -285,22 +286,21 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
     Args:
       tensor_bytes: bytes of the whole tensor, T.
     """
-    others = size - 1
-    if source == target or others == 0 or isinstance(source, Broadcast) or isinstance(target, PerRank):
+    if source == target or size == 1 or isinstance(source, Broadcast) or isinstance(target, PerRank):
         return 0
     if isinstance(target, Split) and target.halo != (0, 0):
         more = sum(target.local(i) for i in range(size)) - target.extent
         return moved_bytes(source, target.plain, tensor_bytes, size) + tensor_bytes * more // max(1, target.extent)
     if isinstance(source, Partial):
-        return (2 if isinstance(target, Broadcast) else 1) * others * tensor_bytes  # to another reduction by way of S
+        op = "WhaleAllReduce" if isinstance(target, Broadcast) else "WhaleReduceScatter"
+        return collective_bytes(op, tensor_bytes, size)  # to another reduction by way of S
     if isinstance(target, Partial):
         return 0
     if isinstance(source, PerRank):
         return moved_bytes(P_SUM, target, tensor_bytes, size)
-    if isinstance(target, Broadcast):
-        return others * tensor_bytes
-    if isinstance(source, Split) and isinstance(target, Split) and (in_runs(source) or in_runs(target)):
-        return others * tensor_bytes  # goes by way of the whole tensor
+    by_way_of_whole = isinstance(source, Split) and isinstance(target, Split) and (in_runs(source) or in_runs(target))
+    if isinstance(target, Broadcast) or by_way_of_whole:
+        return collective_bytes("WhaleAllGather", tensor_bytes, size)
     return tensor_bytes - tensor_bytes * _staying(source, target) // _positions(source, target)
 
 

@@ -19,26 +19,13 @@ from whale.ir.layout import (
     label,
     local_shape,
 )
+from whale.ir.ops import EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Node, Ref, const_node
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 
 COMMUNICATOR = "whale/communicator"
-HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
 _HOROVOD_SUM = 1  # horovod.tensorflow.Sum
-COMMUNICATION = frozenset(
-    {
-        HOROVOD_ALL_REDUCE,
-        "WhaleAllReduce",
-        "WhaleDeviceAllReduce",
-        "WhaleAllGather",
-        "WhaleReduceScatter",
-        "WhaleAllToAll",
-        "WhaleBroadcast",
-        "WhaleSend",
-        "WhaleRecv",
-    }
-)
 
 
 @dataclass
@@ -287,7 +274,7 @@ def unread_communication(
 
     mark([*read, *effects])
     added = []
-    for name in reversed([n for n, node in nodes.items() if node.op in COMMUNICATION or talks(node)]):
+    for name in reversed([n for n, node in nodes.items() if node.op in EXCHANGES or talks(node)]):
         if name not in live:
             added.append(name)
             mark([name])

@@ -14,6 +14,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import identity_value
+from whale.ir.ops import ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
 from whale.ir.values import DType, Func, Shape, numpy_dtype
@@ -88,7 +89,7 @@ class _Roller:
             elif known is not None and node.op != "Const":
                 kind.region[node.name] = "outer"
             elif node.op.startswith("Whale") and node.op != "WhaleCommunicator":
-                if node.op not in ("WhaleAllReduce", "WhaleDeviceAllReduce", "WhaleAllGather"):
+                if node.op not in ALL_REDUCES and node.op != "WhaleAllGather":
                     raise PlanError(
                         "micro-batches cannot exchange rows",
                         op=node.name,

@@ -9,10 +9,11 @@ import numpy as np
 
 from whale.ir.crossing import Crossing, Part, in_runs_of, parts
 from whale.ir.layout import Split, split
+from whale.ir.ops import EXCHANGES
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Place
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.lowering.emit import COMMUNICATION, COMMUNICATOR, Emitter, unread_communication
+from whale.lowering.emit import COMMUNICATOR, Emitter, unread_communication
 from whale.rules.structure.communication import EDGE, ROWS
 
 
@@ -62,7 +63,7 @@ class Connector:
             elif node.op == STAGE_OUTPUT:
                 self._send(node)
             elif node.name != COMMUNICATOR:
-                self.nodes[node.name] = self._of_place(node) if node.op in COMMUNICATION else node
+                self.nodes[node.name] = self._of_place(node) if node.op in EXCHANGES else node
         if moved:
             for name, node in self.nodes.items():
                 if any(r in moved for r in node.inputs):

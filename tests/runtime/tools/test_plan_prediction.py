@@ -15,12 +15,12 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.graph import COMMUNICATION
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation, read, write
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.capture.function import capture_function
 from whale.ir.fingerprint import fingerprint
+from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.passes.order import normalise
 from whale.runtime.compile.lower import make_any_plan
 from whale.runtime.compile.settings import settings_of
@@ -31,7 +31,7 @@ from whale.runtime.run.context import current
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 Start = Callable[..., None]
-SILENT = COMMUNICATION | {"WhaleCommunicator", "WhaleCheck"}
+SILENT = EXCHANGES | MEETINGS | {"WhaleCommunicator"}
 MOVING = {"AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send"}
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whale.ir.exchanged_bytes import bytes_on_wire
 from whale.ir.layout import P_SUM, Broadcast, moved_bytes
 from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Program
-from whale.ir.values import TensorType, numpy_dtype
+from whale.ir.values import TensorType
 from whale.passes.exchange.horovod import waited_for
 from whale.passes.layout.graph_layout import GraphLayout
 
@@ -48,14 +49,11 @@ def narrow(
         if tensor.shape == ():
             return r
         r = replace(r, wire_dtype=dtype)
-        return replace(r, bytes=bytes_on_wire(r, tensor, size))
+        return replace(r, bytes=reshard_bytes(r, tensor, size))
 
     return tuple(map(narrowed, reshards))
 
 
-def bytes_on_wire(r: Reshard, tensor: TensorType, size: int) -> int:
+def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:
     """Bytes that a change of layout of ``tensor`` moves between ``size`` ranks, in total."""
-    tensor_bytes = tensor.bytes
-    if r.wire_dtype:
-        tensor_bytes = tensor_bytes // numpy_dtype(tensor.dtype).itemsize * numpy_dtype(r.wire_dtype).itemsize
-    return moved_bytes(r.source, r.target, tensor_bytes, size)
+    return moved_bytes(r.source, r.target, bytes_on_wire(tensor.bytes, tensor.dtype, r.wire_dtype), size)

@@ -22,6 +22,7 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype
@@ -32,7 +33,6 @@ from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.partial_sums import place_reductions
 from whale.passes.layout.settle import settled_layouts
 from whale.rules.graph import BRANCHES, LOOPS, called_functions
-from whale.rules.structure.communication import communicates
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
@@ -49,7 +49,7 @@ def prepared(program: Program) -> Program:
     for node in program.nodes:
         if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
             node = replace(node, controls=tuple(c for c in node.controls if c in behind_effects))
-        acts = node.stateful and node.op not in _READS and not communicates(node.op)
+        acts = node.stateful and node.op not in _READS and node.op not in EXCHANGES
         if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
         if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
@@ -172,7 +172,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
         base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))
-        acts = node.stateful and node.op not in _READS and not communicates(node.op)
+        acts = node.stateful and node.op not in _READS and node.op not in EXCHANGES
         if _is_each(strategy) or base % 2 == 0 or acts:
             level[node.name] = base + (base % 2 != _is_each(strategy))
         else:
@@ -191,7 +191,7 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
     found: dict[str, Strategy] = {}
     for node in program.nodes:
         strategy = strategies[node.name]
-        if communicates(node.op) and any(isinstance(p, Partial | PerRank) for p in strategy.inputs):
+        if node.op in EXCHANGES and any(isinstance(p, Partial | PerRank) for p in strategy.inputs):
             found[node.name] = _once(node, "moved once, after the last micro-batch")
     if found:
         return found
@@ -282,7 +282,7 @@ def _on_whole_batch(
         carries = any(program.type_of(r).dtype in UNMOVABLE for r in node.inputs) or any(
             t.dtype in UNMOVABLE for t in node.outputs
         )
-        if not communicates(node.op) and (node.stateful or carries or node.op in LOOPS or node.op in BRANCHES):
+        if node.op not in EXCHANGES and (node.stateful or carries or node.op in LOOPS or node.op in BRANCHES):
             made = program.by_name[ref.node]
             _refuse_joined_rows(program, ref, parts)
             raise _second_round(

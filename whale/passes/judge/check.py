@@ -20,7 +20,7 @@ from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
 from whale.passes.exchange.device_sums import device_can
 from whale.passes.exchange.horovod import horovod_can
-from whale.passes.exchange.wire_dtype import bytes_on_wire, can_narrow
+from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
 from whale.rules.base import as_whole, with_own
 from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, recreatable, view
@@ -182,7 +182,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(
                 node, f"{r.ref} from {r.source} to {r.target} as {r.wire_dtype}", "a float32 sum of the step itself"
             )
-        moved = bytes_on_wire(r, node.outputs[r.ref.index], plan.size)
+        moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
         if r.bytes != moved:
             raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
 

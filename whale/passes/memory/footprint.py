@@ -7,12 +7,12 @@ communication keeps), gradients (with the sums of micro-batches, and what update
 
 from __future__ import annotations
 
+from whale.ir.ops import RANK_REDUCTIONS
 from whale.ir.program import Program, Ref
 from whale.passes.facts.cost import is_shared
 from whale.passes.memory.zero import is_model, is_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
-_REDUCTIONS = frozenset({"WhaleAllReduce", "WhaleDeviceAllReduce", "WhaleReduceScatter", "HorovodGroupedAllreduce"})
 # What makes a gradient of activations; what it reads is none.
 _MADE_BY = frozenset(
     "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2DBackpropFilter Conv3DBackpropFilterV2 BiasAddGrad Sum "
@@ -40,7 +40,7 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
     found: dict[Ref, str] = {}
     waiting: list[Ref] = []
     for node in program.nodes:
-        if node.op in _REDUCTIONS:
+        if node.op in RANK_REDUCTIONS:
             waiting += [ref for ref in (*node.refs(), *node.inputs) if program.type_of(ref).dtype != "resource"]
         elif node.op == "WhaleAllGather" and _is_read(program, node.inputs[-1]):
             found[Ref(node.name)] = "gathered"

@@ -13,7 +13,6 @@ from whale.rules.registry import rule
 
 ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
 EDGE = "_edge"  # their attribute (number of the sending place, of the receiving one)
-_ALONE = frozenset({"WhaleCommunicator", "WhaleCheck", "WhaleHold", "WhaleCall"})
 
 
 def reduction(op: OpView) -> str:
@@ -51,11 +50,6 @@ def along_axis(op: OpView) -> str:
 def along_two_axes(op: OpView) -> str:
     """the axes that are cut and joined, which stay as they are"""
     return _but_for(op, ("split_axis", "concat_axis"))
-
-
-def communicates(op: str) -> bool:
-    """Whether the op exchanges data between ranks."""
-    return (op.startswith("Whale") and op not in _ALONE) or op.startswith("Horovod")
 
 
 def sent(op: OpView) -> str:

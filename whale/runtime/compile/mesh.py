@@ -19,10 +19,10 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, split
+from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, Shape
-from whale.lowering.emit import COMMUNICATION
 from whale.lowering.local import localise
 from whale.passes.facts.batch import batch_inputs, rows_of_ranks
 from whale.passes.lay_out import expand
@@ -213,7 +213,7 @@ def _repeats(base: Program, outer: Plan, inner: Plan) -> dict[str, int]:
     found = {}
     keys = {r.key for r in outer.reshards if r.bytes}
     for node in base.nodes:
-        key = str(node.attrs.get("key", "")) if node.op in COMMUNICATION else ""
+        key = str(node.attrs.get("key", "")) if node.op in EXCHANGES else ""
         key = key if key in keys else key.rpartition("/")[0]  # sends and receives say who
         if key in keys:
             strategy = inner.strategies[""][node.name]
@@ -239,7 +239,7 @@ def _placed(program: Program, before: set[str], comm: str, rank: int, group: int
     def of_node(node: Node) -> Node:
         if node.op == "WhaleCommunicator":
             return replace(node, attrs={**node.attrs, "rank": rank, "communicator": comm})
-        if node.op not in COMMUNICATION:
+        if node.op not in EXCHANGES:
             return node
         first = node.name in before
         where: Callable[[int], int] = of_first if first else of_second

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.program import Node, Program, Ref
-from whale.lowering.emit import HOROVOD_ALL_REDUCE
 
 
 def with_number(program: Program, number: int) -> Program:

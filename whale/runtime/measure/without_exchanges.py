@@ -12,17 +12,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from cost_model.captured.graph import COMMUNICATION
+from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, static_shape
 from whale.passes.normalise.emitter import NodeEmitter
 
-_JOINED = frozenset({"WhaleCommunicator", "WhaleCheck"})  # what only holds ranks together
+_JOINED = MEETINGS | {"WhaleCommunicator"}  # what only holds ranks together
 
 
 def talks_inside(program: Program) -> bool:
     """Whether a loop or branch communicates: its exchanges cannot be left out."""
-    return any(n.op in COMMUNICATION or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
+    return any(n.op in EXCHANGES or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
 
 
 def apart(program: Program) -> Program:
@@ -40,7 +40,7 @@ def apart(program: Program) -> Program:
             inputs=tuple(stands_for.get(r, r) for r in node.inputs if r.node not in waits_for or r in stands_for),
             controls=tuple(dict.fromkeys(name for c in node.controls for name in waits_for.get(c, (c,)))),
         )
-        if node.op not in COMMUNICATION:
+        if node.op not in EXCHANGES:
             nodes[node.name] = node
             continue
         outputs += node.inputs if not node.outputs else ()

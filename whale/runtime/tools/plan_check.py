@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
-from cost_model.captured.graph import COMMUNICATION
 from cost_model.captured.machine import cluster_machine
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError, WhaleError
+from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
@@ -127,7 +127,7 @@ def of_exchanges(programs: Sequence[Program]) -> list[str]:
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
     for rank, program in enumerate(programs):
         for node in program.nodes:
-            if node.op not in COMMUNICATION:
+            if node.op not in EXCHANGES:
                 continue
             key, peer = str(node.attrs.get("key", node.name)), int(node.attrs.get("peer", rank))
             if node.op == "WhaleSend":
@@ -168,7 +168,7 @@ def of_waits(programs: Sequence[Program]) -> list[str]:
     for rank, program in enumerate(programs):
         times: Counter[tuple[object, ...]] = Counter()
         for node in program.nodes:
-            if node.op in COMMUNICATION:
+            if node.op in EXCHANGES:
                 key = _meeting(node, rank)
                 meetings.setdefault((*key, times[key]), []).append((rank, node.name, _BEGINS))
                 met[rank, node.name, _ENDS] = (*key, times[key])
@@ -198,7 +198,7 @@ def of_waits(programs: Sequence[Program]) -> list[str]:
 def _meeting(node: Node, rank: int) -> tuple[object, ...]:
     """What is equal on all ranks that take part in an exchange, and nowhere else."""
     key = str(node.attrs.get("key", node.name))
-    if node.op in ("WhaleSend", "WhaleRecv"):
+    if node.op in POINT_TO_POINT:
         peer = int(node.attrs["peer"])
         return (key, rank, peer) if node.op == "WhaleSend" else (key, peer, rank)
     return (key, tuple(int(r) for r in node.attrs.get("ranks", ())))

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from cost_model.captured.table import Table
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
+from whale.ir.ops import EXCHANGES
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program, Ref
-from whale.lowering.emit import COMMUNICATION
 from whale.passes.facts.scopes import split_scope
 from whale.passes.normalise.annotate import annotate
 from whale.planner.captured.ways import products
@@ -138,7 +138,7 @@ def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
     mine, theirs = exchanges(planned), exchanges(other)
     times = [predict_plan(p, on).step_s for p in (planned, other)] if on is not None else []
     changes = []
-    for kind in sorted(COMMUNICATION):
+    for kind in sorted(EXCHANGES):
         more = theirs[kind] - mine[kind]
         if more:
             name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.removeprefix("Whale")).lower()
@@ -157,4 +157,4 @@ def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
 
 def exchanges(planned: Planned) -> Counter[str]:
     """How many operations of each kind the first rank's program has that exchange data."""
-    return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in COMMUNICATION)
+    return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in EXCHANGES)

@@ -1,0 +1,149 @@
+"""Traits of ops hold what their comments say, of ops that exist, and are written nowhere else."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+import whale_ops
+from whale.ir import ops
+
+TRAITS: dict[str, frozenset[str]] = {
+    name: value for name, value in vars(ops).items() if isinstance(value, frozenset) and not name.startswith("_")
+}
+# Traits that have nothing in common with each other.
+DISJOINT = [
+    ("EXCHANGES", "MEETINGS", "CONTROL_FLOW", "ALIASES", "READS", "UPDATES", "REF_UPDATES", "REF_VARIABLES",
+     "CONTRACTIONS", "DRAWS", "STATELESS_DRAWS", "LISTS", "ASKS_SHAPE", "BATCH_NORMS", "BATCH_NORM_GRADIENTS",
+     "SOFTMAXES", "CROSS_ENTROPIES", "REDUCTIONS"),
+    ("COLLECTIVES", "POINT_TO_POINT"),
+    ("LOOPS", "BRANCHES", "CALLS", "FRAMES"),
+    ("IDENTITIES", "RESHAPES"),
+    ("ASSIGNS", "APPLIES", "APPLIES_ROWS", "SCATTERS", "ADVANCES"),
+    ("MATMULS", "CONVOLUTIONS"),
+    ("LIST_PUTS", "LIST_TAKES", "LIST_STACKS"),
+]  # fmt: skip
+# Each is contained in the next, and is less than it.
+CHAINS = [
+    ("ALL_REDUCES", "RANK_REDUCTIONS", "COLLECTIVES", "EXCHANGES"),
+    ("POINT_TO_POINT", "EXCHANGES"),
+    ("LOOPS", "HAS_BODIES", "CONTROL_FLOW"),
+    ("BRANCHES", "HAS_BODIES"),
+    ("CALLS", "CONTROL_FLOW"),
+    ("FRAMES", "CONTROL_FLOW"),
+    ("IDENTITIES", "VIEWS", "ALIASES"),
+    ("RESHAPES", "VIEWS"),
+    ("READS_ROWS", "READS"),
+    ("READS_ROWS", "LOOKUPS"),
+    ("ROW_LOOKUPS", "LOOKUPS"),
+    ("ADDS", "ASSIGNS", "UPDATES"),
+    ("APPLIES", "UPDATES"),
+    ("APPLIES_ROWS", "UPDATES"),
+    ("SCATTERS", "UPDATES"),
+    ("ADVANCES", "UPDATES"),
+    ("MATMULS", "CONTRACTIONS"),
+    ("FILTER_GRADIENTS", "CONVOLUTIONS", "CONTRACTIONS"),
+    ("STREAM_DRAWS", "STATELESS_DRAWS", "RANDOM"),
+    ("DRAWS", "RANDOM"),
+    ("LIST_PUTS", "LISTS"),
+    ("LIST_TAKES", "LISTS"),
+    ("LIST_STACKS", "LISTS"),
+]
+# Trait -> the names of TensorFlow's ops that have it, and those that look so but do not.
+FAMILIES = {
+    "APPLIES": (r"ResourceApply\w+", ()),
+    "APPLIES_ROWS": (r"ResourceSparseApply\w+", ()),
+    "SCATTERS": (r"ResourceScatter\w+", ()),
+    "ADVANCES": (r"Stateful(Uniform|Standard|Truncated|Random)\w*|Rng\w+", ()),
+    "REF_UPDATES": (r"Assign(Add|Sub)?|(Sparse)?Apply[A-Z]\w+|Scatter(Nd)?(Add|Sub|Mul|Div|Max|Min|Update)|CountUpTo|"
+                    r"StridedSliceAssign", ()),
+    "READS_ROWS": (r"ResourceGather\w*", ()),
+    "CONVOLUTIONS": (r"(Conv|Conv[23]D|DepthwiseConv2dNative)(Backprop\w+)?",
+                     ("Conv3DBackpropFilter", "Conv3DBackpropInput")),  # no graph of today may have these
+    "MATMULS": (r"(Batch)?MatMul(V\d)?", ()),
+    "LISTS": (r"(Empty)?TensorList\w*", ()),
+    "BATCH_NORMS": (r"FusedBatchNorm(V\d)?", ()),
+    "BATCH_NORM_GRADIENTS": (r"FusedBatchNormGrad(V\d)?", ()),
+    "LOOPS": (r"(Stateless)?While", ()),
+    "BRANCHES": (r"(Stateless)?(If|Case)", ()),
+    "FRAMES": (r"(Ref)?(Enter|Exit|Switch|Merge|NextIteration)|LoopCond", ()),
+    "STATELESS_DRAWS": (r"Stateless(Random|Truncated|Parameterized|Multinomial|Shuffle|Sample)\w*|RandomIndexShuffle",
+                        ("StatelessRandomGetAlg", "StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def registered() -> dict[str, object]:
+    """TensorFlow's and Whale's ops, by name."""
+    import tensorflow as tf
+    from tensorflow.core.framework import op_def_pb2
+    from tensorflow.python.client import pywrap_tf_session
+    from tensorflow.python.framework import op_def_registry
+
+    assert tf.raw_ops is not None  # all modules of ops are loaded
+    found = op_def_pb2.OpList()
+    found.ParseFromString(pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList()))
+    whale_ops.ops()
+    mine = {name: op_def_registry.get(name) for names in TRAITS.values() for name in names if name.startswith("Whale")}
+    return {**{op.name: op for op in found.op}, **{name: op for name, op in mine.items() if op is not None}}
+
+
+def test_traits_relate_as_documented() -> None:
+    for group in DISJOINT:
+        for i, one in enumerate(group):
+            for other in group[i + 1 :]:
+                assert not TRAITS[one] & TRAITS[other], (one, other)
+    for chain in CHAINS:
+        for one, other in pairwise(chain):
+            assert TRAITS[one] < TRAITS[other], (one, other)
+    assert ops.EXCHANGES == ops.COLLECTIVES | ops.POINT_TO_POINT
+    assert ops.HAS_BODIES == ops.LOOPS | ops.BRANCHES
+    assert ops.VIEWS == ops.IDENTITIES | ops.RESHAPES
+
+
+def test_every_op_is_registered(registered: dict[str, object]) -> None:
+    unknown = {name for names in TRAITS.values() for name in names} - registered.keys()
+    assert unknown == {ops.HOROVOD_ALL_REDUCE}  # Horovod's library registers it, where it is installed
+
+
+@pytest.mark.parametrize("trait", FAMILIES)
+def test_a_trait_has_all_ops_of_its_family(trait: str, registered: dict[str, object]) -> None:
+    pattern, others = FAMILIES[trait]
+    family = {name for name in registered if re.fullmatch(pattern, name)}
+    assert family - TRAITS[trait] == set(others)
+
+
+def test_what_draws_has_seeds(registered: dict[str, object]) -> None:
+    seeded = {
+        name
+        for name, op in registered.items()
+        if op.is_stateful and {"seed", "seed2"} <= {a.name for a in op.attr}  # type: ignore[attr-defined]
+    }
+    others = {name for name in seeded - ops.DRAWS if not re.search("Sampler|CudnnRNN|Queue", name)}
+    assert seeded >= ops.DRAWS and others == set()
+
+
+def test_what_has_no_effect_is_stateless(registered: dict[str, object]) -> None:
+    for trait in ("VIEWS", "ASKS_SHAPE", "CONTRACTIONS", "STATELESS_DRAWS", "SOFTMAXES", "REDUCTIONS", "BATCH_NORMS"):
+        assert {n for n in TRAITS[trait] if registered[n].is_stateful} == set(), trait  # type: ignore[attr-defined]
+    for trait in ("UPDATES", "READS", "DRAWS"):
+        assert {n for n in TRAITS[trait] if not registered[n].is_stateful} == set(), trait  # type: ignore[attr-defined]
+
+
+def test_updates_take_a_handle_and_lists_a_list(registered: dict[str, object]) -> None:
+    def types(name: str) -> list[str]:
+        operands = registered[name].input_arg  # type: ignore[attr-defined]
+        return [{20: "resource", 21: "variant"}.get(a.type, "") for a in operands]
+
+    for name in ops.UPDATES | (ops.READS - {"_ReadVariablesOp"}):  # which takes any number of handles
+        assert types(name)[0] == "resource", name
+    for name in ops.LIST_PUTS | ops.LIST_TAKES | ops.LIST_STACKS:
+        assert types(name)[0] == "variant", name
+    for name in ops.REF_UPDATES:
+        assert registered[name].input_arg[0].is_ref, name  # type: ignore[attr-defined]
+
+
+def test_the_op_library_says_the_same_of_what_communicates() -> None:
+    assert frozenset(whale_ops.COMMUNICATING_OPS) == (ops.EXCHANGES | ops.MEETINGS) - {ops.HOROVOD_ALL_REDUCE}

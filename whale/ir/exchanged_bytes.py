@@ -1,0 +1,67 @@
+"""How many bytes an exchange has to move between ranks, whatever carries them.
+
+These are the logical bytes of plans, of predictions and of whale_ops' counters (core/algorithms.cc: logical_bytes).
+
+    collective_bytes   all ranks of a collective together, from the tensor's bytes
+    rank_bytes         one rank's part, from its node
+    bytes_on_wire      of a tensor that is rounded before it is sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.ir.ops import ALL_REDUCES
+from whale.ir.program import Node
+from whale.ir.values import TensorType, item_bytes
+
+
+def collective_bytes(op: str, tensor_bytes: int, ranks: int) -> int:
+    """Bytes that all of ``ranks`` send in a collective over a tensor of ``tensor_bytes``, however it is divided.
+
+    2(p-1)T for an all-reduce; (p-1)T for an all-gather, a reduce-scatter or a broadcast: every rank but one has to get
+    each element, or its part of the sum of it.
+    """
+    return (2 if op in ALL_REDUCES else 1) * (ranks - 1) * tensor_bytes
+
+
+def bytes_on_wire(tensor_bytes: int, dtype: str, wire_dtype: str) -> int:
+    """Bytes of a tensor that are sent as ``wire_dtype``; "": as they are."""
+    return tensor_bytes // item_bytes(dtype) * item_bytes(wire_dtype) if wire_dtype else tensor_bytes
+
+
+def operand_bytes(node: Node, inputs: Sequence[TensorType]) -> int:
+    """Bytes of the tensors that a rank hands to an exchange, as they are sent.
+
+    Args:
+      inputs: the operands' types on this rank.
+    """
+    wire_dtype = str(node.attrs.get("wire_dtype", ""))
+    return sum(bytes_on_wire(t.bytes, t.dtype, wire_dtype) for t in inputs if t.dtype != "resource")
+
+
+def rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int) -> int:
+    """Bytes that one rank sends in an exchange: its part, so that the parts of all ranks are ``collective_bytes``.
+
+    Args:
+      inputs: the operands' types on this rank.
+      place: of this rank in its group, of ``ranks``; a message has neither.
+    """
+    sent = operand_bytes(node, inputs)
+    if node.op == "WhaleSend":
+        return sent
+    if node.op == "WhaleRecv":
+        return 0
+    if node.op in ALL_REDUCES:
+        total = collective_bytes(node.op, sent, ranks)
+        return total // ranks + (place < total % ranks)
+    if node.op == "WhaleAllGather":  # what it has goes to all others
+        return collective_bytes(node.op, sent, ranks)
+    if node.op == "WhaleReduceScatter":  # all others' parts of what it keeps
+        return collective_bytes(node.op, node.outputs[0].bytes, ranks)
+    if node.op == "WhaleAllToAll":  # all but what it keeps
+        sizes = node.attrs["split_sizes"]
+        return sent - (sent * sizes[place] // sum(sizes) if sum(sizes) else 0)
+    assert node.op == "WhaleBroadcast", node.op
+    whole = sum(t.bytes for t in node.outputs)
+    return collective_bytes(node.op, whole, ranks) if place == int(node.attrs["root"]) else 0

@@ -1,0 +1,163 @@
+"""What an op is: named sets of op types (traits), which passes, lowering, runtime and cost model ask.
+
+A fact about op types stands here once. Who means less or more than a trait holds says so where it does, with the
+reason: ``VIEWS | {"Cast"}  # because ...``. What is known of one op only (its rule, its formula, its kernel) stands
+with the rules, the formulas, the kernels.
+"""
+
+from __future__ import annotations
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+def _each(prefix: str, stems: str) -> frozenset[str]:
+    return frozenset(prefix + stem for stem in stems.split())
+
+
+# -- between ranks
+
+HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
+# Each rank's tensors are summed (or reduced otherwise), and all ranks have the result: through the host, from device to
+# device, by Horovod.
+ALL_REDUCES = _named("WhaleAllReduce WhaleDeviceAllReduce") | {HOROVOD_ALL_REDUCE}
+# Tensors are reduced over ranks, wherever the result lies.
+RANK_REDUCTIONS = ALL_REDUCES | {"WhaleReduceScatter"}
+# All ranks of a group take part, each with its share.
+COLLECTIVES = RANK_REDUCTIONS | _named("WhaleAllGather WhaleAllToAll WhaleBroadcast")
+# One rank gives, one takes.
+POINT_TO_POINT = _named("WhaleSend WhaleRecv")
+# Tensors move between ranks.
+EXCHANGES = COLLECTIVES | POINT_TO_POINT
+# Ranks wait for each other, and no tensor moves.
+MEETINGS = _named("WhaleBarrier WhaleCheck")
+
+# -- functions
+
+LOOPS = _named("While StatelessWhile")
+BRANCHES = _named("If StatelessIf Case StatelessCase")
+# They run graphs of their own, which a plan lays out beside the main one.
+HAS_BODIES = LOOPS | BRANCHES
+# They run one function, once; WhaleCall that of a micro-batch.
+CALLS = _named("PartitionedCall StatefulPartitionedCall WhaleCall")
+# What loops and branches are made of in TensorFlow 1.
+FRAMES = _named("Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration")
+# What nodes run, and how often, depends on them.
+CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _named("For ControlTrigger")
+
+# -- operands handed on
+
+# The one result is the one operand: its elements, its shape, its memory, and nothing else happens.
+IDENTITIES = _named("Identity StopGradient PreventGradient Snapshot")
+# The result is the first operand's elements, in its memory, in another shape.
+RESHAPES = _named("Reshape ExpandDims Squeeze")
+# The result is the first operand's memory, and nothing else happens.
+VIEWS = IDENTITIES | RESHAPES
+# Every result is the memory of the operand of its number, whatever else happens.
+ALIASES = VIEWS | _named("IdentityN EnsureShape CheckNumerics CheckNumericsV2 WhaleHold")
+# They tell the shape of an operand, whatever it holds.
+ASKS_SHAPE = _named("Shape ShapeN Size Rank")
+
+# -- variables
+
+# Rows or elements of a variable (operand 0) are read, by their numbers.
+READS_ROWS = _named("ResourceGather ResourceGatherNd")
+# A variable is looked at, and stays as it is.
+READS = READS_ROWS | _named("ReadVariableOp _ReadVariablesOp VariableShape VarIsInitializedOp")
+# Something is added to a variable (operand 0).
+ADDS = _named("AssignAddVariableOp AssignSubVariableOp")
+# A variable (operand 0) gets a value of its shape.
+ASSIGNS = ADDS | {"AssignVariableOp"}
+_OPTIMIZERS = (
+    "Adadelta Adagrad AdagradDA AdagradV2 CenteredRMSProp Ftrl FtrlV2 Momentum ProximalAdagrad ProximalGradientDescent "
+    "RMSProp"
+)
+_DENSE_OPTIMIZERS = f"{_OPTIMIZERS} AdaMax Adam AddSign GradientDescent PowerSign"
+_SCATTERS = "Add Sub Mul Div Max Min Update NdAdd NdSub NdMax NdMin NdUpdate"
+# An optimizer's whole update of a variable, and of its state (the operands that are handles).
+APPLIES = _each("ResourceApply", f"{_DENSE_OPTIMIZERS} AdamWithAmsgrad KerasMomentum")
+# The same for some rows, whose numbers are an operand.
+APPLIES_ROWS = _each("ResourceSparseApply", f"{_OPTIMIZERS} KerasMomentum")
+# Rows or elements of a variable (operand 0) are changed, by their numbers.
+SCATTERS = _each("ResourceScatter", _SCATTERS)
+# The state of a random generator, which is a variable (operand 0), goes on.
+ADVANCES = _named(
+    "RngSkip RngReadAndSkip StatefulRandomBinomial StatefulStandardNormal StatefulStandardNormalV2 "
+    "StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt"
+)
+# A variable changes.
+UPDATES = (
+    ASSIGNS | APPLIES | APPLIES_ROWS | SCATTERS | ADVANCES | _named("ResourceStridedSliceAssign ResourceCountUpTo")
+)
+# Variables of TensorFlow 1, whose value is a reference, and what changes them.
+REF_VARIABLES = _named("Variable VariableV2 TemporaryVariable")
+REF_UPDATES = (
+    _named("Assign AssignAdd AssignSub StridedSliceAssign CountUpTo")
+    | _each("Apply", _DENSE_OPTIMIZERS)
+    | _each("SparseApply", _OPTIMIZERS)
+    | _each("Scatter", _SCATTERS)
+)
+
+# -- lookups and products
+
+# Rows of a table (operand 0) are read, by one number each: of a variable, or of a tensor.
+ROW_LOOKUPS = _named("Gather GatherV2 ResourceGather")
+# Rows or elements of a table (operand 0) are read: like products they are where a model uses a weight.
+LOOKUPS = ROW_LOOKUPS | READS_ROWS | {"GatherNd"}
+MATMULS = _named("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3")
+# Gradients of a convolution's filter: sums over rows of the batch.
+FILTER_GRADIENTS = _named(
+    "Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter"
+)
+CONVOLUTIONS = FILTER_GRADIENTS | _named(
+    "Conv Conv2D Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropInputV2 DepthwiseConv2dNative "
+    "DepthwiseConv2dNativeBackpropInput"
+)
+# Elements of operands are multiplied, and products summed over dimensions that the result lacks.
+CONTRACTIONS = MATMULS | CONVOLUTIONS | {"Einsum"}
+
+# -- random numbers
+
+# They draw from a stream of the op's own; without seeds (`seed`, `seed2`), each run draws another.
+DRAWS = _named(
+    "Multinomial ParameterizedTruncatedNormal RandomCrop RandomGamma RandomPoisson RandomPoissonV2 RandomShuffle "
+    "RandomStandardNormal RandomUniform RandomUniformInt SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 "
+    "TruncatedNormal"
+)
+# They draw from the stream that a key and a counter name, by the element's place: a part can be drawn by itself.
+STREAM_DRAWS = _named("StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2")
+# What they draw follows from their operands.
+STATELESS_DRAWS = STREAM_DRAWS | _named(
+    "RandomIndexShuffle StatelessMultinomial StatelessParameterizedTruncatedNormal StatelessRandomBinomial "
+    "StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomNormal StatelessRandomPoisson StatelessRandomUniform "
+    "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatelessRandomUniformInt "
+    "StatelessRandomUniformIntV2 StatelessSampleDistortedBoundingBox StatelessShuffle StatelessTruncatedNormal"
+)
+# Numbers that a seed, a key or a generator's state decides.
+RANDOM = DRAWS | STATELESS_DRAWS | (ADVANCES - {"RngSkip", "RngReadAndSkip"})  # these two yield no numbers
+
+# -- lists of tensors
+
+# A tensor, or a reference to one, comes into a list (operand 0) or out of it.
+LIST_PUTS = _named("TensorListPushBack TensorListSetItem")
+LIST_TAKES = _named("TensorListGetItem TensorListPopBack")
+# All tensors of a list become one.
+LIST_STACKS = _named("TensorListStack TensorListGather")
+# An operand or the result is a list of tensors.
+LISTS = LIST_PUTS | LIST_TAKES | LIST_STACKS | _named(
+    "EmptyTensorList TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListElementShape "
+    "TensorListFromTensor TensorListLength TensorListPushBackBatch TensorListReserve TensorListResize "
+    "TensorListScatter TensorListScatterIntoExistingList TensorListScatterV2 TensorListSplit"
+)  # fmt: skip
+
+# -- what layers are made of
+
+# The mean, variance and normalisation of a batch in one kernel; and the gradient of that.
+BATCH_NORMS = _named("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3")
+BATCH_NORM_GRADIENTS = _named("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3")
+SOFTMAXES = _named("Softmax LogSoftmax")
+# The loss (result 0) and the logits' gradient (result 1), of the whole vocabulary at once.
+CROSS_ENTROPIES = _named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits")
+# Dimensions (operand 1) are reduced away.
+REDUCTIONS = _named("Sum Mean Prod Max Min All Any")
