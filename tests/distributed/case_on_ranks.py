@@ -33,9 +33,9 @@ save(Path(folder, f"{wh.rank()}.npz"), execute(case, program))
 check_replicas()
 plan = program.plan(program.batches(1)[0])
 share = plan.split_flops_fraction
-assert share >= 0.9 or plan.places, f"only {share:.1%} of the FLOPs are split"
+assert share >= 0.9 or plan.stage_groups, f"only {share:.1%} of the FLOPs are split"
 assert plan.logical_bytes > 0, "the plan moves no bytes"
 assert bool(plan.variables) == (scope in ("split", "zero")), plan.variables
-assert bool(plan.places) == (scope == "stage"), plan.places
+assert bool(plan.stage_groups) == (scope == "stage"), plan.stage_groups
 print(f"rank {wh.rank()} of {wh.size()} is done")
 wh.shutdown()

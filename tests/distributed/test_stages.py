@@ -72,7 +72,7 @@ net = Net(wh.stage)
 assert all(deferred_of(v) is not None for v in (*net.kernels, *net.slots))
 assert memory().live_bytes - before == 2 * ONE  # what was created under no scope, before any
 step = wh.function(net.step)
-assert len(step.plan(x).places) == 2
+assert len(step.plan(x).stage_groups) == 2
 
 def holds_its_own():
     for mine in (net.kernels, net.slots):

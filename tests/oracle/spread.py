@@ -76,7 +76,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "split_flops_fraction": plan.split_flops_fraction,
         "total_flops": plan.total_flops,
         "logical_bytes": plan.logical_bytes,
-        "stages": len(plan.places),
+        "stages": len(plan.stage_groups),
     }
 
 

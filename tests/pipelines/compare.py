@@ -59,7 +59,7 @@ def difference(run: Run, **more: Any) -> tuple[float, str]:
             plan = next(iter(step._steps.values())).compiled.plan
             assert plan.edges and plan.logical_bytes > 0, "nothing travels between stages"
             assert plan.micro_batches == run.micro_batches, plan.micro_batches
-            divided = any(len(place.ranks) > 1 for place in plan.places)
+            divided = any(len(group.ranks) > 1 for group in plan.stage_groups)
             assert not run.zero or not divided or plan.variables, "no variable lies split"
     finally:
         wh.shutdown()

@@ -1,4 +1,4 @@
-"""How a tensor goes from one place to another: as it is between as many ranks, and else by way of parts.
+"""How a tensor goes from one stage group to another: as it is between as many ranks, and else by way of parts.
 
 A partial sum is scattered before it is sent. What the receiving ranks want whole, or as a partial sum, is sent to each
 in part and gathered there, so that each byte crosses once; what is small is sent to each of them as it is.
@@ -17,7 +17,7 @@ _LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A tensor between two places.
+    """A tensor between two stage groups.
 
     Attributes:
       sent: how it lies over the sending ranks.
@@ -38,7 +38,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one coordinate sends to one of another place.
+    """What one coordinate sends to one of another stage group.
 
     Attributes:
       extents: (dimension, size) where it is smaller than the sender's or the receiver's tensor.

@@ -53,7 +53,7 @@ class TaskGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StageGroup:
     """A group of ranks that runs some of the stages: coordinate c of the plan's mesh axis is rank ``ranks[c]``."""
 
     name: str
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor that place number ``source`` makes and place number ``target`` reads, and the bytes sent in a step."""
+    """A tensor that stage group number ``source`` makes and number ``target`` reads, and the bytes sent in a step."""
 
     ref: Ref
     source: int
@@ -127,10 +127,10 @@ class Plan:
       memory: category -> predicted bytes of each rank at the fullest moment of a step (see
         whale.runtime.compile.memory_plan);
         empty where nobody asked.
-      places: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
-      others: plans of the same program for the places that do not have ``size`` ranks, one for each number.
-      edges: what travels between places.
-      schedule: name of the order of micro-batches on the places; "" when there is one micro-batch.
+      stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
+      others: plans of the same program for the stage groups that do not have ``size`` ranks, one for each number.
+      edges: what travels between stage groups.
+      schedule: name of the order of micro-batches on the stage groups; "" when there is one micro-batch.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
@@ -157,7 +157,7 @@ class Plan:
     repeats: Mapping[str, int] = field(default_factory=dict)
     inner_bytes: int = 0
     memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    places: tuple[Place, ...] = ()
+    stage_groups: tuple[StageGroup, ...] = ()
     others: tuple[Plan, ...] = ()
     edges: tuple[Edge, ...] = ()
     schedule: str = ""
@@ -171,8 +171,8 @@ class Plan:
     @property
     def ranks(self) -> int:
         """How many ranks run it."""
-        if self.places:
-            return sum(len(place.ranks) for place in self.places)
+        if self.stage_groups:
+            return sum(len(group.ranks) for group in self.stage_groups)
         return self.size if self.inner is None else self.size * self.inner.size
 
     @property
@@ -182,7 +182,7 @@ class Plan:
         return own + self.inner_bytes + sum(e.bytes for e in self.edges)
 
     def of(self, size: int) -> Plan:
-        """The plan for places of ``size`` ranks."""
+        """The plan for stage groups of ``size`` ranks."""
         return next(plan for plan in (self, *self.others) if plan.size == size)
 
     @property
@@ -245,7 +245,7 @@ class Plan:
                 inner_bytes=self.inner_bytes,
                 memory=dict(self.memory),
                 schedule=self.schedule,
-                places=[(p.name, list(p.ranks), list(p.stages)) for p in self.places],
+                places=[(p.name, list(p.ranks), list(p.stages)) for p in self.stage_groups],
                 others=[plan.to_json().decode() for plan in self.others],
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
@@ -356,7 +356,7 @@ def _plan(f: _File) -> Plan:
         inner_bytes=f.inner_bytes,
         memory=f.memory,
         schedule=f.schedule,
-        places=tuple(Place(name, tuple(ranks), tuple(stages)) for name, ranks, stages in f.places),
+        stage_groups=tuple(StageGroup(name, tuple(ranks), tuple(stages)) for name, ranks, stages in f.places),
         others=tuple(plan_from_json(o.encode()) for o in f.others),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,

@@ -46,7 +46,7 @@ def _ranks(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> str:
-    return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.places) or "none"
+    return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups) or "none"
 
 
 def _changed(what: str, mine: dict[str, str], theirs: dict[str, str], missing: str = "none") -> list[str]:

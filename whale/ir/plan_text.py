@@ -47,7 +47,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     out.append("Task graphs")
     whose = "ranks" if plan.inner is None else "groups"
     out += [f"  {t.scope:<28} {t.kind} over {whose} {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
-    if plan.places:
+    if plan.stage_groups:
         out += _stages(plan)
     out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
     out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
@@ -111,7 +111,7 @@ def _predicted(plan: Plan, found: Predicted) -> list[str]:
     splits = [s for nodes in plan.strategies.values() for s in nodes.values()]
     divided = sum(any(isinstance(p, Split) for p in s.outputs) for s in splits)
     moving = sum(bool(r.bytes) for r in plan.reshards)
-    stages = f"{len(plan.places)} stages, " if plan.places else ""
+    stages = f"{len(plan.stage_groups)} stages, " if plan.stage_groups else ""
     return [
         *out,
         f"Plan: {stages}{divided} tensor{'s' * (divided != 1)} split, {moving} reshard{'s' * (moving != 1)} "
@@ -150,19 +150,19 @@ def _memory(plan: Plan) -> list[str]:
 
 def _stages(plan: Plan) -> list[str]:
     """Which ranks run which stages, and what travels between them."""
-    ranks = sorted({len(place.ranks) for place in plan.places})
+    ranks = sorted({len(group.ranks) for group in plan.stage_groups})
     many = " and ".join(map(str, ranks))
-    out = [f"Stages over {len(plan.places)} groups of {many} rank{'s' * (ranks != [1])}"]
-    out += [f"  {place.name:<28} ranks {list(place.ranks)}" for place in plan.places]
+    out = [f"Stages over {len(plan.stage_groups)} groups of {many} rank{'s' * (ranks != [1])}"]
+    out += [f"  {group.name:<28} ranks {list(group.ranks)}" for group in plan.stage_groups]
     sent: dict[tuple[int, int], list[int]] = {}
     for edge in plan.edges:
         sent.setdefault((edge.source, edge.target), []).append(edge.bytes)
     for (source, target), sizes in sorted(sent.items()):
-        names = f"{plan.places[source].name} -> {plan.places[target].name}"
+        names = f"{plan.stage_groups[source].name} -> {plan.stage_groups[target].name}"
         out.append(f"  {human_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
     if plan.schedule:
         out.append(f"Schedule {plan.schedule}, {plan.micro_batches} micro-batches")
-        rows = schedule(plan.schedule, len(plan.places), len(plan.places[0].stages), plan.micro_batches)
+        rows = schedule(plan.schedule, len(plan.stage_groups), len(plan.stage_groups[0].stages), plan.micro_batches)
         out += [f"  {line}" for line in format_schedule(rows).splitlines()]
     return out
 

@@ -36,7 +36,7 @@ def ahead(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
     """``program`` (a rank's, rolled up) with sends and receives of rows in the main graph.
 
     Args:
-      room: (number of the sending place, of the receiving one) -> results of one kind that may be under way.
+      room: (number of the sending stage group, of the receiving one) -> results of one kind that may be under way.
     """
     taken = {name: _taken_out(body) for name, body in program.functions.items()}
     if not any(o.received or o.sent for o in taken.values()):

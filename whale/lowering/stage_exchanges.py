@@ -1,4 +1,4 @@
-"""What one rank of a place sends to and receives from the ranks of other places."""
+"""What one rank of a stage group sends to and receives from the ranks of others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from whale.ir.crossing import Crossing, Part, in_runs_of, parts
 from whale.ir.layout import Split, split
 from whale.ir.ops import EXCHANGES
-from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Place
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, StageGroup
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import COMMUNICATOR, Emitter, unread_communication
@@ -18,11 +18,11 @@ from whale.rules.structure.communication import EDGE, ROWS
 
 
 class Connector:
-    """Puts sends and receives in the place of the ends of a place's program on one rank.
+    """Puts sends and receives in the place of the ends of a stage group's program on one rank.
 
     Args:
-      program: the place's program, lowered for ``coordinate``.
-      places: all places; ``number`` is this one's.
+      program: the group's program, lowered for ``coordinate``.
+      groups: all stage groups; ``number`` is this one's.
       found: how each tensor travels.
       rows: what travels for each micro-batch: key -> how these cut the part that a coordinate has.
       micro_batches: their number.
@@ -31,7 +31,7 @@ class Connector:
     def __init__(
         self,
         program: Program,
-        places: Sequence[Place],
+        groups: Sequence[StageGroup],
         number: int,
         coordinate: int,
         comm: str,
@@ -39,9 +39,9 @@ class Connector:
         rows: Mapping[str, Split],
         micro_batches: int,
     ):
-        self.program, self.places, self.number, self.coordinate = program, places, number, coordinate
+        self.program, self.groups, self.number, self.coordinate = program, groups, number, coordinate
         self.found, self.rows, self.micro_batches = found, rows, micro_batches
-        self.emitter = Emitter(coordinate, len(places[number].ranks), comm)
+        self.emitter = Emitter(coordinate, len(groups[number].ranks), comm)
         self.nodes = self.emitter.nodes
         self.effects: list[str] = []
 
@@ -51,7 +51,7 @@ class Connector:
         Args:
           check: (fingerprint, what a person would call this run), which all ranks compare; None: they do not.
         """
-        rank = self.places[self.number].ranks[self.coordinate]
+        rank = self.groups[self.number].ranks[self.coordinate]
         self.nodes[COMMUNICATOR] = Node(
             COMMUNICATOR, "WhaleCommunicator", (), (), {"communicator": self.emitter.comm, "rank": rank},
             (TensorType("resource", ()),), "", True,
@@ -91,7 +91,7 @@ class Connector:
             if crossing is None:
                 continue
             name = node.name if index == 0 else f"{node.name}/whale_output_{index}"
-            ends = len(self.places[source].ranks), len(self.places[self.number].ranks)
+            ends = len(self.groups[source].ranks), len(self.groups[self.number].ranks)
             mine = [part for part in parts(crossing, *ends) if part.receiver == self.coordinate]
             t = node.outputs[index]
             pieces = [self._piece(name, t, key, source, part, crossing.direct, len(mine) == 1) for part in mine]
@@ -103,7 +103,7 @@ class Connector:
         name = name if alone else f"{name}/from_{part.sender}"
         attrs = {
             "T": DType(t.dtype), "ranks": (), "key": self._key(key, source, self.number, part),
-            "peer": self.places[source].ranks[part.sender], "shape": Shape(t.shape),
+            "peer": self.groups[source].ranks[part.sender], "shape": Shape(t.shape),
         }  # fmt: skip
         self._add(
             name, "WhaleRecv", (Ref(COMMUNICATOR),), self._marked(attrs, key, t, direct, (source, self.number)), (t,)
@@ -139,7 +139,7 @@ class Connector:
         target, key = int(node.attrs["target"]), str(node.attrs["key"])
         (source,) = node.inputs
         whole = self.program.type_of(source)
-        ends = len(self.places[self.number].ranks), len(self.places[target].ranks)
+        ends = len(self.groups[self.number].ranks), len(self.groups[target].ranks)
         crossing = self.found[key, self.number, target]
         for part in parts(crossing, *ends):
             if part.sender != self.coordinate:
@@ -149,7 +149,7 @@ class Connector:
             t = self.nodes[value.node].outputs[value.index] if part.cut else whole
             attrs = {
                 "T": DType(t.dtype), "ranks": (), "key": self._key(key, self.number, target, part),
-                "peer": self.places[target].ranks[part.receiver],
+                "peer": self.groups[target].ranks[part.receiver],
             }  # fmt: skip
             marked = self._marked(attrs, key, t, crossing.direct, (self.number, target))
             self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), marked, ())
@@ -181,8 +181,8 @@ class Connector:
         return {**attrs, ROWS: str(cut), EDGE: edge}
 
     def _of_place(self, node: Node) -> Node:
-        """A communication op among the place's ranks."""
-        ranks = self.places[self.number].ranks
+        """A communication op among the group's ranks."""
+        ranks = self.groups[self.number].ranks
         attrs = {**node.attrs, "key": f"{node.attrs['key']}@{self.number}"}
         if "peer" in attrs:
             attrs["peer"] = ranks[attrs["peer"]]

@@ -28,7 +28,7 @@ from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.micro import CALL
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
-from whale.runtime.compile.stage_groups import uses_of_places
+from whale.runtime.compile.stage_groups import uses_of_stage_groups
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
@@ -226,7 +226,7 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     layouts = context.variables.layouts(captured.variables)
     compiled = compile_program(captured.program, context, local, layouts, marked)
     with span(context.trace, "send variables", "compile"):
-        uses = uses_of_places(compiled.program, compiled.plan)
+        uses = uses_of_stage_groups(compiled.program, compiled.plan)
         plan = compiled.plan
         context.variables.adopt(captured.variables, context, plan.variables, uses, plan.offloaded)
         context.variables.classify(captured.variables, compiled.kinds)

@@ -235,7 +235,7 @@ def test_a_pipeline_is_found_without_a_scope(
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
     assert chosen is not None and len(chosen.stages) == count, chosen
-    assert len(deep.step.plan(*deep.batch(0)).places) == count
+    assert len(deep.step.plan(*deep.batch(0)).stage_groups) == count
 
 
 def test_stages_of_a_pipeline_follow_the_ranks_speed() -> None:

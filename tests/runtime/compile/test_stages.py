@@ -134,7 +134,7 @@ def assert_equals_one_device(
 @pytest.mark.parametrize(("stages", "count"), [(2, 2), (3, 3), (4, 4), (2, 4), (4, 2)])
 def test_a_chain_equals_one_device(ranks: Start, stages: int, count: int) -> None:
     plan = assert_equals_one_device(ranks, lambda stage: Chain(stage, stages), count)
-    assert sorted(r for place in plan.places for r in place.ranks) == list(range(count))
+    assert sorted(r for group in plan.stage_groups for r in group.ranks) == list(range(count))
 
 
 @pytest.mark.parametrize(("model", "count"), [(Tied, 3), (Tied, 6), (Towers, 3), (Towers, 6)])
@@ -144,7 +144,7 @@ def test_other_graphs_of_stages_equal_one_device(ranks: Start, model: Any, count
 
 def test_four_ranks_make_two_replicas_of_two_stages(ranks: Start) -> None:
     plan = assert_equals_one_device(ranks, lambda stage: Chain(stage, 2), 4)
-    assert [place.ranks for place in plan.places] == [(0, 2), (1, 3)]
+    assert [group.ranks for group in plan.stage_groups] == [(0, 2), (1, 3)]
     assert plan.split_flops_fraction == 1.0
 
 
@@ -155,7 +155,7 @@ def test_a_stage_has_its_own_nodes_and_variables_only(ranks: Start) -> None:
     model = Chain(wh.stage)
     _, step = trained(model, wh.function)
     compiled = step._step(batch(0), {}).compiled
-    parts = cut(compiled.program, compiled.plan.places)
+    parts = cut(compiled.program, compiled.plan.stage_groups)
     own = [{v.name for v in part.program.variables if v.name.startswith("w")} for part in parts]
     assert [sorted(names)[0].partition(":")[0] for names in own] == ["w0", "w1", "w2", "w3"]
     assert all(len(names) == 1 for names in own)
@@ -170,7 +170,7 @@ def on(ranks: list[list[int]], stage: Stage) -> Stage:
 
 
 @pytest.mark.parametrize(
-    ("make", "places", "micro_batches"),
+    ("make", "groups", "micro_batches"),
     [
         (lambda stage: Chain(stage, 2), [[0, 1], [4, 2, 3]], 1),
         (lambda stage: Chain(stage, 3), [[0, 1, 2], [5], [3, 4]], 2),
@@ -178,11 +178,11 @@ def on(ranks: list[list[int]], stage: Stage) -> Stage:
         (Towers, [[0, 1], [2], [3, 4, 5]], 1),
     ],
 )
-def test_stages_on_unequal_numbers_of_ranks(ranks: Start, make: Any, places: list, micro_batches: int) -> None:
-    count = sum(map(len, places))
+def test_stages_on_unequal_numbers_of_ranks(ranks: Start, make: Any, groups: list, micro_batches: int) -> None:
+    count = sum(map(len, groups))
     setting = {"pipeline.num_micro_batch": micro_batches}
-    plan = assert_equals_one_device(ranks, lambda stage: make(on(places, stage)), count, **setting)
-    assert [list(place.ranks) for place in plan.places] == places
+    plan = assert_equals_one_device(ranks, lambda stage: make(on(groups, stage)), count, **setting)
+    assert [list(group.ranks) for group in plan.stage_groups] == groups
     assert plan.split_flops_fraction == 1.0
 
 
@@ -197,7 +197,7 @@ def test_devices_are_those_that_the_script_names(ranks: Start) -> None:
     plan = assert_equals_one_device(
         ranks, lambda stage: Chain(lambda: stage(**({"devices": [next(order)]} if stage is wh.stage else {})), 2), 2
     )
-    assert [place.ranks for place in plan.places] == [(1,), (0,)]
+    assert [group.ranks for group in plan.stage_groups] == [(1,), (0,)]
 
 
 @pytest.mark.parametrize(

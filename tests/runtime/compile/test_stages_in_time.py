@@ -123,7 +123,7 @@ def test_the_scope_says_how_many_micro_batches(
         ranks, lambda stage: Scoped(stage, stages, micro_batches), count, stages > 0, **config
     )
     assert plan.micro_batches == micro_batches
-    assert len(plan.places) == stages
+    assert len(plan.stage_groups) == stages
 
 
 def test_a_pipeline_holds_for_what_is_created_under_it_and_for_what_it_decorates(ranks: Start) -> None:

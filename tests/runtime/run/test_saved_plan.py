@@ -94,7 +94,7 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
     monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
     path = tmp_path / "plan.json"
     plan = saved(path, one_step, auto_parallel=True)
-    assert len(plan.places) == 2 and plan.choice
+    assert len(plan.stage_groups) == 2 and plan.choice
     text = diff_plans(saved(tmp_path / "rows.json", one_step), plan)
     assert "stages" in text and "no longer: " in text and "batch x: S(0)[8,8] -> S(0)[16]" in text, text
     monkeypatch.setattr(auto, "best_way", None)  # nothing is chosen any more
@@ -102,7 +102,7 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
     deep = fresh()
     worst = difference(expected, deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    assert len(deep.step.plan(*deep.batch(0)).places) == 2
+    assert len(deep.step.plan(*deep.batch(0)).stage_groups) == 2
 
 
 def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp_path: Path) -> None:

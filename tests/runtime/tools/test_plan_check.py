@@ -15,7 +15,7 @@ from tests.runtime.compile.test_auto import double
 from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
-from whale.ir.plan import Place, load_plan
+from whale.ir.plan import StageGroup, load_plan
 from whale.ir.program import Node, Program, topological
 from whale.lowering.local import localise
 from whale.passes.lay_out import expand
@@ -96,7 +96,7 @@ def pipeline(tmp_path: Path) -> list[Program]:
     """What two ranks run of a pipeline of two stages."""
     path = made(tmp_path, {"auto_parallel": True, "pipeline.num_stages": 2})
     plan = load_plan(path)
-    assert len(plan.places) == 2
+    assert len(plan.stage_groups) == 2
     found = rank_programs(dry_run.first_step(plan.script[0], plan.script[1:], 2, str(path)))
     assert plan_check.of_exchanges(found) == plan_check.of_waits(found) == []
     return found
@@ -138,5 +138,7 @@ def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
 
 
 def test_stages_have_each_rank_once() -> None:
-    plan = replace(planned(mlp(8, 4, 4, 2), 4, 4), places=(Place("a", (0,), ("s0",)), Place("b", (0,), ("s1",))))
-    assert plan_check.of_places(plan) == ["the stages have the ranks [0, 0], not each of 2 once"]
+    plan = replace(
+        planned(mlp(8, 4, 4, 2), 4, 4), stage_groups=(StageGroup("a", (0,), ("s0",)), StageGroup("b", (0,), ("s1",)))
+    )
+    assert plan_check.of_stage_groups(plan) == ["the stages have the ranks [0, 0], not each of 2 once"]

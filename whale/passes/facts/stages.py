@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
-from whale.ir.plan import Place
+from whale.ir.plan import StageGroup
 from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import matmul_flops
@@ -68,8 +68,8 @@ def _entered_as(stage: str) -> int:
     return int(re.search(r"stage_(\d+)[^/]*$", stage)[1])  # type: ignore[index]
 
 
-def places_of(program: Program, size: int) -> tuple[Place, ...]:
-    """The ranks of each stage; stages on the same ranks are one place. Empty when the program has no stages.
+def stage_groups_of(program: Program, size: int) -> tuple[StageGroup, ...]:
+    """The ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
 
     Stages without ``devices`` share the ranks: with R times as many ranks as stages, rank r * stages + s has stage s,
     and there are R replicas. With fewer ranks than stages, stage s is on rank s % size.
@@ -112,7 +112,7 @@ def places_of(program: Program, size: int) -> tuple[Place, ...]:
     for stage, mine in zip(stages, ranks):
         together.setdefault(mine, []).append(stage)
     _refuse_overlap(tuple(together))
-    return tuple(Place(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
+    return tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
 
 
 def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
@@ -132,7 +132,7 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
 
 
 def free_nodes(program: Program) -> set[str]:
-    """Nodes that every place may make for itself."""
+    """Nodes that every stage group may make for itself."""
     handles = program.variable_of
     shared = set(handles)
     takers: dict[str, list[Node]] = {name: [] for name in handles}
@@ -165,7 +165,7 @@ def _is_light(program: Program, node: Node) -> bool:
     if node.name in program.inputs:
         return node.op == "Placeholder"
     if not node.inputs and not node.outputs:
-        return False  # a NoOp is at no place
+        return False  # a NoOp is in no stage group
     of_variable = any(r.node in program.variable_of for r in node.inputs)
     return (
         (node.op in _COUNTING if of_variable else not node.stateful)

@@ -1,4 +1,4 @@
-"""Places: the part of a program that one group of ranks runs, and what travels between groups.
+"""Stage groups: the part of a program that one group of ranks runs, and what travels between groups.
 
 The plan is made for the whole program over as many ranks as a group has; groups of other sizes have plans of their
 own. A group then runs its nodes as its plan says. A tensor that another group makes arrives in the placement in which
@@ -14,7 +14,7 @@ import numpy as np
 
 from whale.ir.crossing import Crossing, crossing
 from whale.ir.layout import FIRST, B, Broadcast, Placement, Split, Strategy
-from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Place, Plan, Reshard
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan, Reshard, StageGroup
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.exchange.reshards import reshards_of_tensor
@@ -23,13 +23,13 @@ from whale.passes.facts.stages import does_nothing, free_nodes, stage_of
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one place runs.
+    """What one stage group runs.
 
     Attributes:
       program: its part; a tensor from elsewhere is an output of a ``WhaleStageInput`` with its producer's name.
-      taken: tensors that come from other places, with the number of the place.
-      given: tensors that go to other places.
-      fetched: outputs of the program that come from another place: number -> place.
+      taken: tensors that come from other groups, with the number of the group.
+      given: tensors that go to other groups.
+      fetched: outputs of the program that come from another group: number of the output -> of the group.
     """
 
     program: Program
@@ -43,39 +43,39 @@ _FETCH_KEY = "fetched {}"
 Crossings = Mapping[tuple[str, int, int], Crossing]  # (key of a tensor, number of the source, of the target)
 
 
-def cut(program: Program, places: Sequence[Place]) -> tuple[Cut, ...]:
-    """The program of each place.
+def cut(program: Program, groups: Sequence[StageGroup]) -> tuple[Cut, ...]:
+    """The program of each stage group.
 
     Args:
       program: with stages assigned (see ``assign_stages``), expanded.
     """
-    return _Cutter(program, places).run()
+    return _Cutter(program, groups).run()
 
 
 class _Cutter:
-    def __init__(self, program: Program, places: Sequence[Place]):
-        self.program, self.places = with_tokens(program, places), places
+    def __init__(self, program: Program, groups: Sequence[StageGroup]):
+        self.program, self.groups = with_tokens(program, groups), groups
         self.free = free_nodes(self.program)
-        self.place = _place_numbers(self.program, places, self.free)
+        self.group_of = _group_numbers(self.program, groups, self.free)
 
     def run(self) -> tuple[Cut, ...]:
-        needed = [self._needed(k) for k in range(len(self.places))]
+        needed = [self._needed(k) for k in range(len(self.groups))]
         taken = [self._taken(k, names) for k, names in enumerate(needed)]
-        given: list[dict[Ref, list[int]]] = [{} for _ in self.places]
+        given: list[dict[Ref, list[int]]] = [{} for _ in self.groups]
         for k, refs in enumerate(taken):
             for ref, source in refs.items():
                 given[source].setdefault(ref, []).append(k)
-        return tuple(self._program(k, needed[k], taken[k], given[k]) for k in range(len(self.places)))
+        return tuple(self._program(k, needed[k], taken[k], given[k]) for k in range(len(self.groups)))
 
     def _needed(self, k: int) -> set[str]:
         """Its nodes, and the free ones that they read."""
         by_name, found = self.program.by_name, set()
-        stack = [n for n, place in self.place.items() if place == k]
+        stack = [n for n, group in self.group_of.items() if group == k]
         stack += [n for n in self.program.effects if n in self.free]
         stack += [r.node for r in self.program.outputs if r.node in self.free]
         while stack:
             name = stack.pop()
-            if name in found or self.place.get(name, k) != k:
+            if name in found or self.group_of.get(name, k) != k:
                 continue
             found.add(name)
             stack.extend(r.node for r in by_name[name].inputs)
@@ -87,11 +87,11 @@ class _Cutter:
         for node in self.program.nodes:
             if node.name in needed:
                 for ref in node.inputs:
-                    if self.place.get(ref.node, k) != k:
-                        found[ref] = self.place[ref.node]
+                    if self.group_of.get(ref.node, k) != k:
+                        found[ref] = self.group_of[ref.node]
                 for control in node.controls:  # what is left of them are tokens
-                    if self.place.get(control, k) != k:
-                        found[Ref(control)] = self.place[control]
+                    if self.group_of.get(control, k) != k:
+                        found[Ref(control)] = self.group_of[control]
         return found
 
     def _program(
@@ -113,10 +113,10 @@ class _Cutter:
             for ref, targets in given.items()
             for target in targets
         ]
-        others = [target for target in range(len(self.places)) if target != k]
+        others = [target for target in range(len(self.groups)) if target != k]
         outputs, fetched = [], {}
         for i, ref in enumerate(program.outputs):
-            source = self.place.get(ref.node, k)
+            source = self.group_of.get(ref.node, k)
             t = program.type_of(ref)
             if source != k:
                 ref = Ref(FETCHED.format(i))
@@ -125,7 +125,7 @@ class _Cutter:
                 else:
                     fetched[i] = source
                     nodes.append(_input(ref.node, (t,), source, [_FETCH_KEY.format(i)], ""))
-            elif ref.node in self.place and t.dtype not in UNMOVABLE:
+            elif ref.node in self.group_of and t.dtype not in UNMOVABLE:
                 key = _FETCH_KEY.format(i)
                 sent += [self._output(f"whale/fetch_sent_{i}/to_{to}", ref, k, to, key) for to in others]
             outputs.append(ref)
@@ -136,15 +136,15 @@ class _Cutter:
 
     def _output(self, name: str, ref: Ref, k: int, target: int, key: str) -> Node:
         attrs = {"target": target, "key": key}
-        return Node(name, STAGE_OUTPUT, (ref,), (), attrs, (), self.places[k].name, True)
+        return Node(name, STAGE_OUTPUT, (ref,), (), attrs, (), self.groups[k].name, True)
 
 
 def _input(name: str, outputs: tuple[TensorType, ...], source: int, keys: Sequence[str], scope: str) -> Node:
     return Node(name, STAGE_INPUT, (), (), {"source": source, "keys": tuple(keys)}, outputs, scope, True)
 
 
-def _place_numbers(program: Program, places: Sequence[Place], free: Collection[str]) -> dict[str, int]:
-    number = {stage: k for k, place in enumerate(places) for stage in place.stages}
+def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collection[str]) -> dict[str, int]:
+    number = {stage: k for k, group in enumerate(groups) for stage in group.stages}
     found = {}
     for node in program.nodes:
         if node.name not in free and not does_nothing(node):
@@ -152,10 +152,10 @@ def _place_numbers(program: Program, places: Sequence[Place], free: Collection[s
     return found
 
 
-def with_tokens(program: Program, places: Sequence[Place]) -> Program:
-    """``program`` without NoOps, and with a small tensor to be sent in place of each control edge between places."""
+def with_tokens(program: Program, groups: Sequence[StageGroup]) -> Program:
+    """``program`` without NoOps, and with a small tensor to be sent in place of each control edge between groups."""
     free = free_nodes(program)
-    place = _place_numbers(program, places, free)
+    group_of = _group_numbers(program, groups, free)
     behind: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for
 
     def resolved(names: Iterable[str]) -> tuple[str, ...]:
@@ -175,8 +175,8 @@ def with_tokens(program: Program, places: Sequence[Place]) -> Program:
         if does_nothing(node):
             behind[node.name] = controls
             continue
-        mine = place.get(node.name)
-        elsewhere = [c for c in controls if mine is not None and place.get(c, mine) != mine]
+        mine = group_of.get(node.name)
+        elsewhere = [c for c in controls if mine is not None and group_of.get(c, mine) != mine]
         for name in elsewhere:
             if name not in tokens:
                 tokens[name] = f"{name}/whale_token"
@@ -190,12 +190,12 @@ def with_tokens(program: Program, places: Sequence[Place]) -> Program:
 
 
 def crossings(program: Program, cuts: Sequence[Cut], plan: Plan, rows: Mapping[Ref, Split]) -> dict:
-    """How each tensor goes from place to place: (key, source, target) -> crossing.
+    """How each tensor goes from group to group: (key, source, target) -> crossing.
 
     Args:
       rows: tensors that travel for each micro-batch -> how these cut them.
     """
-    plans = [plan.of(len(place.ranks)) for place in plan.places]
+    plans = [plan.of(len(group.ranks)) for group in plan.stage_groups]
 
     def made(k: int, ref: Ref) -> Placement:
         strategy = plans[k].strategies[""].get(ref.node)
@@ -216,10 +216,10 @@ def crossings(program: Program, cuts: Sequence[Cut], plan: Plan, rows: Mapping[R
 
 
 def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan, found: Crossings) -> tuple[Edge, ...]:
-    """What travels between places in one step."""
+    """What travels between stage groups in one step."""
     edges = []
     for k, part in enumerate(cuts):
-        size = len(plan.places[k].ranks)
+        size = len(plan.stage_groups[k].ranks)
         for ref, source in part.taken.items():
             moved = found[str(ref), source, k].bytes(part.program.type_of(ref), size)
             edges.append(Edge(ref, source, k, moved))
@@ -231,12 +231,12 @@ def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan, found: Crossings
 
 
 def plan_of_part(plan: Plan, part: Cut, number: int, found: Crossings) -> Plan:
-    """The plan for the program of place ``number``.
+    """The plan for the program of stage group ``number``.
 
     Args:
-      plan: of all places, or of one of this size.
+      plan: of all groups, or of one of this size.
     """
-    plan = plan.of(len(plan.places[number].ranks)) if plan.places else plan
+    plan = plan.of(len(plan.stage_groups[number].ranks)) if plan.stage_groups else plan
     base, returned = plan.strategies[""], plan.returned[""]
     strategies: dict[str, Strategy] = {}
     produced: dict[Ref, Placement] = {}

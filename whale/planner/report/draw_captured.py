@@ -96,13 +96,15 @@ def trace(drawn: Drawn) -> str:
 
 
 def _names(plan: Plan, count: int) -> list[tuple[str, str]]:
-    stage = {rank: place.name for place in plan.places for rank in place.ranks}
+    stage = {rank: group.name for group in plan.stage_groups for rank in group.ranks}
     return [(f"rank {rank}", stage.get(rank, "")) for rank in range(count)]
 
 
 def _summary(plan: Plan) -> str:
-    if plan.places:
-        return f"{len(plan.places)} stages, {plan.micro_batches} micro-batches, schedule {plan.schedule or 'none'}"
+    if plan.stage_groups:
+        return (
+            f"{len(plan.stage_groups)} stages, {plan.micro_batches} micro-batches, schedule {plan.schedule or 'none'}"
+        )
     split = [p for p in (plan.inner or plan).variables.values() if isinstance(p, Split)]
     text = f"{plan.split_flops_fraction:.0%} of products and convolutions divided"
     if plan.inner is not None:
@@ -215,7 +217,7 @@ def _moves(plan: Plan) -> list[tuple[str, str]]:
     if plan.inner is not None:
         rows += [(r.bytes * plan.size, f"{r.source} -> {r.target} in each group: {r.ref}") for r in plan.inner.reshards]
     for e in plan.edges:
-        rows.append((e.bytes, f"{plan.places[e.source].name} -> {plan.places[e.target].name}: {e.ref}"))
+        rows.append((e.bytes, f"{plan.stage_groups[e.source].name} -> {plan.stage_groups[e.target].name}: {e.ref}"))
     ordered = sorted((row for row in rows if row[0]), key=lambda row: -row[0])
     shown = [(human_bytes(moved), text) for moved, text in ordered[:MOVES]]
     rest = ordered[MOVES:]
@@ -266,14 +268,14 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
         other = [divided.get(layer, (0.0, 0.0))[1] for layer in layers]
         rows.append((f"{name}: rows divided", batch, [f"{v:.0%} of its nodes" for v in batch]))
         rows.append((f"{name}: tensors divided", other, [f"{v:.0%} of its nodes" for v in other]))
-    if plan.places:
+    if plan.stage_groups:
         stage: dict[str, int] = {}
-        for number, place in enumerate(plan.places):
+        for number, group in enumerate(plan.stage_groups):
             for node in drawn.program.nodes:
-                if any(node.scope.startswith(s) or s in node.scope for s in place.stages):
+                if any(node.scope.startswith(s) or s in node.scope for s in group.stages):
                     stage.setdefault(layer_of(node.name), number)
         at = [float(stage.get(layer, -1)) for layer in layers]
-        rows.append(("stage", at, [plan.places[int(v)].name if v >= 0 else "no stage" for v in at]))
+        rows.append(("stage", at, [plan.stage_groups[int(v)].name if v >= 0 else "no stage" for v in at]))
     moved, time_s = _moved(plan), _time_s(drawn)
     rows.append(
         ("bytes moved", [float(moved.get(n, 0)) for n in layers], [human_bytes(moved.get(n, 0)) for n in layers])

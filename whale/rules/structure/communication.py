@@ -12,7 +12,7 @@ from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
 ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
-EDGE = "_edge"  # their attribute (number of the sending place, of the receiving one)
+EDGE = "_edge"  # their attribute (number of the sending stage group, of the receiving one)
 
 
 def reduction(op: OpView) -> str:

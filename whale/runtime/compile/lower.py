@@ -17,7 +17,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.facts.rank_groups import refuse_groups
-from whale.passes.facts.stages import places_of
+from whale.passes.facts.stages import stage_groups_of
 from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
@@ -26,7 +26,7 @@ from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.mesh import lower_mesh, plan_program
 from whale.runtime.compile.micro_batches import in_micro_batches
-from whale.runtime.compile.stage_groups import lower_places, plan_places
+from whale.runtime.compile.stage_groups import lower_stage_groups, plan_stage_groups
 
 _MOST_RANKS_SHOWN = 8
 
@@ -35,11 +35,11 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
     """The plan of a normalised program, in stages where it has some.
 
     Raises:
-      PlanError: see ``plan_program`` and ``plan_places``.
+      PlanError: see ``plan_program`` and ``plan_stage_groups``.
     """
-    places = places_of(program, settings.size)
+    stage_groups = stage_groups_of(program, settings.size)
     unable = {
-        "wh.stage": bool(places),
+        "wh.stage": bool(stage_groups),
         f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,
         f"pipeline.num_micro_batch={settings.time.micro_batches}": settings.time.micro_batches > 1,
     }
@@ -52,7 +52,7 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
             expected="no offload.level, or a step that is a wh.function",
             action="leave offload.level out, or write the step as a wh.function",
         )
-    plan = plan_places(program, settings, places) if places else plan_program(program, settings)
+    plan = plan_stage_groups(program, settings, stage_groups) if stage_groups else plan_program(program, settings)
     return replace(plan, offloaded=on_host)
 
 
@@ -79,13 +79,13 @@ def lower_ranks(
     expanded = expanded if expanded is not None else expand(program, plan.expanded, settings)
     what = what or plan.program
     with no_garbage_collection():
-        if plan.places:
-            lowered = lower_places(expanded, plan, ranks, comm, what, settings)
+        if plan.stage_groups:
+            lowered = lower_stage_groups(expanded, plan, ranks, comm, what, settings)
         elif plan.inner is not None:
             lowered = lower_mesh(program, plan, settings, ranks, comm, what)
         else:
             lowered = [localise(expanded, plan, rank, comm, what) for rank in ranks]
-        if plan.micro_batches > 1 and not plan.places:
+        if plan.micro_batches > 1 and not plan.stage_groups:
             lowered = [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
         return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Placement, Split, split
-from whale.ir.plan import BatchInput, Place, Plan
+from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.lowering.stage_exchanges import Connector
@@ -24,33 +24,33 @@ from whale.runtime.compile.stages_in_time import WholeInTime
 from whale.runtime.variables.stage_variables import Use
 
 
-def plan_places(program: Program, settings: PlanSettings, places: tuple[Place, ...]) -> Plan:
+def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[StageGroup, ...]) -> Plan:
     """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
 
     Raises:
       PlanError: see ``make_plan`` and ``in_each_micro_batch``; an option that pipelines lack.
     """
-    _refuse(settings, places)
-    plan = _of_sizes(program, settings, places)
+    _refuse(settings, groups)
+    plan = _of_sizes(program, settings, groups)
     expanded = expand(program, plan.expanded, settings)
-    at = {stage: place.ranks for place in places for stage in place.stages}
+    at = {stage: group.ranks for group in groups for stage in group.stages}
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
-    devices = tuple("rank " + "+".join(str(p.ranks[i]) for p in places if i < len(p.ranks)) for i in range(plan.size))
+    devices = tuple("rank " + "+".join(str(p.ranks[i]) for p in groups if i < len(p.ranks)) for i in range(plan.size))
     plan = replace(
         plan,
         schedule=settings.time.schedule if plan.micro_batches > 1 else "",
-        places=places,
+        stage_groups=groups,
         task_graphs=graphs,
         devices=devices,
     )
-    cuts = cut(expanded, places)
+    cuts = cut(expanded, groups)
     plan = replace(plan, variables=_variables_of(plan, cuts))
     return replace(plan, edges=edges_of(expanded, cuts, plan, crossings(expanded, cuts, plan, {})))
 
 
-def _of_sizes(program: Program, settings: PlanSettings, places: Sequence[Place]) -> Plan:
-    """The plan for the largest places, with those for the others."""
-    first, *rest = sorted({len(place.ranks) for place in places}, reverse=True)
+def _of_sizes(program: Program, settings: PlanSettings, groups: Sequence[StageGroup]) -> Plan:
+    """The plan for the largest stage groups, with those for the others."""
+    first, *rest = sorted({len(group.ranks) for group in groups}, reverse=True)
     inside = settings.but(devices=(), split__state_only=True, split__ranks=0)
     of_size = {size: inside.but(size=size, split__known=_known(settings, size)) for size in (first, *rest)}
     plan = make_plan(program, of_size[first])
@@ -103,16 +103,16 @@ def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tupl
     return tuple(found)
 
 
-def lower_places(
+def lower_stage_groups(
     expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, settings: PlanSettings
 ) -> list[Program]:
-    """What each of ``ranks`` runs under a plan of ``plan_places``.
+    """What each of ``ranks`` runs under a plan of ``plan_stage_groups``.
 
     Raises:
       PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
     """
-    cuts = cut(expanded, plan.places)
-    where = {rank: (k, c) for k, place in enumerate(plan.places) for c, rank in enumerate(place.ranks)}
+    cuts = cut(expanded, plan.stage_groups)
+    where = {rank: (k, c) for k, group in enumerate(plan.stage_groups) for c, rank in enumerate(group.ranks)}
     agreed: WholeInTime | None = None  # on what stages of different numbers of ranks exchange for each micro-batch
     if plan.others and plan.micro_batches > 1:
         agreed = WholeInTime(expanded, plan, plan, 0, settings)
@@ -121,20 +121,20 @@ def lower_places(
         number, coordinate = where[rank]
         whole: WholeInTime | None = None
         if plan.micro_batches > 1:
-            whole = WholeInTime(expanded, plan, plan.of(len(plan.places[number].ranks)), coordinate, settings)
+            whole = WholeInTime(expanded, plan, plan.of(len(plan.stage_groups[number].ranks)), coordinate, settings)
         rows = agreed.rows if agreed else whole.rows if whole else {}
         found = crossings(expanded, cuts, plan, rows)
         part = cuts[number]
         lowered = localise(part.program, plan_of_part(plan, part, number, found), coordinate, comm, None)
         by_key = {str(ref): by for ref, by in rows.items()}
-        connector = Connector(lowered, plan.places, number, coordinate, comm, found, by_key, plan.micro_batches)
+        connector = Connector(lowered, plan.stage_groups, number, coordinate, comm, found, by_key, plan.micro_batches)
         connected = connector.run((plan.fingerprint, what))
         programs.append(whole.pipelined(connected, number) if whole else connected)
     return programs
 
 
-def _refuse(settings: PlanSettings, places: Sequence[Place]) -> None:
-    used = sum(len(place.ranks) for place in places)
+def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
+    used = sum(len(group.ranks) for group in groups)
     if used != settings.size:
         raise PlanError(
             "some ranks have no stage",
@@ -142,15 +142,15 @@ def _refuse(settings: PlanSettings, places: Sequence[Place]) -> None:
             expected="a stage for every rank",
             action="start fewer ranks or change the devices of the stages",
         )
-    groups = f"split.ranks={settings.split.ranks}"
+    divided = f"split.ranks={settings.split.ranks}"
     unable = {
         f'communication.backend="{settings.exchange.backend}"': (
             settings.exchange.backend != "whale",
             "sums over the ranks of a stage, which are not all ranks",
             'set communication.backend="whale"',
         ),
-        groups: (
-            0 < settings.split.ranks < max(len(place.ranks) for place in places),
+        divided: (
+            0 < settings.split.ranks < max(len(group.ranks) for group in groups),
             "tensors under wh.split that all ranks of their stage divide",
             "leave it out, or give the stages fewer ranks (wh.stage(devices=...))",
         ),
@@ -170,25 +170,25 @@ def _refuse(settings: PlanSettings, places: Sequence[Place]) -> None:
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"})
 
 
-def uses_of_places(expanded: Program, plan: Plan) -> dict[str, Use]:
-    """Which ranks use each variable, and whether it is written, by handle node; nothing for a plan without places."""
-    found: dict[str, list[Place]] = {}
-    for place, part in zip(plan.places, cut(expanded, plan.places) if plan.places else ()):
+def uses_of_stage_groups(expanded: Program, plan: Plan) -> dict[str, Use]:
+    """Which ranks use each variable, and whether it is written, by handle node; nothing for a plan without stages."""
+    found: dict[str, list[StageGroup]] = {}
+    for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups) if plan.stage_groups else ()):
         for variable in part.program.variables:
-            found.setdefault(variable.node, []).append(place)
+            found.setdefault(variable.node, []).append(group)
     written = {r.node for n in expanded.nodes if n.op not in _READS for r in n.inputs if r.node in expanded.variable_of}
     return {
         name: Use(
-            frozenset(r for p in places for r in p.ranks), name in written, places[0].ranks if len(places) == 1 else ()
+            frozenset(r for p in groups for r in p.ranks), name in written, groups[0].ranks if len(groups) == 1 else ()
         )
-        for name, places in found.items()
+        for name, groups in found.items()
     }
 
 
 def _variables_of(plan: Plan, cuts: Sequence[Cut]) -> dict[str, Placement]:
     """How the variables that lie split between steps lie over the ranks of their stage."""
     found: dict[str, Placement] = {}
-    for place, part in zip(plan.places, cuts):
-        mine = plan.of(len(place.ranks)).variables
+    for group, part in zip(plan.stage_groups, cuts):
+        mine = plan.of(len(group.ranks)).variables
         found.update((v.node, mine[v.node]) for v in part.program.variables if v.node in mine)
     return found

@@ -28,7 +28,7 @@ class WholeInTime:
     def __init__(self, expanded: Program, plan: Plan, mine: Plan, coordinate: int, settings: PlanSettings):
         """
         Args:
-          mine: the part of ``plan`` that is for places of this one's size.
+          mine: the part of ``plan`` that is for stage groups of this one's size.
         """
         self.plan, self.mine, self.coordinate, self.settings = plan, mine, coordinate, settings
         whole = prepared(localise(expanded, mine, coordinate, "", None))
@@ -45,13 +45,13 @@ class WholeInTime:
         self.kinds = kinds(whole, each, numbers, plan.schedule == "zb-h1")
 
     def pipelined(self, program: Program, number: int) -> Program:
-        """The program of this coordinate's rank at place ``number``, rolled up.
+        """The program of this coordinate's rank in stage group ``number``, rolled up.
 
         Args:
           program: what it runs on all its rows.
 
         Raises:
-          PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the places
+          PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the groups
             are not alike; a tensor is cut otherwise by its sender than by its receiver.
         """
         program = prepared(program)
@@ -72,17 +72,17 @@ class WholeInTime:
                         action="set pipeline.num_micro_batch=1",
                     )
         each = {name for name, region in regions(program, time).items() if region == EACH}
-        places = self.plan.places
-        if len({len(place.stages) for place in places}) > 1:
+        groups = self.plan.stage_groups
+        if len({len(group.stages) for group in groups}) > 1:
             raise PlanError(
                 "some ranks have more stages than others",
-                given="; ".join(f"{list(place.ranks)}: {place.name}" for place in places),
+                given="; ".join(f"{list(group.ranks)}: {group.name}" for group in groups),
                 expected="as many stages on each, for a schedule of micro-batches",
                 action="change the devices of the stages",
             )
-        chunks = {stage: i for i, stage in enumerate(places[number].stages)}
+        chunks = {stage: i for i, stage in enumerate(groups[number].stages)}
         phases = phases_of_rank(program, each, self.kinds, chunks)
-        rows = schedule(self.plan.schedule, len(places), len(chunks), self.plan.micro_batches)
+        rows = schedule(self.plan.schedule, len(groups), len(chunks), self.plan.micro_batches)
         here = set(phases.values())
         named = [(f"{p.kind.name}{p.chunk}", p.micro_batch) for p in rows[number]]
         calls = [Call(phase, micro_batch) for phase, micro_batch in named if phase in here]

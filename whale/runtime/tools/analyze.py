@@ -151,9 +151,9 @@ def _predicted(planned: Planned, profile: str) -> Prediction:
         busy_s = timeline.busy_s(exchange=False)
         ranks.append(Predicted(ran.compute_s, busy_s, ran.exchange_s, ran.peak_bytes, dict(kernels)))
     stages = [""] * len(ranks)
-    for place in planned.plan.places:
-        for rank in place.ranks:
-            stages[rank] = place.name
+    for group in planned.plan.stage_groups:
+        for rank in group.ranks:
+            stages[rank] = group.name
     return Prediction(f"{table.host} as `whale profile` measured it", found.step_s, ranks, stages)
 
 

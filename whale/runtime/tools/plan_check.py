@@ -52,7 +52,7 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
     devices = cluster_machine(cluster).memory_bytes if cluster is not None else ()
     if cluster is not None and len(devices) < plan.ranks:
         found.append(f"{plan.ranks} ranks, and {cluster.name} has {len(devices)} devices")
-    found += of_places(plan)
+    found += of_stage_groups(plan)
     if found:
         return found
     try:
@@ -75,9 +75,9 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
 
 def summary(plan: Plan) -> str:
     """One line about a plan in which nothing is wrong."""
-    operations = sum(map(len, plan.strategies.values()))
+    operations, stages = sum(map(len, plan.strategies.values())), len(plan.stage_groups)
     return f"{plan.program} on {plan.ranks} ranks, {operations} operations, {len(plan.reshards)} reshards" + (
-        f", {len(plan.places)} stages' groups with {len(plan.edges)} tensors between them" if plan.places else ""
+        f", {stages} stages' groups with {len(plan.edges)} tensors between them" if stages else ""
     )
 
 
@@ -85,15 +85,15 @@ def _line(error: WhaleError) -> str:
     return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
 
 
-def of_places(plan: Plan) -> list[str]:
+def of_stage_groups(plan: Plan) -> list[str]:
     """Whether the stages' ranks are those from 0 on, each once, and what travels goes between two of them."""
-    found = []
-    ranks = sorted(rank for place in plan.places for rank in place.ranks)
-    if plan.places and ranks != list(range(len(ranks))):
+    found, count = [], len(plan.stage_groups)
+    ranks = sorted(rank for group in plan.stage_groups for rank in group.ranks)
+    if count and ranks != list(range(len(ranks))):
         found.append(f"the stages have the ranks {ranks}, not each of {len(ranks)} once")
     for edge in plan.edges:
-        if not {edge.source, edge.target} <= set(range(len(plan.places))) or edge.source == edge.target:
-            found.append(f"{edge.ref} travels from place {edge.source} to place {edge.target} of {len(plan.places)}")
+        if not {edge.source, edge.target} <= set(range(count)) or edge.source == edge.target:
+            found.append(f"{edge.ref} travels from stage group {edge.source} to stage group {edge.target} of {count}")
     return found
 
 
@@ -106,7 +106,7 @@ def of_layouts(planned: Planned) -> list[str]:
     plan, found = planned.plan, []
     expanded = expand(planned.program, plan.expanded, planned.settings)
     for one in (plan, *plan.others):
-        if plan.places or plan.inner is not None:
+        if plan.stage_groups or plan.inner is not None:
             handles = {v.node for v in planned.program.variables}
             passed = {n: s.outputs[0] for n, s in one.strategies[""].items() if n in handles}
             one = replace(one, variables=passed)
