@@ -28,6 +28,7 @@ class BuildOps(build_ext):
     """Compiles the shared libraries of whale_ops instead of a Python extension module."""
 
     def run(self) -> None:
+        """Builds the libraries for the TensorFlow that the build sees."""
         _refuse_another_tensorflow()
         # An isolated build does not put the project on the path.
         sys.path.insert(0, str(ROOT))
@@ -46,10 +47,12 @@ class BuildOps(build_ext):
         return (ROOT if in_place else Path(self.build_lib)) / LIBRARY
 
     def get_outputs(self) -> list[str]:
+        """Paths of the libraries."""
         return sorted(str(path) for path in self._folder().glob("*") if path.is_file())
 
     def get_output_mapping(self) -> dict[str, str]:
-        # An editable install uses the libraries where they are built.
+        """Nothing is copied: an editable install uses the libraries where they are built."""
+
         return {}
 
 
@@ -78,6 +81,7 @@ class Wheel(bdist_wheel):
     """The libraries use TensorFlow's C++ interface, not Python's: one wheel fits every Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        """The wheel's tags: any Python 3, this platform."""
         return "py3", "none", super().get_tag()[2]
 
 

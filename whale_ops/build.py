@@ -61,6 +61,7 @@ def ops_name(tensorflow_version: str) -> str:
 
 
 def minor_version(version: str) -> str:
+    """`2.21` of `2.21.0`: the libraries fit all releases of a minor version."""
     return ".".join(version.split(".")[:2])
 
 

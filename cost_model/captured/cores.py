@@ -25,10 +25,12 @@ class Clock:
         self._count = 0
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls ``call`` so many seconds from now; of events at one moment, the one asked for first comes first."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
 
     def play(self) -> None:
+        """Goes from event to event until none is left."""
         while self._events:
             self.now_s, _, call = heapq.heappop(self._events)
             call()
@@ -60,10 +62,12 @@ class Host:
 
     @property
     def full(self) -> bool:
+        """Whether every core has a thread."""
         return len(self.running) >= math.ceil(self.cores)
 
     @property
     def speed(self) -> float:
+        """Of a thread on a core, in parts of a whole core: a quota is shared by the cores that it is spread over."""
         return self.cores / math.ceil(self.cores)
 
     def wake(self, thread: Thread) -> None:

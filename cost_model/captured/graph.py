@@ -57,6 +57,7 @@ class Graph:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in the order in which they are numbered."""
         return self.program.nodes
 
 

@@ -42,6 +42,7 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
+        """All kinds together."""
         return sum(self.at_peak)
 
 

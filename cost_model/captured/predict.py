@@ -90,6 +90,7 @@ class CapturedPrediction:
 
     @property
     def peak_bytes(self) -> int:
+        """Of the rank that holds most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
 

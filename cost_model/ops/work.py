@@ -28,6 +28,7 @@ class Work:
 
     @property
     def moved_bytes(self) -> float:
+        """Bytes read from memory and written to it."""
         return self.read_bytes + self.written_bytes
 
 

@@ -70,6 +70,7 @@ class Function:
         return self._bound[instance]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step; compiles it first where its arguments are of a new kind. Collective."""
         if not tf.executing_eagerly():
             return self._inside_graph(args, kwargs)
         context = self._attached()

@@ -46,9 +46,11 @@ class Restored:
 
     @property
     def digest(self) -> str:
+        """What it is known by in the fingerprint of a run."""
         return self.key
 
     def initial(self, path: str) -> Initial:
+        """The value in the checkpoint at ``path``, to be read region by region."""
         reader = partial(read_region, path, self.key, self.shape, self.dtype)
         return Initial(self.shape, self.dtype.name, {}, (), 0, reader)
 

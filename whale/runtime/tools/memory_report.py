@@ -45,6 +45,7 @@ class MemoryReport:
 
     @property
     def variable_bytes(self) -> int:
+        """All categories of variables together."""
         return sum(self.variables.values())
 
     def __str__(self) -> str:

@@ -115,4 +115,5 @@ def restored_by_pieces() -> Iterator[None]:
 
 
 def restores_by_pieces() -> bool:
+    """Whether what TensorFlow restores now is read piece by piece, and not by it."""
     return _by_pieces.get()

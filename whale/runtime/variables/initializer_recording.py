@@ -72,6 +72,7 @@ class Recorded:
 
     @property
     def is_seeded(self) -> bool:
+        """Whether every stream of random numbers has a seed, and draws the same ones on every rank."""
         return all(any(stream.seeds) for stream in self.streams)
 
     @property

@@ -59,6 +59,7 @@ class VariableOwner:
         self._homes: dict[int, Home] = {}
 
     def clear(self) -> None:
+        """Forgets all variables: the run is over."""
         self._entries.clear()
         self._split.clear()
         self._homes.clear()

@@ -75,6 +75,7 @@ class Initial:
 
     @property
     def bytes(self) -> int:
+        """Of the whole value."""
         return math.prod(self.shape) * int(tf.as_dtype(self.dtype).size)
 
     @property

@@ -71,10 +71,12 @@ class Parts:
 
     @property
     def dtype(self) -> tf.DType:
+        """Element type of the variable."""
         return self._variable.dtype
 
     @property
     def shape(self) -> tf.TensorShape:
+        """Shape of the whole variable."""
         return self._variable.shape
 
     def place(self, rank: int) -> int | None:

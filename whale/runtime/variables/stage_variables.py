@@ -59,6 +59,7 @@ class Home:
             variable.__class__ = _homed_class(kind)
 
     def of_position(self, position: int) -> Any:
+        """The variable of this process's rank number ``position``."""
         return self.variable if position == 0 else self.copies[position - 1]
 
     def after(self, use: Use) -> None:
