@@ -13,7 +13,7 @@ from whale.errors import PlanError
 from whale.ir.layout import Split
 from whale.runtime.tools import dry_run
 from whale.runtime.tools.plan_prediction import Planned
-from whale.runtime.tools.what_if import compared, exchanges, read_fixed, with_fixed
+from whale.runtime.tools.what_if import compared, exchanges, read_what_if, with_choice
 
 SCRIPT = """
 import contextlib
@@ -62,27 +62,27 @@ def test_planning_a_script_leaves_the_process_as_it_was(ranks: Callable[..., Non
 def test_one_layer_is_divided_and_the_rest_stays(tmp_path: Path, ways: int) -> None:
     free = planned(tmp_path)
     assert not split_variables(free)
-    other = with_fixed(free, read_fixed(f"second.split={ways}"))
+    other = with_choice(free, read_what_if(f"second.split={ways}"))
     assert split_variables(other) == {"two"}
     assert exchanges(other) != exchanges(free)
-    line = compared(free, read_fixed(f"second.split={ways}"), None)
+    line = compared(free, read_what_if(f"second.split={ways}"), None)
     assert "moved a step" in line and "no predicted time" in line
 
 
 def test_what_a_scope_divides_is_held_whole(tmp_path: Path) -> None:
     free = planned(tmp_path, "wh.split()")
     assert split_variables(free) == {"two"}
-    whole = with_fixed(free, read_fixed("sec*.split=1"))
+    whole = with_choice(free, read_what_if("sec*.split=1"))
     assert not split_variables(whole)
     assert whole.plan.logical_bytes > free.plan.logical_bytes
 
 
 def test_what_cannot_be_says_why(tmp_path: Path) -> None:
     free = planned(tmp_path)
-    assert "infeasible: 4 ranks are not divisible by 3" in compared(free, read_fixed("second.split=3"), None)
+    assert "infeasible: 4 ranks are not divisible by 3" in compared(free, read_what_if("second.split=3"), None)
     with pytest.raises(PlanError, match="no operation of that name has a weight") as error:
-        compared(free, read_fixed("relu.split=2"), None)
+        compared(free, read_what_if("relu.split=2"), None)
     assert "first" in str(error.value) and "second" in str(error.value)
     for text in ("stages=2", "second.split=0", "second=2"):
         with pytest.raises(PlanError, match="cannot be fixed"):
-            read_fixed(text)
+            read_what_if(text)

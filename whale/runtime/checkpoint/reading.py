@@ -14,9 +14,9 @@ from whale.errors import CheckpointError
 from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
 from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import (
-    assign_pieces,
+    assign_regions,
     lies_split,
-    own_pieces,
+    own_regions,
     restored_by_pieces,
     slice_spec,
     variable_of,
@@ -63,16 +63,16 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         elif lies_split(variable):
             waiting += [(variable, key) for key in keys]
     for group in _in_groups(waiting, context):
-        wanted = [(variable, key, piece) for variable, key in group for piece in own_pieces(variable, context)]
+        wanted = [(variable, key, region) for variable, key in group for region in own_regions(variable, context)]
         values = tf.raw_ops.RestoreV2(
             prefix=path,
             tensor_names=[key for _, key, _ in wanted],
-            shape_and_slices=[piece.spec(variable.shape) for variable, _, piece in wanted],
+            shape_and_slices=[region.spec(variable.shape) for variable, _, region in wanted],
             dtypes=[variable.dtype for variable, _, _ in wanted],
         )
-        read = dict(zip(((key, piece) for _, key, piece in wanted), values))
+        read = dict(zip(((key, region) for _, key, region in wanted), values))
         for variable, key in group:
-            assign_pieces(variable, [(p, read[key, p]) for p in own_pieces(variable, context)], context)
+            assign_regions(variable, [(p, read[key, p]) for p in own_regions(variable, context)], context)
 
 
 def read_region(
@@ -92,8 +92,8 @@ def _in_groups(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator
     size_bytes = 0
     for variable, key in waiting:
         group.append((variable, key))
-        pieces = own_pieces(variable, context)
-        size_bytes += sum(int(tf.TensorShape(p.size).num_elements() or 0) for p in pieces) * variable.dtype.size
+        regions = own_regions(variable, context)
+        size_bytes += sum(int(tf.TensorShape(p.size).num_elements() or 0) for p in regions) * variable.dtype.size
         if size_bytes >= _READ_TOGETHER_BYTES:
             yield group
             group, size_bytes = [], 0

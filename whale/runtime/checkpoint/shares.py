@@ -17,7 +17,7 @@ from tensorflow.python.training.saving.saveable_object_util import SaveableCompa
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.random_state import STATE_KEY, random_state
 from whale.runtime.run.context import Context
-from whale.runtime.variables.checkpoint_regions import holders, lies_split, pieces, read_piece, variable_of
+from whale.runtime.variables.checkpoint_regions import holders, lies_split, region_value, regions, variable_of
 from whale.runtime.variables.deferred import deferred_of
 from whale.runtime.variables.partial_initializers import Initial
 
@@ -104,12 +104,12 @@ def _entries_of_pieces(key: str, variable: Any, context: Context) -> list[Entry]
     return [
         Entry(
             key,
-            piece.spec(variable.shape),
-            holders(variable, piece, context),
-            _bytes(piece.size, variable.dtype),
-            partial(read_piece, variable, piece, context),
+            region.spec(variable.shape),
+            holders(variable, region, context),
+            _bytes(region.size, variable.dtype),
+            partial(region_value, variable, region, context),
         )
-        for piece in pieces(variable)
+        for region in regions(variable)
     ]
 
 

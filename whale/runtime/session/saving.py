@@ -19,7 +19,7 @@ from whale.ir.program import Program, prune
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.variables import SessionVariables
-from whale.runtime.variables.checkpoint_regions import Piece, pieces_of
+from whale.runtime.variables.checkpoint_regions import Region, regions_of
 
 # Name in the checkpoint, slice, and what reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
@@ -123,16 +123,16 @@ def _parts(key: str, name: str, held: SessionVariables) -> list[tuple[int, _Part
         def made(place: int) -> tf.Tensor:
             return initial.part(even, place).read_value()
 
-        return [(p.place, (key, p.spec(shape), partial(made, p.place))) for p in pieces_of(even, shape)]
+        return [(p.place, (key, p.spec(shape), partial(made, p.place))) for p in regions_of(even, shape)]
     placement, held_type = held.layout(name)
     shape = tuple(n or 0 for n in held_type.shape or ())
 
-    def read(piece: Piece) -> np.ndarray:
-        position = held.context.ranks.index(piece.place)
+    def read(region: Region) -> np.ndarray:
+        position = held.context.ranks.index(region.place)
         part = held.read(name, position, tf.as_dtype(held_type.dtype))
-        return part[(slice(None),) * piece.dim + (slice(piece.start, piece.start + piece.size[piece.dim]),)]
+        return part[(slice(None),) * region.dim + (slice(region.start, region.start + region.size[region.dim]),)]
 
-    return [(p.place, (key, p.spec(shape), partial(read, p))) for p in pieces_of(placement, shape)]
+    return [(p.place, (key, p.spec(shape), partial(read, p))) for p in regions_of(placement, shape)]
 
 
 def _variable(tensor: tf.Tensor) -> str | None:

@@ -34,7 +34,7 @@ from whale.runtime.run.context import running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
-from whale.runtime.tools.what_if import compared, read_fixed
+from whale.runtime.tools.what_if import compared, read_what_if
 
 
 def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
@@ -148,7 +148,7 @@ def main(
       PlanError: a choice cannot be read, or the plan does not fit.
       ProgramError: the script ended without a step that takes a batch.
     """
-    asked = [read_fixed(text) for text in fixed]
+    asked = [read_what_if(text) for text in fixed]
     planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
     predicted, why = prediction.of(planned)
     plan = replace(planned.plan, predicted=predicted)

@@ -29,7 +29,7 @@ SCOPE = "set/split_0"
 
 
 @dataclass(frozen=True)
-class Fixed:
+class WhatIf:
     """Operations whose names match ``pattern`` are divided over groups of ``ways`` ranks, or not at all (1)."""
 
     pattern: str
@@ -43,7 +43,7 @@ class Fixed:
         return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, f"*/{self.pattern}")
 
 
-def read_fixed(text: str) -> Fixed:
+def read_what_if(text: str) -> WhatIf:
     """
     Raises:
       PlanError: it says something else.
@@ -56,10 +56,10 @@ def read_fixed(text: str) -> Fixed:
             expected="PATTERN.split=N: how many ranks divide the operations of these names, as in 'dense*.split=2'",
             action="correct it; stages=..., tensor=... and the like are for --describe",
         )
-    return Fixed(match[1], int(match[2]))
+    return WhatIf(match[1], int(match[2]))
 
 
-def with_fixed(planned: Planned, one: Fixed) -> Planned:
+def with_choice(planned: Planned, one: WhatIf) -> Planned:
     """
     Raises:
       PlanError: there is no such operation.
@@ -122,7 +122,7 @@ class _Infeasible(Exception):
     """Why a choice cannot be."""
 
 
-def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
+def compared(planned: Planned, one: WhatIf, on: Table | Cluster | None) -> str:
     """One line: what the choice changes, or why it cannot be.
 
     Args:
@@ -132,7 +132,7 @@ def compared(planned: Planned, one: Fixed, on: Table | Cluster | None) -> str:
       PlanError: there is no such operation.
     """
     try:
-        other = with_fixed(planned, one)
+        other = with_choice(planned, one)
     except _Infeasible as reason:
         return f"{one}: infeasible: {reason}"
     mine, theirs = exchanges(planned), exchanges(other)

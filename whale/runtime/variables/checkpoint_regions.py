@@ -13,11 +13,11 @@ import tensorflow as tf
 from whale.ir.layout import Split
 from whale.runtime.ranks.ranks import Ranks
 
-_by_pieces: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restores_by_pieces", default=False)
+_by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restores_by_regions", default=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Region:
     """A rectangle of a variable: its first index and its extent in each dimension, in the whole value and in a part.
 
     Attributes:
@@ -53,12 +53,12 @@ def lies_split(variable: Any) -> bool:
     return getattr(variable, "_whale_parts", None) is not None
 
 
-def pieces(variable: Any) -> list[Piece]:
+def regions(variable: Any) -> list[Region]:
     """The rectangles into which a variable that lies split is cut; those without elements are left out."""
-    return pieces_of(variable._whale_parts.placement, tuple(variable.shape))
+    return regions_of(variable._whale_parts.placement, tuple(variable.shape))
 
 
-def pieces_of(placement: Split, shape: Sequence[int]) -> list[Piece]:
+def regions_of(placement: Split, shape: Sequence[int]) -> list[Region]:
     """The rectangles into which a value is cut; those without elements are left out."""
     found = []
     for place, size in enumerate(placement.sizes):
@@ -67,34 +67,34 @@ def pieces_of(placement: Split, shape: Sequence[int]) -> list[Piece]:
             begin[placement.dim] = block * sum(placement.sizes) + placement.offset(place)
             extent[placement.dim] = size
             if 0 not in extent:
-                found.append(Piece(tuple(begin), tuple(extent), place, placement.dim, block * size))
+                found.append(Region(tuple(begin), tuple(extent), place, placement.dim, block * size))
     return found
 
 
-def holders(variable: Any, piece: Piece, context: Ranks) -> tuple[int, ...]:
-    """The ranks that have a piece."""
-    found: tuple[int, ...] = variable._whale_parts.holders(piece.place)
+def holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
+    """The ranks that have a region."""
+    found: tuple[int, ...] = variable._whale_parts.holders(region.place)
     return found
 
 
-def read_piece(variable: Any, piece: Piece, context: Ranks, rank: int) -> tf.Tensor:
-    """The piece's values now, whatever later steps do, from a rank of this process."""
+def region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
+    """The region's values now, whatever later steps do, from a rank of this process."""
     variable._whale_parts.settle()
     part = variable._whale_parts.of_rank(rank).read_value()
-    if tuple(part.shape) == piece.size:
+    if tuple(part.shape) == region.size:
         return part
-    begin = [0] * len(piece.size)
-    begin[piece.dim] = piece.start
-    return tf.slice(part, begin, piece.size)
+    begin = [0] * len(region.size)
+    begin[region.dim] = region.start
+    return tf.slice(part, begin, region.size)
 
 
-def own_pieces(variable: Any, context: Ranks) -> list[Piece]:
-    """The pieces that ranks of this process have."""
-    return [p for p in pieces(variable) if any(rank in context.ranks for rank in holders(variable, p, context))]
+def own_regions(variable: Any, context: Ranks) -> list[Region]:
+    """The regions that ranks of this process have."""
+    return [p for p in regions(variable) if any(rank in context.ranks for rank in holders(variable, p, context))]
 
 
-def assign_pieces(variable: Any, values: Sequence[tuple[Piece, tf.Tensor]], context: Ranks) -> None:
-    """Sets all of ``own_pieces``; a whole value that was assigned before is gone."""
+def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], context: Ranks) -> None:
+    """Sets all of ``own_regions``; a whole value that was assigned before is gone."""
     parts = variable._whale_parts
     parts.settle()
     for rank in context.ranks:
@@ -106,14 +106,14 @@ def assign_pieces(variable: Any, values: Sequence[tuple[Piece, tf.Tensor]], cont
 
 @contextlib.contextmanager
 def restored_by_pieces() -> Iterator[None]:
-    """Under it TensorFlow's restoring leaves out variables that lie split: their pieces are read instead."""
-    token = _by_pieces.set(True)
+    """Under it TensorFlow's restoring leaves out variables that lie split: their regions are read instead."""
+    token = _by_regions.set(True)
     try:
         yield
     finally:
-        _by_pieces.reset(token)
+        _by_regions.reset(token)
 
 
-def restores_by_pieces() -> bool:
-    """Whether what TensorFlow restores now is read piece by piece, and not by it."""
-    return _by_pieces.get()
+def restores_by_regions() -> bool:
+    """Whether what TensorFlow restores now is read region by region, and not by it."""
+    return _by_regions.get()

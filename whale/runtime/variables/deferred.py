@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
-from whale.runtime.variables.checkpoint_regions import restores_by_pieces
+from whale.runtime.variables.checkpoint_regions import restores_by_regions
 from whale.runtime.variables.initializer_recording import record
 from whale.runtime.variables.partial_initializers import Initial, Reader, uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
@@ -143,7 +143,7 @@ def _deferred_class() -> type:
         return method
 
     def serialized(self: Any) -> dict[str, Any]:
-        return {} if restores_by_pieces() else kind._serialize_to_tensors(self)
+        return {} if restores_by_regions() else kind._serialize_to_tensors(self)
 
     members: dict[str, Any] = {name: first_made(name) for name in ("_read_variable_op", "is_initialized", *NEED_WHOLE)}
     members.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))

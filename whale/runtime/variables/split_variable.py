@@ -21,7 +21,7 @@ from whale.capture.captured import CapturedVariable
 from whale.errors import CommError
 from whale.ir.layout import Split
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.checkpoint_regions import restores_by_pieces
+from whale.runtime.variables.checkpoint_regions import restores_by_regions
 from whale.runtime.variables.partial_initializers import Initial, own_memory
 
 # Methods that need the whole value in the variable itself.
@@ -244,7 +244,7 @@ def _split_class(kind: type) -> type:
         return kind.assign(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def serialized(self: Any) -> dict[str, Any]:
-        return {} if restores_by_pieces() else kind._serialize_to_tensors(self)  # type: ignore[attr-defined]
+        return {} if restores_by_regions() else kind._serialize_to_tensors(self)  # type: ignore[attr-defined]
 
     def whole_first(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
