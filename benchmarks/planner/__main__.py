@@ -21,7 +21,7 @@ from cost_model.machines import cluster
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.planner.described.estimate import Limits
+from whale.planner.search.candidates import Limits
 from whale.planner.search.search import search
 from whale.planner.search.whale22 import flops_of, formula_1
 

@@ -15,8 +15,8 @@ from cost_model.described.spread import Part, Recompute, Spread, Stage
 from cost_model.described.stacks import stack
 from cost_model.machines.cluster import Cluster, parse
 from cost_model.machines.pools import Machines
-from whale.planner.described.estimate import divisors
 from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
+from whale.planner.search.estimate import divisors
 
 TYPES = (
     "v100-sxm2-32gb",

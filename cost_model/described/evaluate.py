@@ -56,8 +56,8 @@ def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
     Raises:
         PlanError: the schedule takes backward passes apart, or is none for so many chunks or micro-batches.
     """
-    stages, count = len(spread.stages), spread.micro_batches
-    costs = [stage_cost(model, machines, spread, i, _live(spread, i), spread.ranks) for i in range(stages)]
+    stages, count, ranks = len(spread.stages), spread.micro_batches, spread.ranks
+    costs = [stage_cost(model, machines, spread, i, _live(spread, i), ranks) for i in range(stages)]
     if fully_sharded(model, spread):
         costs, ends = _sharded(model, machines, spread, costs)
     elif spread.schedule == "1f1b" and spread.chunks == 1:

@@ -7,7 +7,7 @@ planner's.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -181,6 +181,13 @@ def costs_of(
     """The costs of layers on a part's ranks; `replicas` and `recompute` are the stage's (None: as the spread says)."""
     how = recompute or spread.recompute, spread.sequence_parallel, ranks
     return model.layer_costs(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
+
+
+def slowest_passes_s(costs: Sequence[LayerCosts], low: int, high: int) -> float:
+    """Seconds of both passes of layers low..high-1 on several kinds of rank, each pass on the slowest of them."""
+    if len(costs) == 1:
+        return costs[0].forward(low, high) + costs[0].backward(low, high)
+    return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
 
 
 def sums(values: Iterable[float]) -> array[float]:

@@ -83,10 +83,7 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     reduce_s = reduction_s(model, machines, stage.parts, summed, spread.zero)
     if model.stack.hides_data_parallel:  # behind the last backward pass, but for the last layer's
         reduce_s = max(reduce_s / max(1, stage.count), reduce_s - min(back))
-    memory = tuple([
-        part_memory(one, stage.layers, part, replicas, live, spread.zero, count, spread.offload)
-        for part, one in zip(stage.parts, costs)
-    ])  # fmt: skip
+    memory = stage_memory(spread, stage, costs, live, count)
     slowest = costs[limiting].held_bytes
     return StageCost(
         forward_s=tuple([a + b for a, b in zip(ahead, sent_ahead_s)]),
@@ -96,7 +93,7 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
         update_s=_update_s(model, machines, spread, stage, costs, dense, experts),
         limiting=limiting,
         memory=memory,
-        lacking_bytes=_lacking_bytes(machines, spread, stage, costs, memory),
+        lacking_bytes=lacking_bytes(machines, spread, stage, costs, memory),
         held_bytes=tuple([slowest[high] - slowest[low] for low, high in stage.layers]),
     )
 
@@ -314,13 +311,24 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload) -> float:
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
 
-def _lacking_bytes(
-    machines: Machines, spread: Spread, stage: Stage, costs: Sequence[LayerCosts], memory: Sequence[Footprint]
+def stage_memory(
+    settings: Spread, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
+) -> tuple[Footprint, ...]:
+    """Bytes of a rank of each part, of a stage of so many, that holds `live` chunks of micro-batches at its peak."""
+    zero, offload, replicas = settings.zero, settings.offload, stage.replicas
+    return tuple([
+        part_memory(one, stage.layers, part, replicas, live, zero, stages, offload)
+        for part, one in zip(stage.parts, costs)
+    ])  # fmt: skip
+
+
+def lacking_bytes(
+    machines: Machines, settings: Spread, stage: Stage, costs: Sequence[LayerCosts], memory: Sequence[Footprint]
 ) -> float:
     """By how much the worst part's ranks do not fit into their devices, or what they offload into their host."""
-    lacking = max(f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts))
-    if spread.offload != "none":
+    lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])
+    if settings.offload != "none":
         for part, one in zip(stage.parts, costs):
-            used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
+            used = offloaded_bytes(one, stage.layers, stage.replicas, settings.zero, settings.offload)
             lacking = max(lacking, used - machines.pools[part.pool].host_bytes)
     return lacking

@@ -9,7 +9,7 @@ import pytest
 from cost_model.machines import cluster
 from whale.errors import PlanError
 from whale.planner import ask, offers
-from whale.planner.described.estimate import Limits
+from whale.planner.search.candidates import Limits
 
 DESCRIBED = "gpt:layers=16,hidden=4096,heads=32,sequence=1024,batch=256"
 HOST = "{{name: {device}, count: {count}, devices: [{{type: {device}, count: 4}}], networks: {{ib: {{nics: 1}}}}}}"

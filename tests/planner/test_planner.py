@@ -19,9 +19,9 @@ from whale.errors import ClusterError, PlanError
 from whale.planner import ask
 from whale.planner.described import layer_tables as tables
 from whale.planner.described.check import check
-from whale.planner.described.estimate import Limits
 from whale.planner.report import planfile
 from whale.planner.report.show import against, diff, explain, show
+from whale.planner.search.candidates import Limits
 from whale.planner.search.search import search
 from whale.planner.search.whale22 import algorithm_1, formula_1
 

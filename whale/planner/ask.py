@@ -14,10 +14,11 @@ from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.planner.described.estimate import Limits
 from whale.planner.described.layer_tables import Table, TableModel
 from whale.planner.report.planfile import PlanFile, of_search
+from whale.planner.search.candidates import Limits
 from whale.planner.search.search import search
+from whale.planner.search.whale22 import plan22
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
 # What a described layer consists of; its operations are divided alike, and so are all layers.
@@ -85,8 +86,6 @@ def plan(
             "what was fixed cannot be", reason=f"infeasible: {reason}", action="fix something else, or less"
         )
     if planner == "whale22":
-        from whale.planner.search.whale22 import plan22
-
         found = plan22(model, machines, batch)
     elif planner == "whale":
         found = search(model, machines, batch, limits)

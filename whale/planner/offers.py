@@ -23,10 +23,10 @@ from cost_model.machines import cluster as clusters
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
 from whale.planner import ask
-from whale.planner.described.estimate import Limits
 from whale.planner.described.layer_tables import Table
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.show import seconds
+from whale.planner.search.candidates import Limits
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
 MOST_HOSTS = 256  # of a shared cluster

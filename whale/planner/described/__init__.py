@@ -1,1 +1,1 @@
-"""A described model on a cluster: its layers, the devices, a spread over them, and what that costs."""
+"""A described model in the planner: by measured tables, and whether a spread of it is one at all."""

@@ -22,7 +22,7 @@ from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.described.check import check
 from whale.planner.described.layer_tables import Table, TableModel
-from whale.planner.search.search import Found
+from whale.planner.search.candidates import SearchResult
 
 FORMAT_VERSION = "1.2"
 SCHEMA = Path(__file__).with_name("plan.schema.json")
@@ -103,7 +103,7 @@ def predicted(found: Evaluation) -> Predicted:
 
 
 def of_search(
-    found: Found,
+    found: SearchResult,
     cluster: Cluster,
     software: str,
     batch: int,

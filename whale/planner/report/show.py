@@ -11,7 +11,10 @@ from cost_model.described.layer_costs import Model, costs_of
 from cost_model.described.memory import Footprint, offloaded_bytes
 from cost_model.described.spread import Spread, Stage, counted, expert_ranks
 from cost_model.machines.pools import Machines
+from whale.errors import PlanError
+from whale.ir.schedule import schedule
 from whale.planner.report.planfile import PlanFile
+from whale.planner.search.neighbours import move_cut
 
 BAR = 10
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
@@ -175,8 +178,6 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
 
 def schedule_lines(plan: PlanFile) -> list[str]:
     """The order of passes on the first stages, as text: F and B with their micro-batch."""
-    from whale.ir.schedule import schedule
-
     spread = plan.spread
     if len(spread.stages) == 1:
         if spread.micro_batches == 1:
@@ -234,9 +235,6 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
 
 def explain(plan: PlanFile, layer: int) -> str:
     """One layer: where it lies, why there, and what its neighbours would cost."""
-    from whale.errors import PlanError
-    from whale.planner.search.neighbours import move_cut
-
     model, machines, found = plan.evaluate()
     if not 0 <= layer < model.count:
         raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cost_model.described.layer_costs import LayerCosts, Model, costs_of
-from cost_model.described.memory import offloaded_bytes, part_memory
+from cost_model.described.layer_costs import LayerCosts, Model, costs_of, slowest_passes_s
 from cost_model.described.spread import Part, Recompute, Spread, Stage, live_chunks
+from cost_model.described.stage_costs import lacking_bytes, stage_memory
 from cost_model.machines.pools import Machines
 
 
@@ -25,42 +25,33 @@ class Chain:
         kinds: Sequence[tuple[Part, ...]],
         settings: Spread,
         ranks: int,
-        ways: Sequence[Recompute] = (),
+        recomputes: Sequence[Recompute] = (),
     ) -> None:
-        """`ways`: what a stage may compute again; none: as the settings say."""
+        """`kinds`: the parts of each stage; `recomputes`: what one may compute again (none: as the settings say)."""
         self.model, self.machines, self.settings = model, machines, settings
-        self.kinds, self.ways = kinds, tuple(ways) or (settings.recompute,)
+        self.kinds, self.recomputes = kinds, tuple(recomputes) or (settings.recompute,)
         of: dict[tuple[tuple[Part, ...], Recompute], list[LayerCosts]] = {}
         for kind in dict.fromkeys(kinds):
             replicas = sum(part.replicas for part in kind)
-            for how in self.ways:
+            for how in self.recomputes:
                 of[kind, how] = [costs_of(model, settings, part, ranks, replicas, how) for part in kind]
         self.costs = of
         self.stages = len(kinds)
 
     def seconds(self, kind: tuple[Part, ...], how: Recompute, low: int, high: int) -> float:
         """Of both passes of layers low..high-1, on the slowest part."""
-        costs = self.costs[kind, how]
-        if len(costs) == 1:
-            return costs[0].forward(low, high) + costs[0].backward(low, high)
-        return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
+        return slowest_passes_s(self.costs[kind, how], low, high)
 
     def live(self, stage: int) -> int:
         """Micro-batches that a stage holds at its peak."""
         return live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
 
     def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
+        """Whether layers low..high-1, computed again like this, have room on a stage's ranks and in their hosts."""
         kind = self.kinds[stage]
-        live = self.live(stage)
-        replicas = sum(part.replicas for part in kind)
-        for part, one in zip(kind, self.costs[kind, how]):
-            s, pool, ranges = self.settings, self.machines.pools[part.pool], ((low, high),)
-            used = part_memory(one, ranges, part, replicas, live, s.zero, self.stages, s.offload)
-            if used.total_bytes > pool.memory_bytes:
-                return False
-            if offloaded_bytes(one, ranges, replicas, s.zero, s.offload) > pool.host_bytes:
-                return False
-        return True
+        one, costs = Stage(((low, high),), kind), self.costs[kind, how]
+        memory = stage_memory(self.settings, one, costs, self.live(stage), self.stages)
+        return lacking_bytes(self.machines, self.settings, one, costs, memory) <= 0
 
     def within(self, limit_s: float) -> list[int] | None:
         """Ends of the stages where none takes longer, layers as early as possible; None: impossible."""
@@ -73,7 +64,7 @@ class Chain:
             def good(high: int, stage: int = stage, low: int = low, kind: tuple[Part, ...] = kind) -> bool:
                 return any(
                     self.seconds(kind, how, low, high) <= limit_s and self.fits(stage, how, low, high)
-                    for how in self.ways
+                    for how in self.recomputes
                 )
 
             high = min(left, low + taken)
@@ -95,7 +86,9 @@ class Chain:
         if self.stages > self.model.count:
             return None
         if self.stages == 1:
-            return [self.model.count] if any(self.fits(0, how, 0, self.model.count) for how in self.ways) else None
+            return (
+                [self.model.count] if any(self.fits(0, how, 0, self.model.count) for how in self.recomputes) else None
+            )
         ends = self.within(float("inf"))
         if ends is None:
             return None
@@ -117,11 +110,14 @@ class Chain:
 
         def own(stage: int, low: int, high: int) -> float:
             kind = self.kinds[stage]
-            return min(self.seconds(kind, how, low, high) for how in self.ways if self.fits(stage, how, low, high))
+            return min(
+                self.seconds(kind, how, low, high) for how in self.recomputes if self.fits(stage, how, low, high)
+            )
 
         return max(own(stage, low, high) for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends)))
 
     def spread(self, ends: list[int]) -> Spread:
+        """The spread whose stages end before these layers."""
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for kind, low, high in zip(self.kinds, lows, ends))
         return msgspec.structs.replace(self.settings, stages=stages)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from cost_model.described.layer_costs import Model
 from cost_model.described.spread import Part
 from cost_model.machines.pools import Machines
-from whale.planner.described.estimate import Candidate, Estimates, Limits, divisors
-from whale.planner.described.shares import shares
+from whale.planner.search.candidates import Candidate, Limits
+from whale.planner.search.estimate import Estimates, divisors
+from whale.planner.search.row_shares import row_shares
 
 
 def stage_counts(layers: int, most: int) -> list[int]:
@@ -30,7 +31,7 @@ class Families(Estimates):
         key = min(most, self.model.count)
         if key not in self.stage_counts:
             found = stage_counts(self.model.count, key)
-            if self.coarse:
+            if self.hurried:
                 found = [n for n in found if self.model.count % n == 0 or n == key]
             self.stage_counts[key] = found
         return self.stage_counts[key]
@@ -51,7 +52,7 @@ class Families(Estimates):
                 for rows in sorted(set.intersection(*rows_known)):
                     if self.batch % rows or limits.micro_batch not in (None, rows):
                         continue
-                    if self.coarse and rows & (rows - 1):
+                    if self.hurried and rows & (rows - 1):
                         continue
                     yield from self._pure_of(chosen, tensors, units, rows)
 
@@ -159,7 +160,7 @@ class Families(Estimates):
                 def whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
                     return self.whole(pool, tensor, n, how)[1]
 
-                parts = shares(kinds, rows, whole_s, most)
+                parts = row_shares(kinds, rows, whole_s, most)
                 if parts is None or any(p.rows < least for p in parts):
                     continue
                 if limits.micro_batch is not None and any(p.rows != limits.micro_batch for p in parts):

@@ -22,34 +22,52 @@ import msgspec
 
 from cost_model.described.evaluate import Evaluation, evaluate
 from cost_model.described.layer_costs import Model
-from cost_model.described.spread import Offload, Part, Spread, Stage, even_chunks, live_chunks
+from cost_model.described.spread import Offload, Part, Spread, live_chunks
 from cost_model.described.stage_costs import stage_cost
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.planner.described.estimate import Candidate, Limits
+from whale.planner.search.candidates import Candidate, Limits, SearchResult
 from whale.planner.search.cut import Chain
+from whale.planner.search.estimate import Estimates
+from whale.planner.search.exact import exact
 from whale.planner.search.families import Families
+from whale.planner.search.infeasible import nothing_fits
 from whale.planner.search.neighbours import Ranks, neighbours, other_ranks
-from whale.planner.search.recompute_stages import Again
+from whale.planner.search.recompute_stages import RecomputeChoice
 
 
-@dataclass
-class Found:
-    """What the search found: the best spread, others with what they cost, and how it went."""
+@dataclass(frozen=True)
+class _Effort:
+    """How many spreads each step of a search takes on.
 
-    spread: Spread
-    evaluation: Evaluation
-    others: list[tuple[Spread, Evaluation]]
-    misfits: list[tuple[Spread, Evaluation]]
-    estimated: int
+    Attributes:
+        cut: candidates whose layers are cut.
+        simulated: of those, the best by their passes.
+        misfits: candidates without room that are evaluated, for the list of what lost.
+    """
+
+    cut: int
     simulated: int
-    seconds: float
-    bound_s: float
-    exhausted: bool
+    misfits: int
+
+
+THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=8, simulated=2, misfits=0)
+# Spreads that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may get
+# other ranks.
+IMPROVED, IMPROVED_FEW, IMPROVED_WIDELY = 4, 100, 40
+# Parts of the budget after which a step of the search ends: listing candidates, cutting them, simulating the best.
+LISTED, CUT, SIMULATED = 0.6, 0.75, 0.85
+BEHIND = 1.3  # what is estimated at so many times the best is not looked at
+LISTED_AT_ONCE = 64  # candidates between two looks at the clock
+MISFITS = 50  # that are kept, of at most...
+MISFIT_PASSES = 5000  # ...so many passes of a step, which take long to play
+SHORTER = 1e-9  # part by which a step must be shorter than another to count as faster, against rounding
 
 
 @dataclass
-class _Best:
+class _Simulated:
+    """(seconds, spread, evaluation) of all that were simulated and fit, and all that were looked at."""
+
     entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
     seen: set[Spread] = field(default_factory=set)
 
@@ -57,7 +75,7 @@ class _Best:
 class NothingFits(Exception):
     """No spread fits of those that a search looked at."""
 
-    def __init__(self, search: Search, candidates: list[Candidate]) -> None:
+    def __init__(self, search: Estimates, candidates: list[Candidate]) -> None:
         super().__init__("nothing fits")
         self.search, self.candidates = search, candidates
 
@@ -68,10 +86,10 @@ class Search(Families):
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
         super().__init__(model, machines, batch, limits)
         self.simulated = 0
-        self.kept = _Best()
+        self.kept = _Simulated()
         self.fastest: tuple[Spread, Evaluation] | None = None
         self.misfits: list[tuple[Spread, Evaluation]] = []
-        self.again = Again(model, machines, self.ranks)
+        self.recompute = RecomputeChoice(model, machines, self.ranks)
         # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
         self.choices: dict[tuple[int, bool], list[Ranks]] = {}
 
@@ -80,28 +98,18 @@ class Search(Families):
 
         A stage computes again what the candidate does, or less.
         """
-        kinds = [parts for parts, count in one.kinds for _ in range(count)]
         if one.chunks > 1:
-            return self.fitted(self.interleaved(kinds, one))
-        ways = self.ways(one.settings.sequence_parallel)
-        ways = ways[: ways.index(one.settings.recompute) + 1]
-        chain = Chain(self.model, self.machines, kinds, one.settings, self.ranks, ways)
+            return self.fitted(one.even(self.model.count))
+        kinds = self.recompute_kinds(one.settings.sequence_parallel)
+        kinds = kinds[: kinds.index(one.settings.recompute) + 1]
+        chain = Chain(self.model, self.machines, one.ranks, one.settings, self.ranks, kinds)
         ends = chain.best()
         return None if ends is None else self.fitted(chain.spread(ends))
 
     def fitted(self, spread: Spread) -> Spread:
         """The spread, every stage of which computes again as little as its memory lets it."""
-        return self.again.fitted(spread, self.ways(spread.sequence_parallel), lambda index: self._live(spread, index))
-
-    def interleaved(self, kinds: list[tuple[Part, ...]], one: Candidate) -> Spread:
-        chunks = even_chunks(self.model.count, len(kinds), one.chunks)
-        stages = tuple(Stage(ranges, kind) for ranges, kind in zip(chunks, kinds))
-        return msgspec.structs.replace(one.settings, stages=stages)
-
-    def even(self, one: Candidate) -> Spread:
-        """The candidate with equally many layers per stage, whether it fits or not."""
-        kinds = [parts for parts, count in one.kinds for _ in range(count)]
-        return self.interleaved(kinds, one)
+        kinds = self.recompute_kinds(spread.sequence_parallel)
+        return self.recompute.fitted(spread, kinds, lambda index: self._live(spread, index))
 
     def consider(self, spread: Spread) -> float:
         """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
@@ -114,7 +122,7 @@ class Search(Families):
         found = evaluate(self.model, self.machines, spread)
         self.simulated += 1
         if not found.fits:
-            if len(self.misfits) < 50:
+            if len(self.misfits) < MISFITS:
                 self.misfits.append((spread, found))
             return float("inf")
         if self.fastest is None or found.step_s < self.fastest[1].step_s:
@@ -137,7 +145,7 @@ class Search(Families):
             for other in others:
                 if self.late():
                     break
-                if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - 1e-9):
+                if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - SHORTER):
                     best = other, took
             if best[0] is spread:
                 return
@@ -157,7 +165,7 @@ class Search(Families):
             return sorted([*first.values(), *others], key=lambda e: e[0])
         return [*first.values(), *others]
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Searches until the budget is used or nothing is left.
 
         Raises:
@@ -167,28 +175,26 @@ class Search(Families):
         for family in (self.pure, self.mixed):
             for one in family():
                 candidates.append(one)
-                if len(candidates) % 64 == 0 and self.late(0.6):
+                if len(candidates) % LISTED_AT_ONCE == 0 and self.late(LISTED):
                     break
         candidates.sort(key=lambda c: c.estimate_s)
         exhausted = self._try(candidates)
         if self.ranks <= self.limits.exact_units:
-            from whale.planner.search.exact import exact
-
-            for spread in exact(self):
+            fastest_s = None if self.fastest is None else self.fastest[1].step_s
+            for spread in exact(self, fastest_s, self.choices):
                 self.consider(spread)
         if not self.kept.entries:
             raise NothingFits(self, candidates)
-        # With few devices a simulation costs next to nothing: many beginnings are improved.
         few = self.ranks <= self.limits.exact_units
         for number, (seconds, spread) in enumerate(self._beginnings()):
-            if self.late() or number == (100 if few else 4):
+            if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
                 break
-            self.improve(spread, seconds, few and number < 40)
+            self.improve(spread, seconds, few and number < IMPROVED_WIDELY)
         self._without_zero()
         assert self.fastest is not None
         spread, evaluation = self.fastest
         others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
-        return Found(
+        return SearchResult(
             spread,
             evaluation,
             others,
@@ -202,27 +208,28 @@ class Search(Families):
 
     def _try(self, candidates: list[Candidate]) -> bool:
         """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those."""
-        wanted, failed, finished = 8 if self.coarse else 40, 0, True
+        effort = HURRIED if self.hurried else THOROUGH
+        failed, finished = 0, True
         built: list[tuple[float, Spread]] = []
         best = float("inf")
         for one in candidates:
-            if self.late(0.75) and built:
+            if self.late(CUT) and built:
                 finished = False
                 break
-            if one.estimate_s > 1.3 * best or len(built) >= wanted:
+            if one.estimate_s > BEHIND * best or len(built) >= effort.cut:
                 break
             spread = self.build(one) if self.roomy(one) else None
             if spread is None:
                 failed += 1
-                if failed <= 8 and not self.coarse:
-                    self.misfit(self.even(one))
+                if failed <= effort.misfits:
+                    self.misfit(one.even(self.model.count))
                 continue
             seconds = self.quick_s(spread)
             if seconds < float("inf"):
                 built.append((seconds, spread))
                 best = min(best, seconds)
         for number, (seconds, spread) in enumerate(sorted(built, key=lambda e: e[0])):
-            if self.kept.entries and (self.late(0.85) or number >= (2 if self.coarse else 24) or seconds > 1.3 * best):
+            if self.kept.entries and (self.late(SIMULATED) or number >= effort.simulated or seconds > BEHIND * best):
                 break
             self.consider(spread)
         return finished
@@ -231,13 +238,14 @@ class Search(Families):
         """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
         count, stages = spread.micro_batches, len(spread.stages)
         slowest = total = after = 0.0
+        ranks = spread.ranks
         known: dict[tuple[int, int, tuple[Part, ...], str | None, int], float] = {}
         for index, stage in enumerate(spread.stages):
             live = self._live(spread, index)
             edge = min(index, 1) + 2 * (index == stages - 1)
             key = (stage.count, edge, stage.parts, stage.recompute, live)
             if key not in known:
-                cost = stage_cost(self.model, self.machines, spread, index, live, spread.ranks)
+                cost = stage_cost(self.model, self.machines, spread, index, live, ranks)
                 if cost.lacking_bytes > 0:
                     return float("inf")
                 known[key] = sum(cost.forward_s) + sum(cost.backward_s)
@@ -252,7 +260,7 @@ class Search(Families):
 
     def misfit(self, spread: Spread) -> None:
         """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
-        if spread.micro_batches * len(spread.stages) < 5000:
+        if spread.micro_batches * len(spread.stages) < MISFIT_PASSES:
             self.consider(spread)
 
     def _without_zero(self) -> None:
@@ -265,9 +273,10 @@ class Search(Families):
 MODES: tuple[tuple[int, Offload], ...] = (
     (2, "none"), (3, "none"), (1, "state"), (3, "state"), (1, "all"), (3, "all"),
 )  # fmt: skip
+LEAST_BUDGET = 0.2  # part of the budget that a further mode has
 
 
-def search(model: Model, machines: Machines, batch: int, limits: Limits | None = None) -> Found:
+def search(model: Model, machines: Machines, batch: int, limits: Limits | None = None) -> SearchResult:
     """The best spread of a model's training step over a cluster (see `Search`).
 
     ZeRO 1 (and 0) with all on the devices is looked at first. Where memory binds there (recompute, tensors or layers
@@ -282,7 +291,7 @@ def search(model: Model, machines: Machines, batch: int, limits: Limits | None =
     limits = limits or Limits()
     start_s = time.process_time()
     failed: NothingFits | None = None
-    found: list[Found] = []
+    found: list[SearchResult] = []
     try:
         found.append(Search(model, machines, batch, limits).run())
     except NothingFits as error:
@@ -290,17 +299,15 @@ def search(model: Model, machines: Machines, batch: int, limits: Limits | None =
     modes = _modes(machines, limits, found[0] if found else None)
     for number, (zero, offload) in enumerate(modes):
         left_s = limits.budget_s - (time.process_time() - start_s)
-        if found and left_s <= 0.2 * limits.budget_s:
+        if found and left_s <= LEAST_BUDGET * limits.budget_s:
             break
-        own_s = max(left_s / (len(modes) - number), 0.2 * limits.budget_s)
+        own_s = max(left_s / (len(modes) - number), LEAST_BUDGET * limits.budget_s)
         try:
             other = replace(limits, zero=zero, offload=offload, budget_s=own_s)
             found.append(Search(model, machines, batch, other).run())
         except NothingFits as error:
             failed = failed or error
     if not found:
-        from whale.planner.search.relax import nothing_fits
-
         assert failed is not None
         raise nothing_fits(failed.search, failed.candidates)
     best = min(found, key=lambda f: f.evaluation.step_s)
@@ -316,7 +323,7 @@ def search(model: Model, machines: Machines, batch: int, limits: Limits | None =
     )
 
 
-def _modes(machines: Machines, limits: Limits, found: Found | None) -> list[tuple[int, Offload]]:
+def _modes(machines: Machines, limits: Limits, found: SearchResult | None) -> list[tuple[int, Offload]]:
     """What else is worth a search, of what the user leaves free."""
     if found is not None:
         s = found.spread

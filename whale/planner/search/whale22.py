@@ -16,8 +16,8 @@ from cost_model.described.layer_costs import Model
 from cost_model.described.spread import Part, Spread, Stage
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.planner.described.estimate import divisors
-from whale.planner.search.search import Found
+from whale.planner.search.candidates import SearchResult
+from whale.planner.search.estimate import divisors
 
 
 def formula_1(load: int, flops_per_s: list[float]) -> list[int]:
@@ -51,7 +51,7 @@ def algorithm_1(
         shares[idle] += 1
 
 
-def plan22(model: Model, machines: Machines, batch: int) -> Found:
+def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
     """Data parallelism over all devices by Formula 1 and Algorithm 1; a pipeline where that does not fit.
 
     Raises:
@@ -63,7 +63,7 @@ def plan22(model: Model, machines: Machines, batch: int) -> Found:
             continue
         found = evaluate(model, machines, spread)
         if found.fits:
-            return Found(spread, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True)
+            return SearchResult(spread, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True)
     raise PlanError(
         "nothing fits, as the published planner counts",
         given=model.name,

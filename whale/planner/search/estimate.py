@@ -4,58 +4,21 @@ from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import dataclass
 
 from cost_model.described.layer_costs import LayerCosts, Model
 from cost_model.described.memory import BASE_BYTES, states
 from cost_model.described.spread import Offload, Part, Recompute, Spread
 from cost_model.described.stage_costs import reduction_s
 from cost_model.machines.pools import Machines
+from whale.planner.search.candidates import Candidate, Limits
 
-KEPT = 40  # candidates of a shape
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user has fixed; None: free.
-
-    `budget_s`: seconds of computing for the search; the best spread so far is returned.
-    """
-
-    stages: int | None = None
-    tensor: int | None = None
-    data: int | None = None
-    micro_batch: int | None = None
-    micro_batches: int | None = None
-    recompute: str | None = None
-    zero: int | None = None
-    chunks: int | None = None
-    offload: Offload | None = None
-    budget_s: float = 8.0
-    exact_units: int = 8
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A spread before its layers are cut: estimated seconds, the ranks of its stages, its settings."""
-
-    estimate_s: float
-    kinds: tuple[tuple[tuple[Part, ...], int], ...]  # (parts, so many stages), in order
-    settings: Spread
-    chunks: int = 1
-
-    @property
-    def stages(self) -> int:
-        return sum(count for _, count in self.kinds)
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """What alternatives are told apart by: stages, largest tensor degree, replicas."""
-        parts = self.kinds[0][0]
-        return self.stages, max(p.tensor for p in parts), sum(p.replicas for p in parts)
+KEPT_PER_SHAPE = 40  # candidates
+MOST_ROWS = 128  # of a rank's micro-batch, where all sizes are known
+HURRY_S = 2.0  # a budget below which only powers of two of rows, and stages that divide the layers, are estimated
 
 
 def divisors(n: int) -> list[int]:
+    """All of a positive number, in growing order."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -69,13 +32,13 @@ class Estimates:
         self.ranks = machines.devices
         self.zero = 1 if limits.zero is None else limits.zero
         self.offload: Offload = limits.offload or "none"
-        # In a hurry only powers of two of rows, and numbers of stages that divide the layers, are estimated.
-        self.coarse = limits.budget_s < 2.0
+        self.hurried = limits.budget_s < HURRY_S
         self.shapes: dict[tuple[str, int, int], list[float]] = {}
         self.estimated = 0
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
 
     def late(self, part: float = 1.0) -> bool:
+        """Whether a part of the budget is used up."""
         return time.process_time() - self.started > part * self.limits.budget_s
 
     def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
@@ -91,23 +54,27 @@ class Estimates:
         return self.each[key]
 
     def rows_of(self, pool: int, tensor: int) -> list[int]:
+        """Sizes of a rank's micro-batch that are looked at, in growing order."""
         known = self.model.row_choices(pool, tensor)
-        return known if known is not None else list(range(1, min(self.batch, 128) + 1))
+        return known if known is not None else list(range(1, min(self.batch, MOST_ROWS) + 1))
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
+        """(recompute, sequence parallel) that the model knows and the user leaves free."""
         found = self.model.recomputes()
         wanted = self.limits.recompute
         return [one for one in found if wanted is None or one[0] == wanted]
 
-    def ways(self, sequence_parallel: bool) -> list[Recompute]:
+    def recompute_kinds(self, sequence_parallel: bool) -> list[Recompute]:
         """What a stage may compute again; least first."""
         return [kind for kind, parallel in self.recomputes() if parallel == sequence_parallel]
 
     def tensors(self, pool: int) -> list[int]:
+        """Tensor-parallel degrees on a pool that the user leaves free."""
         found = self.model.tensor_degrees(pool)
         return [d for d in found if self.limits.tensor in (None, d)]
 
     def settings(self, micro_batches: int, how: tuple[str, bool]) -> Spread:
+        """A spread without stages; `how`: (recompute, sequence parallel)."""
         recompute, sequence_parallel = how
         return Spread((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
@@ -131,7 +98,7 @@ class Estimates:
         """Whether a candidate is among the best of its shape so far (recompute, size of the pipeline, tensors)."""
         self.estimated += 1
         best = self.shapes.setdefault(shape, [])
-        if len(best) < KEPT:
+        if len(best) < KEPT_PER_SHAPE:
             heapq.heappush(best, -estimate_s)
             return True
         if -best[0] <= estimate_s:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from cost_model.described.spread import Part
 
 
-def shares(
+def row_shares(
     kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
 ) -> tuple[Part, ...] | None:
     """The parts of a stage, or None where so many rows cannot be divided so.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,15 +10,13 @@ from cost_model.described.evaluate import Evaluation, evaluate
 from cost_model.described.spread import Part, Spread, Stage, live_chunks
 from cost_model.described.stage_costs import stage_cost
 from whale.errors import PlanError
+from whale.planner.search.candidates import Candidate
+from whale.planner.search.estimate import Estimates
 
 MOST_PASSES = 20_000
 
-if TYPE_CHECKING:
-    from whale.planner.described.estimate import Candidate
-    from whale.planner.search.search import Search
 
-
-def nothing_fits(search: Search, candidates: Sequence[Candidate]) -> PlanError:
+def nothing_fits(search: Estimates, candidates: Sequence[Candidate]) -> PlanError:
     """The error that says so, from the spread that lacks the least memory."""
     if not candidates:
         return PlanError(
@@ -32,7 +29,7 @@ def nothing_fits(search: Search, candidates: Sequence[Candidate]) -> PlanError:
     # A schedule of many passes takes long to play, and needs no less memory than its like with fewer.
     short = [one for one in candidates if one.stages * one.settings.micro_batches <= MOST_PASSES]
     for one in _least_memory(short or candidates[:1])[:40]:
-        spread = search.even(one)
+        spread = one.even(search.model.count)
         found = evaluate(search.model, search.machines, spread)
         tried.append((found.lacking_bytes, spread, found))
     lacking, spread, found = min(tried, key=lambda e: e[0])
@@ -72,7 +69,7 @@ def _least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=size)
 
 
-def _cheapest(search: Search, spread: Spread, lacking: float, memory_bytes: float) -> str:
+def _cheapest(search: Estimates, spread: Spread, lacking: float, memory_bytes: float) -> str:
     """Changes in the order of their price: a stage's free ranks, fewer layers, more memory per device."""
     layers = _layers_that_fit(search, spread)
     need = 1.0 + lacking / memory_bytes
@@ -84,7 +81,7 @@ def _cheapest(search: Search, spread: Spread, lacking: float, memory_bytes: floa
     return f"take about {hosts:.0f} such devices{fewer}, or {more}, or a smaller micro-batch or sequence{host}"
 
 
-def _layers_that_fit(search: Search, spread: Spread) -> int:
+def _layers_that_fit(search: Estimates, spread: Spread) -> int:
     """How many of the model's layers this spread's stages could hold."""
     total = 0
     for index, stage in enumerate(spread.stages):
@@ -102,7 +99,7 @@ def _layers_that_fit(search: Search, spread: Spread) -> int:
     return total
 
 
-def evaluate_stage(search: Search, spread: Spread, stages: tuple[Stage, ...], index: int) -> float:
+def evaluate_stage(search: Estimates, spread: Spread, stages: tuple[Stage, ...], index: int) -> float:
     """By how many bytes one stage does not fit."""
     live = live_chunks(spread.schedule, len(stages), 1, spread.micro_batches, index)
     changed = msgspec.structs.replace(spread, stages=stages)

@@ -1,0 +1,87 @@
+"""What a search is asked for, what it looks at before layers are cut, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cost_model.described.evaluate import Evaluation
+from cost_model.described.spread import Offload, Part, Spread, Stage, even_chunks
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user has fixed; None: free.
+
+    `budget_s`: seconds of computing for the search; the best spread so far is returned.
+    `exact_units`: with at most so many devices, every assignment of devices to stages is looked at.
+    """
+
+    stages: int | None = None
+    tensor: int | None = None
+    data: int | None = None
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    recompute: str | None = None
+    zero: int | None = None
+    chunks: int | None = None
+    offload: Offload | None = None
+    budget_s: float = 8.0
+    exact_units: int = 8
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A spread before its layers are cut: estimated seconds of a step, the ranks of its stages, its settings.
+
+    Attributes:
+        kinds: (parts of a stage, so many equal stages), in order.
+        settings: the spread without its stages.
+        chunks: of layers that each stage holds.
+    """
+
+    estimate_s: float
+    kinds: tuple[tuple[tuple[Part, ...], int], ...]
+    settings: Spread
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def ranks(self) -> list[tuple[Part, ...]]:
+        """The parts of each stage, in order."""
+        return [parts for parts, count in self.kinds for _ in range(count)]
+
+    def even(self, layers: int) -> Spread:
+        """The spread with equally many of a model's layers per stage and chunk, whether it fits or not."""
+        chunks = even_chunks(layers, self.stages, self.chunks)
+        stages = tuple(Stage(ranges, parts) for ranges, parts in zip(chunks, self.ranks))
+        return msgspec.structs.replace(self.settings, stages=stages)
+
+
+@dataclass
+class SearchResult:
+    """What a search found, and how it went.
+
+    Attributes:
+        spread, evaluation: the best, and what it costs.
+        others: spreads that fit as well, fastest first; misfits: some that do not.
+        estimated, simulated: how many spreads were looked at.
+        seconds: of computing.
+        bound_s: no spread of the model on these devices takes less for a step.
+        exhausted: whether the budget sufficed for all that was worth a look.
+    """
+
+    spread: Spread
+    evaluation: Evaluation
+    others: list[tuple[Spread, Evaluation]]
+    misfits: list[tuple[Spread, Evaluation]]
+    estimated: int
+    simulated: int
+    seconds: float
+    bound_s: float
+    exhausted: bool
