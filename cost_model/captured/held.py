@@ -17,6 +17,7 @@ from cost_model.captured.liveness import Kinds, peaks
 from cost_model.captured.machine import GRAIN_BYTES
 from cost_model.captured.table import CONTRACTIONS
 from cost_model.ops.work import Work
+from whale.ir.ops import CALLS
 from whale.ir.program import Node, Program, Ref, function_refs
 
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
@@ -110,7 +111,7 @@ class _Holder:
                 calls.add(i)
                 seconds.append(sum(c.seconds for c in called))
                 scratch.append(max(c.scratch_bytes for c in called))
-                if "PartitionedCall" in node.op or node.op == "WhaleCall":
+                if node.op in CALLS:
                     for k, operand in called[0].passed_on.items():
                         graph.shared[graph.results[i][k]] = graph.operands[i][operand]
                 continue

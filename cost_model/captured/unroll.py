@@ -12,12 +12,12 @@ from typing import NoReturn
 
 import numpy as np
 
-from cost_model.ops.loops import LOOPS, evaluate, function_of
+from cost_model.ops.loops import evaluate, function_of
 from whale.errors import PlanError
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, TensorType
 
-BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
 MOST_NODES = 100_000
 # Rows that begin at a multiple of it are taken from a tensor without a copy (Eigen's EIGEN_MAX_ALIGN_BYTES).
 ALIGNED_BYTES = 64
@@ -68,7 +68,7 @@ def unrolled(program: Program, strict: bool = True) -> Program:
     Raises:
         PlanError: how often a loop or branch runs is not known before it does, or it is more than can be played.
     """
-    if not any(node.op in LOOPS or node.op in BRANCHES for node in program.nodes):
+    if not any(node.op in HAS_BODIES for node in program.nodes):
         return program
     try:
         return _Unroller(program, strict).run()

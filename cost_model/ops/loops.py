@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whale.ir.ops import LOOPS
 from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import Func
 
-LOOPS = ("While", "StatelessWhile")
 MOST_TURNS = 100_000  # that are counted one by one
 _COUNTING = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 _OPS: Mapping[str, Callable[..., Any]] = {

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_model.ops.contraction import matmul_flops
-from cost_model.ops.loops import LOOPS, Turns, turns
+from cost_model.ops.loops import Turns, turns
+from whale.ir.ops import LOOPS
 from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import TensorType, item_bytes
 

@@ -13,7 +13,8 @@ import pytest
 from tests.rules.helpers import found, placements, strategies, view
 from whale.errors import RuleError
 from whale.ir.layout import B, Strategy, split
-from whale.rules import CONTROL_FLOW, OpView, all_rules, known_outputs, registry, rule_of
+from whale.ir.ops import CONTROL_FLOW
+from whale.rules import OpView, all_rules, known_outputs, registry, rule_of
 from whale.rules.notation import FIRST_RANK, parse, parse_passes
 from whale.rules.registry import rule
 

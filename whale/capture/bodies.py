@@ -11,6 +11,7 @@ from tensorflow.python.framework import func_graph, function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 
 from whale.capture.loops import import_settled
+from whale.ir.ops import CALLS
 
 _HANDLES = (tf.resource, tf.variant)
 
@@ -163,7 +164,7 @@ def _callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
     while todo:
         for node in todo.pop():
             names = [node.op] if node.op in library else []
-            if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+            if node.op in CALLS:
                 names.append(node.attr["f"].func.name)
             for name in names:
                 if name in library and name not in found:

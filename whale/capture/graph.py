@@ -13,6 +13,7 @@ from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
 from whale.capture.bodies import body_graph
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
+from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, TensorType
 
@@ -152,7 +153,7 @@ class _Builder:
         facts = op_facts(op_type)
         if facts is None:
             op_type, attrs, facts = self._legacy_call(node_def)
-        acts = op_type not in _CALLS
+        acts = op_type not in HAS_BODIES and op_type not in CALLS
         renamed: dict[str, Any] = {}
         for key in facts[1]:
             value = attrs.get(key)
@@ -241,20 +242,15 @@ class _Builder:
 # Stands for the function attributes of an op type that is not registered: a function called by its own name.
 _LEGACY = ("",)
 
-_CALLS = frozenset(
-    {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf", "Case",
-     "StatelessCase"}
-)  # fmt: skip
-
 
 def _arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
     """The tensors that a call op passes to its functions; None when the op does not say (datasets)."""
-    if op_type in ("PartitionedCall", "StatefulPartitionedCall"):
+    if op_type in CALLS:
         return list(op.inputs)
-    if op_type in ("While", "StatelessWhile"):
+    if op_type in LOOPS:
         # Outputs carry the loop's invariant shapes; handles know what they refer to on the input side only.
         return [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs)]
-    if op_type in ("If", "StatelessIf", "Case", "StatelessCase"):
+    if op_type in BRANCHES:
         return list(op.inputs)[1:]
     return None
 

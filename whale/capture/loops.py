@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_LOOPS = frozenset({"While", "StatelessWhile"})
-_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 
 # (graph of the caller, name of a function, its arguments) -> what the function returns, typed for these arguments.
 Results = Callable[[tf.Graph, str, list[tf.Tensor]], Sequence[tf.Tensor]]
@@ -24,8 +23,8 @@ def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Re
     branches settle in the order in which they depend on each other, so this ends. Writes to ``graph_def``.
     """
     loose = [n for n in graph_def.node if _is_loose(n)]
-    loops = [n for n in loose if n.op in _LOOPS]
-    branches = [n for n in loose if n.op in _BRANCHES]
+    loops = [n for n in loose if n.op in LOOPS]
+    branches = [n for n in loose if n.op in BRANCHES]
     recorded = {n.name: _recorded(n) for n in loose}
     for node in loops:
         # Without recorded shapes a While passes its inputs' shapes on.
@@ -48,7 +47,7 @@ def _recorded(node: Any) -> list[tf.TensorShape]:
 
 
 def _is_loose(node: Any) -> bool:
-    if node.op not in _LOOPS and node.op not in _BRANCHES:
+    if node.op not in HAS_BODIES:
         return False
     shapes = node.attr["output_shapes"].list.shape
     return any(s.unknown_rank or any(d.size < 0 for d in s.dim) for s in shapes)

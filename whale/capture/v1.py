@@ -16,14 +16,10 @@ from whale.capture.graph import program_from_graph
 from whale.capture.loops import import_settled
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
+from whale.ir.ops import FRAMES, REF_VARIABLES
 from whale.ir.program import BACKWARD, CHECKPOINT, Program, Ref
 from whale.ir.values import Dims, TensorType
 
-_FRAMES = frozenset(
-    {"Enter", "Exit", "Switch", "Merge", "NextIteration", "LoopCond", "RefEnter", "RefExit", "RefSwitch", "RefMerge",
-     "RefNextIteration"}
-)  # fmt: skip
-_REF_VARIABLES = frozenset({"Variable", "VariableV2", "TemporaryVariable"})
 _SOURCES = frozenset(
     {"IteratorGetNext", "IteratorGetNextSync", "QueueDequeueV2", "QueueDequeueManyV2",
      "QueueDequeueUpToV2", "PyFunc", "PyFuncStateless", "EagerPyFunc"}
@@ -201,7 +197,7 @@ class GraphCapture:
     def _refuse(self, needed: Sequence[str]) -> None:
         for name in needed:
             op = self._defs[name].op
-            if op in _FRAMES:
+            if op in FRAMES:
                 raise CaptureError(
                     "control flow of version 1 cannot be distributed",
                     op=name,
@@ -209,7 +205,7 @@ class GraphCapture:
                     expected="While or If ops",
                     action="call tf.compat.v1.enable_control_flow_v2() before the graph is built",
                 )
-            if op in _REF_VARIABLES:
+            if op in REF_VARIABLES:
                 raise CaptureError(
                     "a reference variable cannot be distributed",
                     op=name,

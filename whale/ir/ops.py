@@ -43,7 +43,7 @@ HAS_BODIES = LOOPS | BRANCHES
 CALLS = _named("PartitionedCall StatefulPartitionedCall WhaleCall")
 # What loops and branches are made of in TensorFlow 1.
 FRAMES = _named("Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration")
-# What nodes run, and how often, depends on them.
+# What nodes run, and how often, depends on them: they are laid out with their bodies or frames, not by a rule.
 CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _named("For ControlTrigger")
 
 # -- operands handed on

@@ -10,6 +10,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import FIRST, B, Partial, Placement, Split, Strategy, local_shape
+from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
@@ -19,7 +20,7 @@ from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
-from whale.rules.graph import BRANCHES, LOOPS, USE, called_functions, handles_lists, recreatable, view
+from whale.rules.graph import USE, called_functions, handles_lists, recreatable, view
 
 _ENDS = frozenset(
     {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
@@ -57,7 +58,7 @@ def _callees_first(program: Program) -> list[tuple[str, Program]]:
 
     def visit(body: Program) -> None:
         for node in body.nodes:
-            if node.op in LOOPS or node.op in BRANCHES:
+            if node.op in HAS_BODIES:
                 for func in called_functions(node):
                     if func.name in program.functions and func.name not in order:
                         visit(program.functions[func.name])
@@ -148,7 +149,7 @@ class _Localiser:
 
     def _talks(self, node: Node) -> bool:
         """Whether it is a loop or branch with communication inside."""
-        if node.op not in LOOPS and node.op not in BRANCHES:
+        if node.op not in HAS_BODIES:
             return False
         return any(func.name in self.talks for func in called_functions(node))
 
@@ -249,7 +250,7 @@ class _Localiser:
         if not spread and name == node.name and self._unchanged(node, strategy):
             e.nodes[name] = node
             return
-        control_flow = node.op in LOOPS or node.op in BRANCHES
+        control_flow = node.op in HAS_BODIES
         edit: Local = UNCHANGED
         handle = self.program.variable_of.get(node.name)
         if spread and not control_flow and node.op not in _ENDS and not handles_lists(node) and handle is None:
@@ -312,7 +313,7 @@ class _Localiser:
 
     def _unchanged(self, node: Node, strategy: Strategy) -> bool:
         """Whether this rank runs the node as it stands in the program (most do: optimizers, whole tensors)."""
-        if node.op in LOOPS or node.op in BRANCHES or (self.rank != 0 and any(map(self._absent, node.controls))):
+        if node.op in HAS_BODIES or (self.rank != 0 and any(map(self._absent, node.controls))):
             return False
         return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
 

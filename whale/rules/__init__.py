@@ -2,6 +2,6 @@
 
 from whale.rules.base import Local, OpView, Rule, Strategy
 from whale.rules.empty import known_outputs
-from whale.rules.registry import CONTROL_FLOW, LineRule, all_rules, rule_of
+from whale.rules.registry import LineRule, all_rules, rule_of
 
-__all__ = ["CONTROL_FLOW", "LineRule", "Local", "OpView", "Rule", "Strategy", "all_rules", "known_outputs", "rule_of"]
+__all__ = ["LineRule", "Local", "OpView", "Rule", "Strategy", "all_rules", "known_outputs", "rule_of"]

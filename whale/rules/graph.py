@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whale.ir.layout import Placement
+from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 from whale.rules.base import OpView
@@ -10,9 +11,6 @@ from whale.rules.registry import rule_of
 
 # Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
 USE = "_whale_use"
-
-LOOPS = frozenset({"While", "StatelessWhile"})
-BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 _LIST_OPS = frozenset({"Identity", "ZerosLike", "StopGradient", "Snapshot", "AddN"})
 
@@ -42,7 +40,7 @@ def view(program: Program, node: Node, parts: int) -> OpView:
 def takes(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
     """Whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule cannot."""
     rule = rule_of(node.op)
-    if rule is None or node.op in LOOPS or node.op in BRANCHES:
+    if rule is None or node.op in HAS_BODIES:
         return False
     options = rule.strategies(view(program, node, parts), current)
     return any(option.inputs[operand] == current[operand] for option in options)

@@ -25,13 +25,6 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
-# Propagated with their bodies or frames, not by a rule.
-CONTROL_FLOW = frozenset({
-    "While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "For", "PartitionedCall",
-    "StatefulPartitionedCall", "Enter", "Exit", "Switch", "Merge", "NextIteration", "LoopCond", "ControlTrigger",
-    "RefEnter", "RefExit", "RefSwitch", "RefMerge", "RefNextIteration",
-})  # fmt: skip
-
 Text = str | None | Callable[[OpView], str | None]
 Known = Callable[[OpView, Strategy, int], tuple[np.ndarray | None, ...]]
 

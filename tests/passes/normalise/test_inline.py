@@ -10,9 +10,10 @@ import tensorflow as tf
 from tests.capture.roundtrip import rebuilt
 from whale.capture.function import capture_function
 from whale.errors import ProgramError
+from whale.ir.ops import CALLS
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import DType, Func, TensorType
-from whale.passes.normalise.inline import CALLS, inline
+from whale.passes.normalise.inline import inline
 
 pytestmark = pytest.mark.core
 _F = TensorType("float32", ())

@@ -22,7 +22,7 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
-from whale.ir.ops import EXCHANGES
+from whale.ir.ops import EXCHANGES, HAS_BODIES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype
@@ -32,7 +32,7 @@ from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.partial_sums import place_reductions
 from whale.passes.layout.settle import settled_layouts
-from whale.rules.graph import BRANCHES, LOOPS, called_functions
+from whale.rules.graph import called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
@@ -198,7 +198,7 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
     level = _levels(program, plan)
     updating = _leading_to_updates(program)
     for node in program.nodes:
-        if level[node.name] == 1 and (node.op in LOOPS or node.op in BRANCHES):
+        if level[node.name] == 1 and node.op in HAS_BODIES:
             _refuse_sums_inside(plan, node)
         if level[node.name] != 3:
             continue
@@ -214,10 +214,10 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
         ):
             found[node.name] = _once(node, "of what is whole, or computed once")
             continue
-        if node.op not in LOOPS and node.op not in BRANCHES and _has_no_rows(node, strategies, found):
+        if node.op not in HAS_BODIES and _has_no_rows(node, strategies, found):
             found[node.name] = _once(node, "of sums, which happen to be as large as the batch")
             continue
-        if node.name not in updating and node.op not in LOOPS and node.op not in BRANCHES:
+        if node.name not in updating and node.op not in HAS_BODIES:
             found[node.name] = _once(node, "only looked at, after the last micro-batch")
             continue
         for ref in _summed_before(program, plan, level, node):
@@ -282,7 +282,7 @@ def _on_whole_batch(
         carries = any(program.type_of(r).dtype in UNMOVABLE for r in node.inputs) or any(
             t.dtype in UNMOVABLE for t in node.outputs
         )
-        if node.op not in EXCHANGES and (node.stateful or carries or node.op in LOOPS or node.op in BRANCHES):
+        if node.op not in EXCHANGES and (node.stateful or carries or node.op in HAS_BODIES):
             made = program.by_name[ref.node]
             _refuse_joined_rows(program, ref, parts)
             raise _second_round(

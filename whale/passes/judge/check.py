@@ -15,6 +15,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import FIRST, P_SUM, B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.plan import DEVICE, Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
@@ -23,7 +24,7 @@ from whale.passes.exchange.horovod import horovod_can
 from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
 from whale.rules.base import as_whole, with_own
-from whale.rules.graph import BRANCHES, LOOPS, called_functions, handles_lists, holds_variable, recreatable, view
+from whale.rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
 from whale.rules.nn.norm import own_moments
 
 _AGAIN = "make the plan again with `whale plan`"
@@ -83,7 +84,7 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         for ref, placement in zip(node.refs(), strategy.outputs):
             _check_sizes(program, node, ref, placement, plan.size)
             produced[ref] = placement
-        if (node.op in LOOPS or node.op in BRANCHES) and not strategy.once:
+        if node.op in HAS_BODIES and not strategy.once:
             _check_bodies(root, node, strategy, plan)
     returned = plan.returned.get(graph, ())
     if len(returned) != len(program.outputs):

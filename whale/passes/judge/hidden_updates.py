@@ -4,10 +4,10 @@ pass looks into. The copies of such a variable would drift apart, so the program
 from __future__ import annotations
 
 from whale.errors import PlanError
+from whale.ir.ops import HAS_BODIES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, function_refs
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS
 
 # Op types that change what a resource holds; where the resource is a variable, all ranks have to run them.
 _UPDATES = (
@@ -29,7 +29,7 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
     for graph, strategies in plan.strategies.items():
         body = program if graph == "" else program.functions[graph]
         for node in body.nodes:
-            control_flow = node.op in LOOPS or node.op in BRANCHES
+            control_flow = node.op in HAS_BODIES
             if control_flow and not strategies[node.name].once:
                 continue  # its bodies are graphs of the plan
             if not control_flow and (rule_of(node.op) is not None or not _takes_handles(body, node)):

@@ -21,10 +21,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from whale.ir.layout import Partial, PerRank, Split
+from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING, UNMOVABLE
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.rules.graph import BRANCHES, LOOPS
 
 _PASSED_ON = frozenset({"Identity", "StopGradient", "Cast", "PreventGradient"})
 _SPREADS = frozenset({"Tile", "BroadcastTo"})
@@ -136,7 +136,7 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
                 found.add(reader.name)
             elif reader.outputs and reader.outputs[0].elements == rows:
                 joined.add(reader.name)
-            elif not reader.stateful and reader.op not in LOOPS and reader.op not in BRANCHES:
+            elif not reader.stateful and reader.op not in HAS_BODIES:
                 for ref, out in zip(reader.refs(), reader.outputs):
                     if ref not in seen and out.dtype not in UNMOVABLE and out.is_static and out.elements <= limit:
                         seen.add(ref)

@@ -16,11 +16,12 @@ import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.rules.graph import BRANCHES, LOOPS, recreatable
+from whale.rules.graph import recreatable
 
 _SOURCE, _SINK = "source", "sink"
 _NEVER = 1e30  # the cost of what cannot be done
@@ -31,10 +32,7 @@ def place_reductions(program: Program, layout: GraphLayout, parts: int) -> Graph
     flexible = {
         n.name
         for n in program.nodes
-        if n.op not in LOOPS
-        and n.op not in BRANCHES
-        and n.inputs
-        and any(type(p) is Partial for p in layout.strategies[n.name].outputs)
+        if n.op not in HAS_BODIES and n.inputs and any(type(p) is Partial for p in layout.strategies[n.name].outputs)
     }
     if not flexible:
         return layout

@@ -27,6 +27,7 @@ from whale.ir.layout import (
     even_sizes,
     split,
 )
+from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func, static_shape
 from whale.passes.facts.cost import change_cost, compute_cost, matmul_flops, move_cost
@@ -37,7 +38,7 @@ from whale.passes.layout.per_rank import AS_ONE_DEVICE, OwnRows, Semantics
 from whale.passes.layout.unmovable import NeededWhole, cannot_be_sent
 from whale.rules import rule_of
 from whale.rules.base import OpView, replicated
-from whale.rules.graph import BRANCHES, LOOPS, USE, called_functions, handles_lists, holds_variable, view
+from whale.rules.graph import USE, called_functions, handles_lists, holds_variable, view
 from whale.rules.registry import LineRule
 
 _INFINITE = float("inf")

@@ -19,6 +19,7 @@ from functools import partial
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, split
+from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import LOOKUPS, change_cost, compute_cost, fraction, matmul_flops
@@ -29,7 +30,7 @@ from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.options import Edge
 from whale.passes.layout.sequence import along_sequence, check_sequences, surcharge
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS, takes, view
+from whale.rules.graph import takes, view
 from whale.rules.registry import LineRule
 
 _IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
@@ -126,7 +127,7 @@ class _Chooser:
     def _can_choose(self, node: Node) -> bool:
         """Whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and variables."""
         program, rule = self.program, rule_of(node.op)
-        if rule is None or node.op in LOOPS or node.op in BRANCHES or node.op == "Placeholder":
+        if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
             return False
         if node.name in program.variable_of or node.name in program.inputs:
             return False

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 from whale.passes.facts.scopes import split_scope
-from whale.rules.graph import BRANCHES, LOOPS, called_functions
+from whale.rules.graph import called_functions
 
 
 def hoist_reads(program: Program, min_bytes: int) -> Program:

@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from whale.errors import PlanError
+from whale.ir.ops import HAS_BODIES
 from whale.ir.program import ON_HOST, Node, Program, Ref, function_refs
 from whale.ir.values import UNMOVABLE, DType
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.zero import is_model, is_state
-from whale.rules.graph import BRANCHES, LOOPS, USE
+from whale.rules.graph import USE
 
 COPY = "WhaleOffload"
 LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # kinds of variables that lie in the host's memory
@@ -75,7 +76,7 @@ def crossing_bytes(program: Program) -> tuple[int, int]:
 
 
 def _is_call(node: Node) -> bool:
-    return node.op in LOOPS or node.op in BRANCHES or any(True for _ in function_refs(node))
+    return node.op in HAS_BODIES or any(True for _ in function_refs(node))
 
 
 def _computed_there(program: Program, handles: Collection[str]) -> set[str]:

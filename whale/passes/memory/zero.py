@@ -21,12 +21,13 @@ from itertools import chain
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
+from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import LOOKUPS, matmul_flops
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
-from whale.rules.graph import BRANCHES, LOOPS, takes, view
+from whale.rules.graph import takes, view
 
 
 def state_at_rest(
@@ -125,7 +126,7 @@ def is_state(program: Program, handle: str) -> bool:
 
 def is_model(program: Program, node: Node) -> bool:
     """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
-    if node.op in LOOPS or node.op in BRANCHES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
+    if node.op in HAS_BODIES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
         return True
     if node.op == "WhaleCall":  # a micro-batch
         return True
@@ -262,7 +263,6 @@ class _Updates:
             node.name not in self.chosen
             and bool(node.inputs)
             and not node.stateful
-            and node.op not in LOOPS
-            and node.op not in BRANCHES
+            and node.op not in HAS_BODIES
             and all(isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
         )

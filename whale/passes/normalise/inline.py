@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.errors import ProgramError
+from whale.ir.ops import CALLS
 from whale.ir.program import AGAIN, Node, Program, Ref, function_refs, topological
 from whale.ir.values import TensorType
 from whale.passes.normalise.compiled import asks_for_xla, called_from, marked
-
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "WhaleCall"})
 
 
 def inline(program: Program) -> Program:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import Func
-from whale.rules.graph import BRANCHES, LOOPS
 
 
 def specialise(program: Program) -> Program:
@@ -50,7 +50,7 @@ def specialise(program: Program) -> Program:
 
     def of_node(node: Node, prefix: str) -> Node:
         changes: dict[str, object] = {}
-        if node.op not in LOOPS and node.op not in BRANCHES:
+        if node.op not in HAS_BODIES:
             return with_kept(node, prefix)
         for key, value in _function_attrs(node):
             name = f"{prefix}{node.name}/{key}"

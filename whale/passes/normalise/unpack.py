@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from whale.ir.ops import BRANCHES
 from whale.ir.program import Node, Program, Ref, const_node, prune
 from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
-from whale.rules.graph import BRANCHES, called_functions
+from whale.rules.graph import called_functions
 
 _PASSED_ON = frozenset({"Identity"})
 

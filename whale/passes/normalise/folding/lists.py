@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import Dims, Func, Tensor, TensorType
 
@@ -114,7 +115,7 @@ class _Elements:
                 self._raise(name, Ref(node.name, i), _ANY)
 
     def _call(self, name: str, node: Node, called: list[str]) -> None:
-        loop = node.op in ("While", "StatelessWhile")
+        loop = node.op in LOOPS
         arguments = node.inputs if loop else node.inputs[1:]
         for function in called:
             body = self.graphs[function]
@@ -141,10 +142,10 @@ def _put(graph: Program, node: Node) -> _Item:
 
 
 def _called(node: Node, graphs: Mapping[str, Program]) -> list[str]:
-    if node.op not in ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"):
+    if node.op not in HAS_BODIES:
         return []
     found = []
-    for key in ("cond", "body") if "While" in node.op else ("then_branch", "else_branch", "branches"):
+    for key in ("cond", "body") if node.op in LOOPS else ("then_branch", "else_branch", "branches"):
         value = node.attrs.get(key)
         for func in value if isinstance(value, tuple) else (value,):
             if isinstance(func, Func) and func.name in graphs:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from whale.ir.ops import LOOPS
 from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import UNMOVABLE, Dims, Shape, TensorType
-
-_LOOPS = frozenset({"While", "StatelessWhile"})
 
 
 class _Variable(NamedTuple):
@@ -48,12 +47,12 @@ def _graphs(program: Program) -> dict[str, Program]:
 def _candidates(program: Program) -> dict[_Variable, Dims]:
     """Loop variables whose initial value has a better known shape than the variable."""
     graphs = _graphs(program)
-    uses = Counter(f.name for graph in graphs.values() for n in graph.nodes if n.op in _LOOPS
+    uses = Counter(f.name for graph in graphs.values() for n in graph.nodes if n.op in LOOPS
                    for _, f in function_refs(n))  # fmt: skip
     found: dict[_Variable, Dims] = {}
     for name, graph in graphs.items():
         for node in graph.nodes:
-            if node.op not in _LOOPS or any(uses[node.attrs[key].name] > 1 for key in ("cond", "body")):
+            if node.op not in LOOPS or any(uses[node.attrs[key].name] > 1 for key in ("cond", "body")):
                 continue
             for i, (ref, kind) in enumerate(zip(node.inputs, node.outputs)):
                 if kind.dtype not in UNMOVABLE and not kind.is_static:
@@ -92,7 +91,7 @@ def _assuming(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
 
 def _typed(node: Node, shapes: Mapping[int, Dims]) -> Node:
     kinds = tuple(TensorType(t.dtype, shapes.get(i, t.shape)) for i, t in enumerate(node.outputs))
-    if node.op not in _LOOPS:
+    if node.op not in LOOPS:
         return replace(node, outputs=kinds)
     recorded = {"output_shapes": tuple(Shape(t.shape) for t in kinds)}
     return replace(node, outputs=kinds, attrs={**node.attrs, **recorded})
