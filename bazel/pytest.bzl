@@ -9,6 +9,8 @@ def pytest_test(name, srcs, data = [], deps = [], **attributes):
         args = ["$(location {})".format(source) for source in srcs],
         data = ["//:pyproject.toml"] + data,
         legacy_create_init = False,
+        size = "medium",
+        timeout = "long",  # for a machine that is busy with other things
         deps = deps,
         **attributes
     )

@@ -142,13 +142,13 @@ def _shown(folder: Path) -> str:
 
 
 def _targets() -> Iterable[Target]:
-    core = [path for path in sorted((PACKAGE / "core").glob("*.cc")) if path.name != "mpi_transport.cc"]
+    core = [path for path in sorted((PACKAGE / "core").rglob("*.cc")) if path.name != "mpi_transport.cc"]
     yield Target(CORE_NAME, tuple(core), ("-ldl",), "", {})
     version = tensorflow_version()
     folder, library = _tensorflow_folder()
     yield Target(
         ops_name(version),
-        tuple(sorted((PACKAGE / "ops").glob("*.cc"))),
+        tuple(sorted((PACKAGE / "ops").rglob("*.cc"))),
         # Found by its name when the library is loaded, since TensorFlow has been imported by then.
         (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
@@ -192,10 +192,15 @@ def describe() -> dict[str, Any]:
     }
 
 
+def core_headers() -> list[Path]:
+    """The headers in the core's folders."""
+    return sorted((PACKAGE / "core").rglob("*.h"))
+
+
 @functools.cache
 def core_digest() -> str:
     """Digest of the core's headers: libraries, and what calls them, must be built from the same ones."""
-    return _hash(path.read_bytes() for path in sorted((PACKAGE / "core").glob("*.h")))
+    return _hash(path.read_bytes() for path in core_headers())
 
 
 def _digest(target: Target, compiler: Sequence[str]) -> str:
@@ -203,9 +208,10 @@ def _digest(target: Target, compiler: Sequence[str]) -> str:
 
 
 def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str:
-    headers = [*(PACKAGE / "core").glob("*.h"), *(source.parent.glob("*.h") if source.parent.name == "ops" else ())]
-    texts = [repr((compiler, _FLAGS, _PREFIX_MAP, target.compile_flags, target.identity, source.name)).encode()]
-    texts += [path.read_bytes() for path in [source, *sorted(headers)]]
+    name = str(source.relative_to(PACKAGE))
+    headers = [*core_headers(), *(sorted((PACKAGE / "ops").rglob("*.h")) if target.uses_core else ())]
+    texts = [repr((compiler, _FLAGS, _PREFIX_MAP, target.compile_flags, target.identity, name)).encode()]
+    texts += [path.read_bytes() for path in [source, *headers]]
     return _hash(texts)
 
 

@@ -22,7 +22,7 @@ _FLAGS = {
 def run(sanitizer: str) -> None:
     """Raises subprocess.CalledProcessError when it does not compile, or something was found."""
     root = PACKAGE.parent
-    sources = [path for path in sorted((PACKAGE / "core").glob("*.cc")) if path.name != "mpi_transport.cc"]
+    sources = [path for path in sorted((PACKAGE / "core").rglob("*.cc")) if path.name != "mpi_transport.cc"]
     sources += [root / "tests" / "whale_ops" / name for name in ("core_test.cc", "host_device.cc")]
     with tempfile.TemporaryDirectory(prefix="whale-sanitize-") as folder:
         program = str(Path(folder) / "core_test")

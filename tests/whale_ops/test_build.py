@@ -8,7 +8,10 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,44 @@ def test_what_is_told_to_bazel_is_what_is_built() -> None:
     for name, library in described.items():
         assert library["facts"].items() <= info[name].items()
         assert all(Path(folder).is_dir() for folder in library["include_folders"])
+
+
+def bazel_rules() -> dict[str, dict[str, Any]]:
+    """What the BUILD file makes, by name: read as Python, with rules that only take notes."""
+    rules: dict[str, dict[str, Any]] = {}
+
+    def glob(patterns: list[str], exclude: Sequence[str] = ()) -> list[str]:
+        found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
+        left_out = {path for pattern in exclude for path in ROOT.glob(pattern)}
+        return sorted(str(path.relative_to(ROOT)) for path in found - left_out)
+
+    def note(name: str = "", **attributes: Any) -> None:
+        rules[name] = attributes
+
+    libraries = [
+        SimpleNamespace(name=library["name"], copts=[], linkopts=[], headers="")
+        for library in build.describe()["libraries"]
+    ]
+    names = dict(zip(("CORE", "OPS"), libraries), MPI=libraries[2:], FLAGS=[], glob=glob)
+    names |= dict.fromkeys(("load", "package", "exports_files"), lambda *_, **__: None)
+    exec((ROOT / "BUILD").read_text(), defaultdict(lambda: note, names))
+    return rules
+
+
+def test_bazel_compiles_what_pip_compiles() -> None:
+    rules = bazel_rules()
+    targets = list(build._targets())
+    assert {target.name for target in targets} >= {build.CORE_NAME, build.MPI_NAME}
+    headers = {str(path.relative_to(ROOT)) for path in build.core_headers()}
+    for target in targets:
+        rule = rules["core"] if target.name == build.CORE_NAME else rules[f"whale_ops/lib/{target.name}"]
+        files = set(rule["srcs"]) | set(rule.get("hdrs", ()))
+        sources = {str(path.relative_to(ROOT)) for path in target.sources}
+        assert {name for name in files if not name.endswith(".h")} == sources, target.name
+        assert files >= headers, target.name
+    compiled = {source for target in targets for source in target.sources}
+    there = {path for folder in ("core", "ops") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")}
+    assert compiled >= there
 
 
 @pytest.mark.parametrize("version", ["2.14.1", "2.22.0", None])
