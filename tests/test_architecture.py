@@ -1,0 +1,92 @@
+"""docs/architecture.md and docs/glossary.md say what is there: the tables of imports, every folder once, every word.
+
+``python -m tests.test_architecture --update`` writes the tables of imports into the page anew.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import ALLOWED, ROOMS
+
+pytestmark = pytest.mark.core
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, GLOSSARY = ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md"
+BEGIN, END = "<!-- imports: tests/test_imports.py -->\n", "<!-- end of imports -->\n"
+_ROOM = re.compile(r"\* `([\w/]+/)` (.*(?:\n  \S.*)*)")
+_WORD = re.compile(r"\| ([^|]+) \| (.+) \| `([\w/.]+)`(?: `([\w.]+)`)? \|")
+MOST_LINES = 3
+
+
+def _named(modules: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(modules)) or "nothing"
+
+
+def tables() -> str:
+    """The tables of imports as the page shows them."""
+    rows = ["| part | may import |", "|---|---|"]
+    rows += [f"| `{part}` | {_named(targets)} |" for part, targets in ALLOWED.items()]
+    rows += ["", "Inside a part a room may import those before it (`ROOMS`; `*`: every other module of the part):", ""]
+    rows += ["| part | its rooms, from the lowest up |", "|---|---|"]
+    rows += [f"| `{part}` | {', '.join(f'`{room}`' for room in order)} |" for part, order in ROOMS.items()]
+    return "".join(f"{row}\n" for row in rows)
+
+
+def folders() -> set[str]:
+    """Every folder with sources."""
+    found = set()
+    for top in ("whale", "whale_ops", "cost_model"):
+        for path in (ROOT / top).rglob("*"):
+            if path.suffix in (".py", ".cc") and "lib" not in path.relative_to(ROOT).parts:
+                found.add(f"{path.parent.relative_to(ROOT)}/")
+    return found
+
+
+def test_the_tables_of_imports_are_those_of_the_tests() -> None:
+    shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert shown.strip() == tables().strip(), "python -m tests.test_architecture --update"
+
+
+def test_every_folder_is_described_once_in_a_few_lines() -> None:
+    rooms = _ROOM.findall(PAGE.read_text())
+    assert {name: count for name, count in Counter(name for name, _ in rooms).items() if count > 1} == {}
+    assert {name for name, _ in rooms} == folders()
+    assert {name for name, text in rooms if text.count("\n") >= MOST_LINES} == set()
+
+
+def test_the_names_of_a_room_are_in_its_files() -> None:
+    missing = []
+    for room, text in _ROOM.findall(PAGE.read_text()):
+        sources = "".join(p.read_text() for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cc", ".h"))
+        files = {p.name for p in (ROOT / room).iterdir()}
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text):
+            known = name in files or all(re.search(rf"\b{part}\b", sources) for part in name.split("."))
+            missing += [] if known else [f"{room}: {name}"]
+    assert missing == []
+
+
+def test_the_glossary_is_sorted_and_its_words_are_where_it_says() -> None:
+    rows = _WORD.findall(GLOSSARY.read_text())
+    words = [re.sub(r"\W", "", word).casefold() for word, *_ in rows]
+    assert len(rows) > 50 and len(rows) == GLOSSARY.read_text().count("\n| ") - 1
+    assert words == sorted(words)
+    wrong = [
+        f"{word}: {file} {name}"
+        for word, _, file, name in rows
+        if not (ROOT / file).exists() or (name and not _mentions(ROOT / file, name))
+    ]
+    assert wrong == []
+
+
+def _mentions(path: Path, name: str) -> bool:
+    return all(re.search(rf"\b{part}\b", path.read_text()) for part in name.split("."))
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--update"]:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}")
