@@ -7,6 +7,7 @@ changed; every other result is new. Results are given back when the last node th
 
 from __future__ import annotations
 
+from whale.ir.ops import APPLIES_ROWS, READS_ROWS, SCATTERS
 from whale.ir.program import Node, Program, Ref
 
 # Results that share their operand's buffer: operand -> result, one by one.
@@ -38,26 +39,14 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
 }
 # Result numbers that take an operand's place where it is not the first.
 _FORWARDED_RESULT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
-# The variable (operand 0) is changed in place, or copied first while somebody still reads it.
-UPDATES = frozenset("AssignAddVariableOp AssignSubVariableOp".split())
-APPLIED: dict[str, tuple[int, ...]] = {  # fused updates: operands that are variables
-    "ResourceApplyGradientDescent": (0,),
-    "ResourceApplyMomentum": (0, 1),
-    "ResourceApplyKerasMomentum": (0, 1),
-    "ResourceApplyAdagrad": (0, 1),
-    "ResourceApplyAdagradV2": (0, 1),
-    "ResourceApplyAdam": (0, 1, 2),
-    "ResourceApplyRMSProp": (0, 1, 2),
-    "ResourceScatterAdd": (0,),
-}
 # Ops that read or change some rows of a variable. From the first one on, TensorFlow changes the variable in place
 # whoever reads it, and every read is a copy (training_op_helpers.h: EnsureSparseVariableAccess, copy_on_read_mode).
-_ROWS_OF_VARIABLES = ("ResourceGather", "ResourceScatter", "ResourceSparseApply")
+_ROWS_OF_VARIABLES = READS_ROWS | SCATTERS | APPLIES_ROWS
 
 
 def copied_reads(program: Program) -> frozenset[str]:
     """The reads of variables that are copies, but for those whose value nobody takes: no optimised graph has them."""
-    handles = {n.inputs[0].node for n in program.nodes if n.op.startswith(_ROWS_OF_VARIABLES)}
+    handles = {n.inputs[0].node for n in program.nodes if n.op in _ROWS_OF_VARIABLES}
     fetched = {r.node for r in program.outputs}
     return frozenset(
         n.name

@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cost_model.captured.allocator import Allocator
-from cost_model.captured.buffers import APPLIED, UPDATES
 from cost_model.captured.graph import Graph
+from whale.ir.ops import APPLIES_ROWS, SCATTERS, UPDATES
 
+_COPIED_FIRST = UPDATES - SCATTERS - APPLIES_ROWS  # these change it whoever reads it: see buffers.copied_reads
 STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
 
 
@@ -167,10 +168,7 @@ class _Memory:
                 owner = free
             self._owner[mine] = owner
             owner.references += 1
-        if op in UPDATES or op in APPLIED:
-            for operand in APPLIED.get(op, (0,)):
-                self._change(g.nodes[node].inputs[operand].node)
-        elif op == "AssignVariableOp":
+        if op == "AssignVariableOp":
             handle = g.nodes[node].inputs[0].node
             if handle in self._variables:
                 value = self._owner[g.operands[node][1]]
@@ -178,6 +176,9 @@ class _Memory:
                 self._variables[handle].drop()
                 self._variables[handle] = value
                 value.become(self._kinds.variables[handle])
+        elif op in _COPIED_FIRST:
+            for ref in g.nodes[node].inputs:
+                self._change(ref.node)
 
     def end(self, node: int) -> None:
         """The node has ended: what nobody will read any more is given back."""
@@ -194,10 +195,10 @@ class _Memory:
         for r in self._graph.fetched:
             self._owner[r].drop()
 
-    def _change(self, handle: str) -> None:
-        """In place; first copied where somebody still reads it."""
-        owner = self._variables.get(handle)
+    def _change(self, name: str) -> None:
+        """A variable in place, first copied where somebody still reads it; nothing where it is no variable's handle."""
+        owner = self._variables.get(name)
         if owner is not None and owner.references > 1:
-            size, kind = self._graph.variable_bytes[handle], self._kinds.variables[handle]
-            self._variables[handle] = _Owner(self._allocator, size, 1, kind)
+            size, kind = self._graph.variable_bytes[name], self._kinds.variables[name]
+            self._variables[name] = _Owner(self._allocator, size, 1, kind)
             owner.drop()

@@ -93,6 +93,26 @@ def test_a_variable_that_is_still_read_is_copied_before_it_changes() -> None:
     assert early - resident == 2 * MIB or early - resident == MIB
 
 
+@pytest.mark.parametrize("op", ["ResourceApplyRMSProp", "ResourceApplyFtrl", "ResourceApplyAdamWithAmsgrad"])
+def test_whatever_updates_a_variable_copies_it_where_it_is_still_read(op: str) -> None:
+    def program(late: bool) -> Program:
+        b = Builder("update", "float32")
+        states = [b.variable(name, (512, 512)) for name in ("w", "m", "v")]
+        values = [b.read(handle, name=f"read_{handle.node}") for handle in states]
+        controls = [f"read_{handle.node}" for handle in states]
+        gradient = b.const(np.ones((512, 512), np.float32))
+        if late:
+            b.update(op, *states, b.const(0.1), gradient, controls=controls, name="update")
+        sums = [b.reduce("Sum", value, 0, 1) for value in values]
+        if not late:
+            b.update(op, *states, b.const(0.1), gradient, controls=[s.node for s in sums], name="update")
+        return b.build(sums, ["update"])
+
+    (late, resident), (early, same) = in_order(program(True)), in_order(program(False))
+    assert resident == same == 3 * MIB
+    assert late - early == pytest.approx(3 * MIB, abs=100), "the variable and its two slots"
+
+
 def test_a_variable_whose_rows_change_is_copied_by_every_read_and_changed_in_place() -> None:
     b = Builder("rows", "float32")
     handle = b.variable("w", (512, 512))

@@ -13,17 +13,12 @@ from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
 from whale.capture.bodies import body_graph
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS
+from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS, READS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, TensorType
 
 # Stateful ops that only look: as control outputs of a traced function they keep nothing alive.
-PURE_READS = frozenset(
-    {
-        "ReadVariableOp", "_ReadVariablesOp", "VariableShape", "VarIsInitializedOp", "ResourceGather",
-        "ResourceGatherNd", "Placeholder", "VarHandleOp",
-    }
-)  # fmt: skip
+PURE_READS = READS | {"Placeholder", "VarHandleOp"}
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.programs import Builder, layouts_of, mlp, plan_of
@@ -12,6 +13,7 @@ from whale.ir.layout import Partial, split
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
+from whale.ir.values import DType, TensorType
 from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.exchange.wire_dtype import narrow
@@ -51,6 +53,16 @@ def test_what_the_computation_goes_on_with_is_not_rounded() -> None:
     loss = b.op("Sum", b.op("Square", b.op("Mul", x, total)), b.ints(0, 1), name="loss", keep_dims=False)
     plan = _planned(b.build([loss], [update]))
     assert _wire_dtypes(plan) == {"statistic": "", "loss": ""}
+
+
+def test_what_is_scattered_into_a_tensor_is_no_update() -> None:
+    b = Builder(dtype="float32")
+    x = b.input("x", (8, 4000))
+    total = b.op("Sum", b.op("Square", b.op("Exp", x)), b.ints(0), name="statistic", keep_dims=False)
+    kind = TensorType("float32", (4000, 2))
+    places = b.const(np.stack([np.arange(4000), np.zeros(4000)], 1), "int32")
+    shown = b.node("ScatterNd", [places, total, b.ints(4000, 2)], [kind], Tindices=DType("int32"), T=DType("float32"))
+    assert _wire_dtypes(_planned(b.build([total, shown]))) == {"statistic": ""}
 
 
 def test_other_types_are_not_rounded() -> None:

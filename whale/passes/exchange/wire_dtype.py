@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from whale.ir.exchanged_bytes import bytes_on_wire
 from whale.ir.layout import P_SUM, Broadcast, moved_bytes
+from whale.ir.ops import REF_UPDATES, UPDATES
 from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.passes.exchange.horovod import waited_for
 from whale.passes.layout.graph_layout import GraphLayout
 
-# Op types that change variables, by how their names begin.
-_UPDATES = ("Assign", "Apply", "ResourceApply", "ResourceScatter", "Scatter", "ResourceSparseApply", "SparseApply")
+_UPDATES = UPDATES | REF_UPDATES
 
 
 def can_narrow(program: Program, r: Reshard) -> bool:
@@ -39,7 +39,7 @@ def narrow(
     moves_after = waited_for(program, layout, reshards)
     updating: set[str] = set()
     for node in reversed(program.nodes):
-        if node.op.startswith(_UPDATES) or node.name in updating:
+        if node.op in _UPDATES or node.name in updating:
             updating.update(ref.node for ref in node.inputs)
 
     def narrowed(r: Reshard) -> Reshard:

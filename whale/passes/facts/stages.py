@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
+from whale.ir.ops import ASSIGNS, READS, READS_ROWS
 from whale.ir.plan import StageGroup
 from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import UNMOVABLE
@@ -22,11 +23,7 @@ from whale.passes.facts.scopes import PASSED_ON
 
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
 # What may happen to a variable that every rank keeps a copy of, if its operands are free.
-_COUNTING = frozenset(
-    {"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "VarIsInitializedOp"}
-    | {"VariableShape"}
-)
-_SPARSE_READS = frozenset({"ResourceGather", "ResourceGatherNd"})
+_COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
 
 
 def stage_of(path: str) -> str:
@@ -275,7 +272,7 @@ class _Assignment:
             if fetched & set(members):
                 stage = next(iter(self.order))  # the first rank gives it to the script
             else:
-                sparse = [n for n in members if by_name[n].op in _SPARSE_READS]
+                sparse = [n for n in members if by_name[n].op in READS_ROWS]
                 created = [stage_of(handles[n].scope) for n in members if n in handles]
                 known = [s for s in created if s in self.order] if not self._marked(members) else []
                 readers = [r.name for name in members if name not in handles for r in self._readers(by_name[name])]

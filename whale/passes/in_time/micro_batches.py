@@ -22,7 +22,7 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
-from whale.ir.ops import EXCHANGES, HAS_BODIES
+from whale.ir.ops import EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype
@@ -36,7 +36,7 @@ from whale.rules.graph import called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
-_READS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "VariableShape", "WhaleCommunicator"})
+_LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
 
 
 def prepared(program: Program) -> Program:
@@ -49,7 +49,7 @@ def prepared(program: Program) -> Program:
     for node in program.nodes:
         if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
             node = replace(node, controls=tuple(c for c in node.controls if c in behind_effects))
-        acts = node.stateful and node.op not in _READS and node.op not in EXCHANGES
+        acts = node.stateful and node.op not in _LOOKS and node.op not in EXCHANGES
         if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
         if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
@@ -172,7 +172,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
         base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))
-        acts = node.stateful and node.op not in _READS and node.op not in EXCHANGES
+        acts = node.stateful and node.op not in _LOOKS and node.op not in EXCHANGES
         if _is_each(strategy) or base % 2 == 0 or acts:
             level[node.name] = base + (base % 2 != _is_each(strategy))
         else:

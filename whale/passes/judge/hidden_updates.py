@@ -4,17 +4,10 @@ pass looks into. The copies of such a variable would drift apart, so the program
 from __future__ import annotations
 
 from whale.errors import PlanError
-from whale.ir.ops import HAS_BODIES
+from whale.ir.ops import HAS_BODIES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, function_refs
 from whale.rules import rule_of
-
-# Op types that change what a resource holds; where the resource is a variable, all ranks have to run them.
-_UPDATES = (
-    "Assign", "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceStridedSliceAssign",
-    "ResourceCountUpTo", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal",
-    "StatefulRandomBinomial", "RngSkip", "RngReadAndSkip",
-)  # fmt: skip
 
 
 def refuse_hidden_updates(program: Program, plan: Plan) -> None:
@@ -56,7 +49,7 @@ def _update_inside(program: Program, node: Node, seen: set[str]) -> Node | None:
             continue
         seen.add(func.name)
         for inner in body.nodes:
-            if inner.op.startswith(_UPDATES) and any(body.type_of(r).dtype == "resource" for r in inner.inputs):
+            if inner.op in UPDATES:
                 return inner
             found = _update_inside(program, inner, seen)
             if found is not None:

@@ -15,12 +15,11 @@ from dataclasses import replace
 import numpy as np
 
 from whale.errors import PlanError
+from whale.ir.ops import ADDS, ASSIGNS, READS
 from whale.ir.program import ALL_FINITE, UNSCALED, Node, Program, Ref, const_node, topological
 from whale.ir.values import DType, TensorType, numpy_dtype
 
-_ADDED = frozenset({"AssignAddVariableOp", "AssignSubVariableOp"})
 _ASSIGNED = "AssignVariableOp"
-_READS = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp"})
 _FLAG = TensorType("bool", ())
 _NAME = "whale/all_finite"
 
@@ -66,7 +65,7 @@ class _Skipper:
 
     def _updates(self, node: Node) -> bool:
         handles = [r for r in node.inputs if r.node in self.program.variable_of]
-        return bool(handles) and node.op not in _READS
+        return bool(handles) and node.op not in READS
 
     def _behind(self, names: Collection[str]) -> set[str]:
         """What depends on ``names``, by operands or by a variable that is read after its update."""
@@ -99,7 +98,7 @@ class _Skipper:
         return {
             n.name
             for n in self.program.nodes
-            if n.op in _ADDED | {_ASSIGNED}
+            if n.op in ASSIGNS
             and n.name not in behind
             and n.inputs[0].node in read
             and n.inputs[1].node not in fed
@@ -124,7 +123,7 @@ class _Skipper:
         return found
 
     def _skipped(self, node: Node, answer: Ref) -> Node:
-        if node.op not in _ADDED and node.op != _ASSIGNED:
+        if node.op not in ADDS and node.op != _ASSIGNED:
             raise PlanError(
                 "an update that is one op with the optimizer's arithmetic cannot be skipped when gradients overflow",
                 op=f"{node.name} ({node.op})",
@@ -134,7 +133,7 @@ class _Skipper:
             )
         handle, value = node.inputs
         t = self.program.type_of(value)
-        if node.op in _ADDED:
+        if node.op in ADDS:
             other = self._const(f"{node.name}/whale_nothing", np.zeros((), numpy_dtype(t.dtype)))
         else:
             # After what was assigned before, as the assignment itself.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Placement, Split, split
+from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program
 from whale.lowering.local import localise
@@ -167,16 +168,13 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
             )
 
 
-_READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"})
-
-
 def uses_of_stage_groups(expanded: Program, plan: Plan) -> dict[str, Use]:
     """Which ranks use each variable, and whether it is written, by handle node; nothing for a plan without stages."""
     found: dict[str, list[StageGroup]] = {}
     for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups) if plan.stage_groups else ()):
         for variable in part.program.variables:
             found.setdefault(variable.node, []).append(group)
-    written = {r.node for n in expanded.nodes if n.op not in _READS for r in n.inputs if r.node in expanded.variable_of}
+    written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
     return {
         name: Use(
             frozenset(r for p in groups for r in p.ranks), name in written, groups[0].ranks if len(groups) == 1 else ()

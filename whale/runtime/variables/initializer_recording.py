@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import func_graph, random_seed
 
+from whale.ir.ops import ASSIGNS
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, PHILOX, RESERVED, Initial, Op, execute_op
 
 # Stateful ops of graphs -> the op that draws the same numbers from the same place of the stream.
@@ -23,7 +24,7 @@ _STREAMS = {
     "TruncatedNormal": "StatelessTruncatedNormalV2",
 }
 # Stateful ops that read and advance little states when a variable is created (a generator of seeds).
-_OF_STATES = frozenset({"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+_OF_STATES = ASSIGNS | {"ReadVariableOp"}
 
 
 def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | None:

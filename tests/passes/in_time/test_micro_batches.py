@@ -1,0 +1,36 @@
+"""What is computed for each micro-batch, before the first and after the last one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import Builder
+from whale.ir.layout import split
+from whale.ir.program import Program, Ref
+from whale.ir.values import DType, TensorType
+from whale.passes.in_time.micro_batches import AFTER, BEFORE, EACH, prepared, regions, time_plan
+
+
+def _step(op: str) -> Program:
+    """Gradients by rows of the batch; a part of a variable is read behind what each micro-batch computes."""
+    b = Builder(dtype="float32")
+    x, table = b.input("x", (8, 4)), b.variable("table", (5, 4))
+    seen = b.op("Square", x, name="seen")
+    if op == "ResourceGather":
+        index = b.const(2, "int32", name="index")
+    else:
+        index = b.ints(2)
+    row = b.node(op, (table, index), (TensorType("float32", (4,)),), "row", ["seen"], True, Tindices=DType("int32"))
+    gradient = b.reduce("Sum", b.op("Mul", seen, row, name="scaled"), 0, name="gradient")
+    weight = b.variable("weight", (4,))
+    update = b.update("ResourceApplyGradientDescent", weight, b.const(0.1), gradient, name="update")
+    return b.build([], [update])
+
+
+@pytest.mark.parametrize("op", ["ResourceGather", "ResourceGatherNd"])
+def test_each_micro_batch_may_look_a_row_up(op: str) -> None:
+    program = prepared(_step(op))
+    found = regions(program, time_plan(program, 2, {"x": split(0, (4, 4))}))
+    assert {found[name] for name in ("seen", "row", "scaled", "gradient")} == {EACH}
+    assert found["table"] == BEFORE and found["update"] == AFTER
+    assert program.by_name["row"].inputs[0] == Ref("table")
