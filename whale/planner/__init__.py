@@ -1,6 +1,6 @@
 """The planner: finds how a model is best spread over unequal devices. No TensorFlow.
 
-    a cluster file ----------------> Machines (pools: equal devices of equal hosts, their groups)     cost_model.machines
+    a cluster file ----------------> Machines (pools: equal devices of equal hosts, their groups)  cost_model.machines
     description or measured tables -> Model (a chain of layers with seconds and bytes)  cost_model.described, described
     both, batch, limits -----------> search: estimate -> cut -> simulate; exact for few devices               search
     -> SearchResult -> PlanFile (JSON), which show, draw and the command's verbs read                         report
