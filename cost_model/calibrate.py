@@ -28,6 +28,7 @@ CURVE_CONSTANTS = ("memory_fraction",)
 STACK_CONSTANTS = ("host_us", "backward_host_us", "collective_host_us", "pass_host_us")
 ROWS = DATA / "vtrain_a100_single_node_visible.csv"
 FOLDS = 5
+FIRST_FACTOR, LAST_FACTOR = 1.3, 1.01  # by which a constant is changed at once
 Constants = Mapping[str, float]
 T = TypeVar("T", bound=catalogue.Entry)
 
@@ -59,8 +60,8 @@ def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], fl
     """Coordinate search: each constant is scaled up and down by ever smaller factors while that helps."""
     found = dict(start)
     best = loss(errors(rows, found))
-    factor = 1.3
-    while factor > 1.01:
+    factor = FIRST_FACTOR
+    while factor > LAST_FACTOR:
         improved = False
         for name in found:
             for by in (factor, 1 / factor):
@@ -72,15 +73,17 @@ def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], fl
                     best, found, improved = value, tried, True
                     break
         if not improved:
-            factor **= 0.5
+            factor **= 0.5  # the next one, twice, is this one
     return found
 
 
 def mean_absolute(found: Sequence[float]) -> float:
+    """Mean of the values without their signs."""
     return sum(map(abs, found)) / len(found)
 
 
-def squares(found: Sequence[float]) -> float:
+def mean_square(found: Sequence[float]) -> float:
+    """Mean of the values' squares."""
     return sum(error * error for error in found) / len(found)
 
 
@@ -89,20 +92,21 @@ def cross_validate(rows: Sequence[Case], start: Constants) -> list[float]:
     found = [0.0] * len(rows)
     for fold in range(FOLDS):
         seen = [case for i, case in enumerate(rows) if i % FOLDS != fold]
-        constants = fit(seen, start, squares)
+        constants = fit(seen, start, mean_square)
         for i in range(fold, len(rows), FOLDS):
             (found[i],) = errors([rows[i]], constants)
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command; see the module's docstring. Prints the constants and how good they are."""
     parser = argparse.ArgumentParser(prog="python -m cost_model.calibrate", description=__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--curve", action="store_true", help="also the A100's memory bandwidth")
     options = parser.parse_args(arguments)
     _, rows = cases.read(options.rows)
     start = current(options.curve)
-    found = fit(rows, start, squares)
+    found = fit(rows, start, mean_square)
     for name, value in found.items():
         print(f"{name}: {value:.4g} (data file: {start[name]:.4g})")
     seen = errors(rows, found)

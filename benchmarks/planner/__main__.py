@@ -115,7 +115,7 @@ def scale(_: argparse.Namespace) -> None:
 
 def published(options: argparse.Namespace) -> None:
     """For each row: the published configuration, the planner's with the same recompute, the former's rank."""
-    selene = published_cases.machine("selene")
+    selene = published_cases.published_cluster("selene")
     with options.rows.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:

@@ -48,7 +48,7 @@ class Rank:
     stack: Stack
 
 
-def rank(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
+def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
     """The slowest of `ranks` that have a share of a device each; ClusterError if it lacks the stack's dtypes."""
     rates = rates_of(device, stack.dtype, share, ranks)
     weight_rates = rates_of(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates

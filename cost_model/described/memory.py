@@ -61,7 +61,7 @@ def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     routed = 0.0
     if t.experts:  # tokens as they were sent and came back, two tensors of the inner width in place of those of 4 h
         rows, own = expert_rows(t, p)
-        routed = rows * own * (4.0 * t.hidden + 4.0 * t.inner / w) - 16 * sbh / w
+        routed = 2.0 * ELEMENT_BYTES * (rows * own * (t.hidden + t.inner / w) - 4 * sbh / w)
     linear = 34 / w if p.sequence_parallel else 10 + 24 / w
     scores = 5 * t.heads * t.sequence / t.hidden / w
     if p.recompute == "selective" or stack.fused_attention:
@@ -73,9 +73,12 @@ def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
 
 
 def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
-    """What the layer in progress needs besides: all its activations when they are computed again, or its gradients."""
+    """What the layer in progress needs besides: all its activations when they are computed again, or its gradients.
+
+    These are two tensors of s b h: the gradient that came and the one that goes.
+    """
     if p.recompute != "full":
-        return 4.0 * t.sequence * p.micro_batch * t.hidden
+        return 2.0 * ELEMENT_BYTES * t.sequence * p.micro_batch * t.hidden
     plain = Parallel(
         tensor=p.tensor, micro_batch=p.micro_batch, global_batch=p.micro_batch, sequence_parallel=p.sequence_parallel
     )

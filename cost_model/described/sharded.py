@@ -29,7 +29,7 @@ PLAYED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ShardedUnit:
     """A layer, or everything outside the layers: seconds of its passes, of their kernels, and of its communication."""
 
     forward_s: float
@@ -55,15 +55,15 @@ class ShardedPasses:
     forward_s: float
     backward_s: float
     compute_s: float
-    root: Unit
-    layers: tuple[Unit, ...]
+    root: ShardedUnit
+    layers: tuple[ShardedUnit, ...]
 
 
 def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
     """The passes of a spread of one stage, by playing up to `PLAYED` micro-batches."""
     stage, count = spread.stages[0], spread.micro_batches
     group = machines.data_group(members(stage.parts))
-    each: list[list[Unit]] = []
+    each: list[list[ShardedUnit]] = []
     for part in stage.parts:
         one = costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
         each.append(_units(model, one, group, rates_of_part(model, machines, part), spread.zero))
@@ -78,7 +78,7 @@ def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
     return ShardedPasses(passes_s, forward_s, passes_s / count - forward_s, compute_s, root, tuple(layers))
 
 
-def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int) -> list[Unit]:
+def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int) -> list[ShardedUnit]:
     """What is outside the layers, then each layer, on one kind of rank."""
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
@@ -92,10 +92,10 @@ def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int)
     return found
 
 
-def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> Unit:
+def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> ShardedUnit:
     forward, backward = passes
     ahead_s, back_s = moves.forward_s(forward.device_s), moves.backward_s(backward.device_s)
-    return Unit(
+    return ShardedUnit(
         forward_s=Cost(ahead_s, forward.exposed_s, forward.host_s).seconds,
         backward_s=Cost(back_s, backward.exposed_s, backward.host_s).seconds,
         kernels_s=ahead_s + back_s,
@@ -104,11 +104,11 @@ def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> Unit:
     )
 
 
-def _slowest(units: Sequence[Unit]) -> Unit:
+def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
     """The same layer on unequal ranks, which wait for each other in every collective."""
     if len(units) == 1:
         return units[0]
-    return Unit(
+    return ShardedUnit(
         max(unit.forward_s for unit in units),
         max(unit.backward_s for unit in units),
         max(unit.kernels_s for unit in units),
@@ -117,7 +117,7 @@ def _slowest(units: Sequence[Unit]) -> Unit:
     )
 
 
-def played_ends_s(root: Unit, layers: Sequence[Unit], micro_batches: int, again: bool) -> list[float]:
+def played_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> list[float]:
     """When each micro-batch's last pass and reduction have ended; as `simulate` says of `tasks`, many times faster."""
     compute_s = network_s = 0.0  # when each stream is free
     ends: list[float] = []
@@ -145,12 +145,12 @@ def played_ends_s(root: Unit, layers: Sequence[Unit], micro_batches: int, again:
     return ends
 
 
-def tasks(root: Unit, layers: Sequence[Unit], micro_batches: int, again: bool) -> Tasks:
+def tasks(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> Tasks:
     """Passes on the compute stream, gathers and reductions on the network stream, each in the order they are issued."""
     found = Tasks()
     used: list[int] = []  # passes of layers, in order, which free a gathered layer
 
-    def gather(unit: Unit) -> tuple[int, ...]:
+    def gather(unit: ShardedUnit) -> tuple[int, ...]:
         freed = (used[-LAYERS_AHEAD],) if len(used) >= LAYERS_AHEAD else ()
         return (found.add(NETWORK, unit.gather_s, freed),)
 

@@ -85,6 +85,7 @@ def stacks() -> Mapping[str, Stack]:
 
 
 def stack(name: str) -> Stack:
+    """The stack of a name; ClusterError, with the nearest known one, if there is none."""
     found = stacks().get(name)
     if found is None:
         raise ClusterError("there is no such software stack", given=name, **catalogue.nearest(name, stacks()))

@@ -16,6 +16,9 @@ Amount = Annotated[int, Meta(ge=0)]
 OPTIMIZER_BYTES = 12
 
 
+VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so that products divide into tiles
+
+
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
 
@@ -125,3 +128,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def micro_batches(self) -> int:
         """Of one replica in a step."""
         return self.global_batch // (self.data * self.micro_batch)
+
+
+def padded_vocabulary(words: int, tensor: int = 1) -> int:
+    """The words that a table has, so that each tensor-parallel rank has a multiple of `VOCABULARY_STEP`."""
+    each = VOCABULARY_STEP * tensor
+    return -(-words // each) * each

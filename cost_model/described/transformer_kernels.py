@@ -2,7 +2,9 @@
 
 Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
 hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
-recomputation in large transformer models", 2022, section 4, plus what each kernel writes.
+recomputation in large transformer models", 2022, section 4, plus what each kernel writes: `2 E` for an element that is
+read and written, `3 E` for two that are read and one that is written, 1 for a dropout's mask. The last number of a
+`Streaming` counts the kernels that eager frameworks launch for it.
 """
 
 from __future__ import annotations
@@ -56,6 +58,19 @@ class Collective:
 Op = Matmul | Streaming | Attention | Collective
 ELEMENT_BYTES = 2  # of half precision, which activations, weights and gradients have
 E = ELEMENT_BYTES  # for formulas
+FLOAT_BYTES = 4  # of single precision, in which the loss is computed
+# Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
+# are computed again (Dao et al., "FlashAttention", 2022, algorithm 4).
+ATTENTION_BACKWARD = 2.5
+# Memory traffic of a normalisation's backward pass for that of its forward pass, which reads and writes x once: x and
+# dy are read twice, dx is written.
+NORM_BACKWARD = 2.5
+
+
+def _attention_flops(t: Transformer, p: Parallel) -> float:
+    """Of one rank's heads: two products of 2 s s d each, of which a causal mask skips half."""
+    heads = max(1, t.heads // p.tensor)
+    return 2 * 2.0 * p.micro_batch * heads * t.sequence * t.sequence * (t.hidden // t.heads) / 2
 
 
 def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
@@ -63,7 +78,7 @@ def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
-        return [Attention("attention", 4.0 * b * heads * s * s * d / 2, s)]
+        return [Attention("attention", _attention_flops(t, p), s)]
     scores = float(b * heads * s * s)
     ops: list[Op] = [Matmul("scores", s, s, d, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
     if stack.dropout:
@@ -75,8 +90,7 @@ def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
-        # Five products instead of two: the scores are computed again (Dao et al., 2022, algorithm 4).
-        return [Attention("attention gradient", 2.5 * 4.0 * b * heads * s * s * d / 2, s)]
+        return [Attention("attention gradient", ATTENTION_BACKWARD * _attention_flops(t, p), s)]
     scores = float(b * heads * s * s)
     ops: list[Op] = [Matmul("context: left", s, s, d, b * heads), Matmul("context: right", s, d, s, b * heads)]
     if stack.dropout:
@@ -123,7 +137,7 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
     drop_1 = _pointwise("dropout 1 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
     drop_2 = _pointwise("dropout 2 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
-    norm = (2.5 * stack.norm_bytes + 3 * E) * own  # x twice, dy twice, dx; and the sum with the residual's gradient
+    norm = (NORM_BACKWARD * stack.norm_bytes + 3 * E) * own  # and the sum with the residual's gradient
     gradients = stack.accumulate_bytes
     rows, own_experts = expert_rows(t, p)
     again: list[Op] = []
@@ -259,11 +273,15 @@ def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
         Streaming("loss", stack.loss_forward_bytes * T * v, 8),
     ]
     if p.tensor > 1:
-        ops += [Collective(name, "all_reduce", 4.0 * T) for name in ("largest", "sum of exponentials", "label's logit")]
+        ops += [
+            Collective(name, "all_reduce", float(FLOAT_BYTES) * T)
+            for name in ("largest", "sum of exponentials", "label's logit")
+        ]
     return ops
 
 
 def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Gradients of the loss, of both operands of the logits, and of the last normalisation."""
     T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     return [
@@ -272,7 +290,7 @@ def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
         Matmul("logits: weight", v, t.hidden, T),
         *_back(p, whole, stack, "logits: weight"),
         *_accumulate(stack.accumulate_bytes, float(v) * t.hidden),
-        Streaming("last norm gradient", 2.5 * stack.norm_bytes * whole, 2),
+        Streaming("last norm gradient", NORM_BACKWARD * stack.norm_bytes * whole, 2),
     ]
 
 

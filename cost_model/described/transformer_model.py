@@ -6,7 +6,7 @@ from array import array
 from functools import lru_cache
 
 from cost_model.described import transformer_kernels as kernels
-from cost_model.described.kernel_costs import Cost, Rank, cost, rank
+from cost_model.described.kernel_costs import Cost, Rank, cost, rank_on
 from cost_model.described.layer_costs import Edge, LayerCosts, sums
 from cost_model.described.layer_profile import MeasuredLayer, Profile
 from cost_model.described.memory import head_bytes, layer_activation_bytes, working_bytes
@@ -59,7 +59,7 @@ class TransformerModel:
             experts=ways,
         )
         entry = self.machines.pools[pool].entry
-        on = rank(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks)
+        on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks)
         begin_s = stack.pass_host_us * 1e-6
         first, last = self._edges(p, on)
         held_bytes, update_s = layer_activation_bytes(t, p, stack), None

@@ -17,7 +17,11 @@ from cost_model.hardware.catalogue import StepTimes
 # (name, start of a collective in seconds, part of the bandwidth), same source: LL128 uses 120 of 128 bytes and LL half
 # of each line, and both keep fewer bytes in flight.
 PROTOCOLS = (("simple", 8.4e-6, 1.0), ("ll128", 14.0e-6, 0.92), ("ll", 6.6e-6, 0.25))
+START_S = PROTOCOLS[0][1]  # of what is not sent along a ring, with the simple protocol
 TREE_FRACTION = 0.9  # of a ring's bandwidth, same source
+# Steps of an all-reduce in the switch: operands there and their sum back, the sum there and to all ranks.
+SWITCH_STEPS = 4
+SWITCH_RANKS = 4  # at least so many for the switch to be used; fewer exchange as fast among themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Group:
 
     @property
     def hosts(self) -> int:
+        """On how many hosts the ranks lie."""
         return -(-self.size // self.per_host)
 
     @property
@@ -100,14 +105,13 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """All-reduce where the switch adds (NVLink SHARP): one step there and back, faster by a measured factor."""
-    if group.size == 1 or group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < 4:
+    """All-reduce where the switch adds (NVLink SHARP), faster than a ring by a measured factor; infinite: it cannot."""
+    if group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < SWITCH_RANKS:
         return math.inf
     p = group.size
     sent = 2 * (p - 1) / p * tensor_bytes
-    return (
-        PROTOCOLS[0][1] + 4e-6 * group.link_steps.simple + sent / (group.ring_bytes_per_s * group.in_network_reduction)
-    )
+    steps_s = SWITCH_STEPS * 1e-6 * group.link_steps.simple
+    return START_S + steps_s + sent / (group.ring_bytes_per_s * group.in_network_reduction)
 
 
 def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
@@ -134,7 +138,7 @@ def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
     step_us = (group.network_steps or group.link_steps).simple if group.hosts > 1 else group.link_steps.simple
     # Pairs between hosts use the host's adapters all at once, so each rank has a share of them.
     slowest = min(group.link_bytes_per_s, group.host_bytes_per_s / group.per_host)
-    return PROTOCOLS[0][1] + rounds * step_us * 1e-6 + 2 * (p - 1) / p * tensor_bytes / slowest
+    return START_S + rounds * step_us * 1e-6 + 2 * (p - 1) / p * tensor_bytes / slowest
 
 
 def hierarchical_all_reduce_s(group: Group, tensor_bytes: float) -> float:
@@ -193,12 +197,12 @@ def all_to_all_s(group: Group, tensor_bytes: float) -> float:
         return 0.0
     inside_s = tensor_bytes * (group.per_host - 1) / p / group.link_bytes_per_s
     between_s = tensor_bytes * (p - group.per_host) / p * group.per_host / group.host_bytes_per_s
-    return PROTOCOLS[0][1] + _steps_s(group, "simple", 1) + max(inside_s, between_s)
+    return START_S + _steps_s(group, "simple", 1) + max(inside_s, between_s)
 
 
 def point_to_point_s(sent_bytes: float, bytes_per_s: float, step_us: float) -> float:
     """One message: its latency and its bytes."""
-    return PROTOCOLS[0][1] + step_us * 1e-6 + sent_bytes / bytes_per_s
+    return START_S + step_us * 1e-6 + sent_bytes / bytes_per_s
 
 
 COLLECTIVES = {

@@ -19,8 +19,11 @@ TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (6
 # with that ratio, against 256 x 128: 128 x 128 runs at 0.95 of it, 64 x 64 at 0.79 (same guide, figure "tile
 # efficiency").
 TILE_SLOPE = 14.0
+LEAST_TRAFFIC = 1.0 / TILES[0][0] + 1.0 / TILES[0][1]
 # The inner dimension may be divided over several multiprocessors; partial results are added in float32 through memory.
 SPLITS = (1, 2, 4, 8)
+LEAST_K = 256  # of the inner dimension that a multiprocessor gets of a divided product
+MOST_WAVES = 2  # of tiles, up to which libraries divide the inner dimension
 SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
 
 
@@ -79,14 +82,15 @@ def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
     e = on.element_bytes
     best = float("inf")
     for rows, columns in TILES:
-        slowdown = 1.0 + TILE_SLOPE * max(0.0, 1.0 / rows + 1.0 / columns - 3.0 / 256.0)
+        slowdown = 1.0 + TILE_SLOPE * max(0.0, 1.0 / rows + 1.0 / columns - LEAST_TRAFFIC)
         tiles = -(-m // rows) * -(-n // columns) * batch
         for split in SPLITS:
-            if split > 1 and (k < 256 * split or tiles * split > 2 * on.units):
+            if split > 1 and (k < LEAST_K * split or tiles * split > MOST_WAVES * on.units):
                 break
             waves = -(-tiles * split // on.units)
             main_s = waves * 2.0 * rows * columns * (k / split + on.fill_k) * slowdown / per_unit
-            partial_s = 8.0 * m * n * batch * split / on.memory_bytes_per_s if split > 1 else 0.0
+            partial_bytes = 2.0 * SIZE_BYTES["float32"] * m * n * batch * split  # written and read again
+            partial_s = partial_bytes / on.memory_bytes_per_s if split > 1 else 0.0
             best = min(best, main_s + partial_s)
     memory_s = e * batch * (m * k + k * n + m * n) / on.memory_bytes_per_s
     return max(best, memory_s) + on.kernel_s

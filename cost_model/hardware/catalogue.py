@@ -25,6 +25,8 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all entries of the catalogue have: a name, and by field where its figure comes from."""
+
     name: str
     sources: dict[str, str]
 
@@ -73,10 +75,12 @@ class Device(Entry, frozen=True):
 
     @property
     def memory_bytes(self) -> float:
+        """Size of the device's memory."""
         return self.memory_gb * 1e9
 
     @property
     def memory_bytes_per_s(self) -> float:
+        """Bandwidth of the device's memory, as its data sheet says."""
         return self.memory_gb_per_s * 1e9
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -187,10 +191,12 @@ def device(name: str) -> Device:
 
 
 def link(name: str) -> Link:
+    """The link of a name inside a host; ClusterError, with the nearest known one, if there is none."""
     return _find("link", name, links())
 
 
 def network(name: str) -> Network:
+    """The network of a name between hosts; ClusterError, with the nearest known one, if there is none."""
     return _find("network", name, networks())
 
 

@@ -21,7 +21,7 @@ from whale.errors import ClusterError
 _PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
 
-def machines(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
+def named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
     """What a command's ``--cluster`` says: a cluster file, or ``local``, this machine and those of the same job.
 
     Args:
@@ -33,7 +33,7 @@ def machines(name: str, network: str | None = None, cpu_quota: float | None = No
     """
     if name != "local":
         return read(name)
-    return spread(discover.local(cpu_quota), hosts(os.environ), network)
+    return cluster_of(discover.local(cpu_quota), hosts(os.environ), network)
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def _unreadable(variable: str, text: str) -> ClusterError:
     )
 
 
-def spread(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
+def cluster_of(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
     """``local``'s one host, as often as there are names, on one network.
 
     Raises:

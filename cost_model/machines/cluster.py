@@ -54,6 +54,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def device(self) -> Device:
+        """The catalogue's entry, with the memory that the file says."""
         found = catalogue.device(self.type)
         return found if self.memory_gb is None else msgspec.structs.replace(found, memory_gb=self.memory_gb)
 
@@ -71,6 +72,7 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def network(self) -> Network:
+        """The catalogue's entry."""
         return catalogue.network(self.type)
 
 
@@ -118,6 +120,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def device_count(self) -> int:
+        """Devices of all hosts."""
         return sum(host.count * entry.count for host in self.hosts for entry in host.devices)
 
     def path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:

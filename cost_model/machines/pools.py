@@ -77,7 +77,7 @@ class Pool:
         share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
         return f"{self.host.name}/{self.device.name}{share}"
 
-    def units(self, tensor: int) -> int:
+    def tensor_groups(self, tensor: int) -> int:
         """Groups of `tensor` devices of one host each."""
         return self.hosts * (self.per_host // tensor)
 

@@ -12,11 +12,12 @@ from typing import cast
 from cost_model.described.predict import Prediction, predict
 from cost_model.described.spread import Recompute
 from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer import Parallel, Transformer, padded_vocabulary
 from cost_model.machines import cluster
 from cost_model.machines.cluster import Cluster
 from whale.errors import ProgramError
 
+GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
 FOLDER = Path(__file__).resolve().parent
 DATA = FOLDER / "data"
 
@@ -34,7 +35,8 @@ class Case:
     cluster: str
 
     def predict(self) -> Prediction:
-        return predict(self.model, self.parallel, stack(self.stack), machine(self.cluster))
+        """What the cost model says of the run."""
+        return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,9 @@ class Published:
 
 
 @cache
-def machine(name: str) -> Cluster:
+def published_cluster(name: str) -> Cluster:
+    """A cluster that rows were measured on, by the name of its file in clusters/."""
     return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
-
-
-def padded_vocabulary(words: int, tensor: int) -> int:
-    """Megatron-LM pads the vocabulary to a multiple of 128 per tensor-parallel rank."""
-    each = 128 * tensor
-    return -(-words // each) * each
 
 
 def _megatron_plan(row: Mapping[str, str]) -> Parallel:
@@ -107,7 +104,7 @@ def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: 
         hidden=int(row["hidden size"]),
         heads=int(row["attention heads"]),
         sequence=int(row["sequence length"]),
-        vocabulary=padded_vocabulary(50257, tensor),
+        vocabulary=padded_vocabulary(GPT2_VOCABULARY, tensor),
     )
     parallel = Parallel(
         tensor=tensor,

@@ -39,6 +39,7 @@ def mape(found: Sequence[Result]) -> float:
 
 
 def maximum(found: Sequence[Result]) -> float:
+    """The largest of the errors' absolute values."""
     return max(abs(one.error) for one in found)
 
 
@@ -64,6 +65,7 @@ def kendall_tau(found: Sequence[Result]) -> float:
 
 
 def by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
+    """Rows by size of the model, among which plans are ranked."""
     groups: dict[str, list[Result]] = {}
     for one in found:
         groups.setdefault(one.case.size, []).append(one)

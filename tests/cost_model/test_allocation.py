@@ -44,13 +44,13 @@ def test_kubernetes_and_neither() -> None:
 
 
 def test_all_hosts_are_like_the_one_at_hand() -> None:
-    assert allocation.spread(LOCAL, ("here",), None) is LOCAL
-    found = allocation.spread(LOCAL, ("n1", "n2", "n3"), "infiniband-hdr-200")
+    assert allocation.cluster_of(LOCAL, ("here",), None) is LOCAL
+    found = allocation.cluster_of(LOCAL, ("n1", "n2", "n3"), "infiniband-hdr-200")
     assert found.device_count == 12 and cluster.parse(cluster.to_yaml(found)) == found
     with pytest.raises(ClusterError, match="--network"):
-        allocation.spread(LOCAL, ("n1", "n2"), None)
+        allocation.cluster_of(LOCAL, ("n1", "n2"), None)
     with pytest.raises(ClusterError, match="no such network"):
-        allocation.spread(LOCAL, ("n1", "n2"), "token-ring")
+        allocation.cluster_of(LOCAL, ("n1", "n2"), "token-ring")
 
 
 def test_a_command_that_is_told_local_takes_the_hosts_of_its_job(
@@ -59,7 +59,7 @@ def test_a_command_that_is_told_local_takes_the_hosts_of_its_job(
     monkeypatch.setattr(allocation.discover, "local", lambda quota: LOCAL)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
-    assert allocation.machines("local", "infiniband-hdr-200").device_count == 3 * LOCAL.device_count
+    assert allocation.named_cluster("local", "infiniband-hdr-200").device_count == 3 * LOCAL.device_count
     out = str(tmp_path / "plan.json")
     model = "gpt:layers=3,hidden=64,heads=2,sequence=64,vocabulary=512,batch=12"
     given = ["plan", "--describe", model, "--cluster", "local", "--budget", "0.2", "-o", out]

@@ -11,7 +11,7 @@ import pytest
 from cost_model.described import job, sharded
 from cost_model.described.evaluate import evaluate, kernels_s, played
 from cost_model.described.predict import predict, spread_of
-from cost_model.described.sharded import Unit
+from cost_model.described.sharded import ShardedUnit
 from cost_model.described.spread import Part, Spread, Stage, even_chunks, live_chunks
 from cost_model.described.stacks import stack
 from cost_model.described.stage_costs import stage_cost
@@ -63,8 +63,8 @@ def test_chunks_are_as_equal_as_they_can_be() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_fully_sharded_step_is_played_as_its_tasks_are_simulated(again: bool) -> None:
-    root = Unit(0.3, 0.5, 0.8, 0.2, 0.7)
-    layers = [Unit(0.1 * i, 0.3 - 0.02 * i, 0.4, 0.15 + 0.03 * i, 0.1 * (i % 3)) for i in range(1, 7)]
+    root = ShardedUnit(0.3, 0.5, 0.8, 0.2, 0.7)
+    layers = [ShardedUnit(0.1 * i, 0.3 - 0.02 * i, 0.4, 0.15 + 0.03 * i, 0.1 * (i % 3)) for i in range(1, 7)]
     ends_s = sharded.played_ends_s(root, layers, 4, again)
     for count, end_s in enumerate(ends_s, 1):
         assert simulate(sharded.tasks(root, layers, count, again)).total_s == pytest.approx(end_s)

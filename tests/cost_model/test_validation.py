@@ -9,7 +9,7 @@ import pytest
 
 from cost_model.validation import report
 from cost_model.validation.__main__ import main
-from cost_model.validation.cases import DATA, SETS, Case, machine, read
+from cost_model.validation.cases import DATA, SETS, Case, published_cluster, read
 from cost_model.validation.report import Result
 from whale.errors import ProgramError
 
@@ -39,7 +39,7 @@ def test_every_table_is_there_and_within_its_limits(found) -> None:
 def test_runs_that_were_published_fit_into_memory() -> None:
     for path in DATA.glob("*.csv"):
         for case in read(path)[1]:
-            device = machine(case.cluster).hosts[0].devices[0].device
+            device = published_cluster(case.cluster).hosts[0].devices[0].device
             assert case.predict().peak_bytes <= device.memory_bytes, case.label
 
 

@@ -107,7 +107,7 @@ def call(given: argparse.Namespace) -> int:
 
 
 def _described(given: argparse.Namespace) -> int:
-    from cost_model.machines.allocation import machines as named
+    from cost_model.machines.allocation import named_cluster
     from whale.cgroup import cpu_quota
     from whale.planner import ask
     from whale.planner.report import planfile, show
@@ -122,7 +122,7 @@ def _described(given: argparse.Namespace) -> int:
         )
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
-    machines = named(given.cluster, given.network, cpu_quota())
+    machines = named_cluster(given.cluster, given.network, cpu_quota())
     transformer, table, batch = _model(given)
     limits = ask.limits(given.fixed, given.budget)
     plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
@@ -169,13 +169,13 @@ def _offers(given: argparse.Namespace) -> int:
 
 
 def _jobs(given: argparse.Namespace) -> int:
-    from cost_model.machines.allocation import machines as named
+    from cost_model.machines.allocation import named_cluster
     from whale.cgroup import cpu_quota
     from whale.planner import offers
 
     if given.cluster is None or given.describe or given.profile or given.offers:
         raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
-    machines = named(given.cluster, given.network, cpu_quota())
+    machines = named_cluster(given.cluster, given.network, cpu_quota())
     packed = offers.pack(offers.read_jobs(given.jobs), machines, given.software)
     print("\n".join(offers.packing(packed, machines)))
     return 0

@@ -116,8 +116,8 @@ def _analyze(given: argparse.Namespace, data: bytes) -> int:
     profile = given.measured or str(default_path())
     read(profile)
     prediction, ranks = measure(given.plan, plan.script, plan.ranks, given.steps, profile)
-    measured = [msgspec.json.decode(one, type=analysis.Measured) for one in ranks]
-    print(analysis.report(msgspec.json.decode(prediction, type=analysis.Prediction), measured))
+    measured = [msgspec.json.decode(one, type=analysis.MeasuredRank) for one in ranks]
+    print(analysis.report(msgspec.json.decode(prediction, type=analysis.PredictedStep), measured))
     return 0
 
 

@@ -45,10 +45,10 @@ def call(given: argparse.Namespace) -> int:
     from cost_model.machines import allocation
     from whale.cgroup import cpu_quota
 
-    machines = allocation.machines(given.cluster, given.network, cpu_quota())
+    cluster = allocation.named_cluster(given.cluster, given.network, cpu_quota())
     task = job.read(given.job)
-    found = task.predict(machines, profile.read(given.profile) if given.profile else None)
-    print(job.report(task, machines, found))
+    found = task.predict(cluster, profile.read(given.profile) if given.profile else None)
+    print(job.report(task, cluster, found))
     if given.trace:
         given.trace.write_text(job.trace(found))
-    return 1 if job.too_large(machines, found) else 0
+    return 1 if job.too_large(cluster, found) else 0

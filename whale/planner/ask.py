@@ -9,7 +9,7 @@ import msgspec
 
 from cost_model.described.layer_costs import Model
 from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer import Parallel, Transformer, padded_vocabulary
 from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
@@ -25,6 +25,8 @@ SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
 _SPREAD = frozenset(f.name for f in msgspec.structs.fields(Parallel)) - {"experts"}
+HEAD_WIDTHS = (128, 64)  # that published models have
+LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of these
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
 
@@ -98,7 +100,7 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
     """What `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
     if budget_s <= 0:
         raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
-    names = {f.name for f in fields(Limits)} - {"budget_s", "exact_units"}
+    names = {f.name for f in fields(Limits)} - {"budget_s", "exact_devices"}
     values: dict[str, int | str] = {}
     for one in fixed:
         name, _, value = one.partition("=")
@@ -147,12 +149,12 @@ def advise(
     """Nearby models, and how fast each parameter of theirs is trained, beside the model asked for; best first."""
     t = transformer
     changes: list[tuple[str, int]] = []
-    padded = -(-t.vocabulary // 128) * 128
+    padded = padded_vocabulary(t.vocabulary)
     if padded != t.vocabulary:
         changes.append(("vocabulary", padded))
-    heads = [n for n in (t.hidden // 128, t.hidden // 64) if n and t.hidden % n == 0 and n != t.heads]
+    heads = [n for n in (t.hidden // width for width in HEAD_WIDTHS) if n and t.hidden % n == 0 and n != t.heads]
     changes += [("heads", n) for n in heads]
-    near = [-(-t.layers // step) * step for step in (2, 4, 8)] + [t.layers // step * step for step in (4, 8)]
+    near = [-(-t.layers // n) * n for n in LAYER_STEPS] + [t.layers // n * n for n in LAYER_STEPS if n > 2]
     changes += [("layers", n) for n in dict.fromkeys(near) if n and n != t.layers]
     base = _work_per_s(cluster, batch, t, software, budget_s)
     found = []

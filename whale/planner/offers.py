@@ -25,11 +25,12 @@ from whale.errors import PlanError
 from whale.planner import ask
 from whale.planner.described.layer_tables import Table
 from whale.planner.report.planfile import PlanFile
-from whale.planner.report.show import seconds
+from whale.planner.report.show import seconds_text
 from whale.planner.search.candidates import Limits
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
 MOST_HOSTS = 256  # of a shared cluster
+SECONDS_PER_HOUR = 3600
 
 
 class Offer(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,7 +69,7 @@ class Answer:
     def cost_per_million_rows(self) -> float:
         """In the currency of the offer's price."""
         assert self.plan is not None
-        return self.offer.price_per_hour / 3600 * self.plan.predicted.step_s / self.plan.batch * 1e6
+        return self.offer.price_per_hour / SECONDS_PER_HOUR * self.plan.predicted.step_s / self.plan.batch * 1e6
 
 
 def read_offers(path: str) -> list[tuple[Offer, Cluster]]:
@@ -145,8 +146,8 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
         marks = [word for word, one in (("fastest", fitting[0]), ("cheapest", cheapest)) if one is answer]
         mark = f"({', '.join(marks)}) " if marks else ""
         rows.append(
-            f"{offer.name[:20]:20} {seconds(step_s):>10} {plan.batch / step_s:>12,.1f} {offer.price_per_hour:>10.2f} "
-            f"{cost:>12}  {mark}{plan.spread.summary()}"
+            f"{offer.name[:20]:20} {seconds_text(step_s):>10} {plan.batch / step_s:>12,.1f} "
+            f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.spread.summary()}"
         )
     return rows
 
@@ -161,7 +162,8 @@ class Packed:
 
     @property
     def hours(self) -> float:
-        return self.job.rows / self.plan.batch * self.plan.predicted.step_s / 3600
+        """Of the whole job, all its rows."""
+        return self.job.rows / self.plan.batch * self.plan.predicted.step_s / SECONDS_PER_HOUR
 
 
 class _Packer:
@@ -194,10 +196,12 @@ class _Packer:
         return self.known[key]
 
     def hours(self, number: int, hosts: tuple[int, ...]) -> float:
+        """Of a job on so many hosts of each kind; infinite: nothing fits."""
         plan = self.plan(number, hosts)
         return float("inf") if plan is None else Packed(self.jobs[number], hosts, plan).hours
 
     def run(self) -> list[Packed]:
+        """The jobs with their hosts; PlanError: one has none that it fits on."""
         free = [host.count for host in self.cluster.hosts]
         given = [(0,) * len(free) for _ in self.jobs]
         done: set[int] = set()  # jobs that no further host makes faster
@@ -250,7 +254,7 @@ def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
     for one in packed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)
-        step = seconds(one.plan.predicted.step_s)
+        step = seconds_text(one.plan.predicted.step_s)
         rows.append(
             f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  {one.plan.spread.summary()}"
         )

@@ -122,7 +122,7 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
     assert meter.seen is not None
     predicted = analyze._predicted(meter.seen, str(profile))
     measured = [
-        analysis.Measured(rank, "step", meter.taken, dict(meter.kernels), meter.busy_s, 1e-4, meter.peak_bytes)
+        analysis.MeasuredRank(rank, "step", meter.taken, dict(meter.kernels), meter.busy_s, 1e-4, meter.peak_bytes)
         for rank in range(2)
     ]
     products = [n for n in analysis._named(predicted.ranks[0].kernels_s, meter.kernels) if "MatMul" in n]
@@ -132,11 +132,13 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
 
 
 def test_what_is_far_off_is_marked() -> None:
-    predicted = analysis.Prediction(
-        "here", 0.010, [analysis.Predicted(0.008, 0.008, 0.002, 100, {"a/b/MatMul": 0.006, "loss": 0.002})], []
+    predicted = analysis.PredictedStep(
+        "here", 0.010, [analysis.PredictedRank(0.008, 0.008, 0.002, 100, {"a/b/MatMul": 0.006, "loss": 0.002})], []
     )
     kernels = {"a/b/MatMul": 0.012, "loss": 0.002}
-    rows = analysis.report(predicted, [analysis.Measured(0, "p", [0.015, 0.016, 0.017], kernels, 0.014, 0.002, 110)])
+    rows = analysis.report(
+        predicted, [analysis.MeasuredRank(0, "p", [0.015, 0.016, 0.017], kernels, 0.014, 0.002, 110)]
+    )
     marked = {row.split("  ")[0].strip() or row.split()[0] for row in rows.splitlines() if row.endswith("<--")}
     assert marked == {"step (median)", "compute", "a/b"}
     assert rows.endswith("measured 16.0 ms (+60 %): mostly compute of rank 0 (+6.0 ms against the prediction).")

@@ -6,6 +6,8 @@ from cost_model.described.layer_costs import Model
 from cost_model.described.spread import Part, Spread
 from cost_model.machines.pools import Machines
 
+MOST_HOSTS = 64  # of a pool, up to which groups are laid on hosts one by one; with more there is room enough
+
 
 def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:
     """What is wrong with a spread, independently of the search: layers, devices, rows. Empty: nothing."""
@@ -30,7 +32,7 @@ def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[
         used = [part for stage in spread.stages for part in stage.parts if part.pool == pool.number]
         if sum(part.ranks for part in used) > pool.devices:
             wrong.append(f"{sum(p.ranks for p in used)} devices of {pool.name}, which has {pool.devices}")
-        free = [pool.per_host] * pool.hosts if pool.hosts <= 64 else None
+        free = [pool.per_host] * pool.hosts if pool.hosts <= MOST_HOSTS else None
         for part in sorted(used, key=lambda p: -p.tensor):
             if part.tensor > pool.per_host:
                 wrong.append(f"a tensor-parallel group of {part.tensor} on hosts of {pool.per_host}: {pool.name}")

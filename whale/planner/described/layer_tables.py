@@ -187,6 +187,7 @@ class TableModel:
         )
 
     def tensor_degrees(self, pool: int) -> list[int]:
+        """Degrees at which every layer is measured on the pool's device, and which its hosts have devices for."""
         own = self.machines.pools[pool]
         wanted = {layer.name for layer in self.table.layers}
         return sorted(
@@ -196,16 +197,19 @@ class TableModel:
         )
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
+        """Sizes of a micro-batch between the smallest and the largest at which every layer is measured."""
         known = self._measured(pool, tensor).values()
         low, high = max(min(sizes) for sizes in known), min(max(sizes) for sizes in known)
         return list(range(low, high + 1))
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
+        """What is measured; tensors are never divided along the sequence."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         measured = {recompute for _, _, recompute in self.of}
         return [(kind, False) for kind in kinds if kind in measured]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
+        """Seconds to hand a micro-batch of so many rows to layer `cut`; `path`: (bytes/s, step in us)."""
         return point_to_point_s(self.kinds[cut - 1].output_bytes * rows, *path)
 
 

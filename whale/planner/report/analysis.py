@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from whale.planner.report.show import seconds, size
+from whale.planner.report.show import bytes_text, seconds_text
 
 OFF = 0.2  # a figure further off than this is marked
 ROWS = 24  # layers printed at most
 SMALL = 0.01  # layers below this part of all kernels are one row
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredRank(msgspec.Struct, frozen=True):
     """What one rank measured of its steps; all but `steps_s` are of one step.
 
     Attributes:
@@ -33,7 +33,7 @@ class Measured(msgspec.Struct, frozen=True):
     peak_bytes: int | None
 
 
-class Predicted(msgspec.Struct, frozen=True):
+class PredictedRank(msgspec.Struct, frozen=True):
     """What is predicted of one rank: its kernels added up, and how long at least one runs; its exchanges alone."""
 
     compute_s: float
@@ -43,16 +43,17 @@ class Predicted(msgspec.Struct, frozen=True):
     kernels_s: dict[str, float]
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class PredictedStep(msgspec.Struct, frozen=True):
     """What is predicted of a step, on what, and the stages that the ranks run."""
 
     where: str
     step_s: float
-    ranks: list[Predicted]
+    ranks: list[PredictedRank]
     stages: list[str]
 
 
 def median(values: Sequence[float]) -> float:
+    """The middle one, or the mean of the two in the middle; of one value at least."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
@@ -88,7 +89,7 @@ def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def report(predicted: Prediction, measured: Sequence[Measured]) -> str:
+def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
     """Predicted beside measured, as text."""
     each = sorted(measured, key=lambda m: m.rank)
     step_s = max(median(m.steps_s) for m in each)
@@ -98,7 +99,7 @@ def report(predicted: Prediction, measured: Sequence[Measured]) -> str:
         f"{'':28} {'predicted':>11} {'measured':>11}  off (<-- by more than {100 * OFF:.0f} %)",
         _row("step (median)", predicted.step_s, step_s),
     ]
-    spread = [f"{seconds(min(m.steps_s))} to {seconds(max(m.steps_s))}" for m in each]
+    spread = [f"{seconds_text(min(m.steps_s))} to {seconds_text(max(m.steps_s))}" for m in each]
     lines.append(f"{'  from the fastest to the slowest':28} {'':>8} {spread[0]}")
     for m, p in zip(each, predicted.ranks):
         stage = predicted.stages[m.rank] if predicted.stages else ""
@@ -108,21 +109,21 @@ def report(predicted: Prediction, measured: Sequence[Measured]) -> str:
             waits_s = max(0.0, predicted.step_s - p.busy_s), max(0.0, median(m.steps_s) - m.busy_s)
             lines.append(_row("  waits, computing nothing", *waits_s, SMALL * step_s))
         else:
-            lines.append(f"{'  compute':28} {seconds(p.compute_s):>11} {'not known':>11}")
-        lines.append(
-            f"{'  communication alone':28} {seconds(p.exchange_s):>11} {seconds(m.moving_s):>11}  (bytes moving)"
-        )
+            lines.append(f"{'  compute':28} {seconds_text(p.compute_s):>11} {'not known':>11}")
+        moving = f"{seconds_text(p.exchange_s):>11} {seconds_text(m.moving_s):>11}"
+        lines.append(f"{'  communication alone':28} {moving}  (bytes moving)")
         if m.peak_bytes is not None:
             off = mark(p.peak_bytes, m.peak_bytes)
-            lines.append(f"{'  memory':28} {size(p.peak_bytes):>11} {size(m.peak_bytes):>11}  {off}")
+            lines.append(f"{'  memory':28} {bytes_text(p.peak_bytes):>11} {bytes_text(m.peak_bytes):>11}  {off}")
     return "\n".join([*lines, *_layers(predicted, each), "", _verdict(predicted, each, step_s)])
 
 
 def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> str:
-    return f"{name:28} {seconds(predicted):>11} {seconds(measured):>11}  {mark(predicted, measured, small)}".rstrip()
+    figures = f"{seconds_text(predicted):>11} {seconds_text(measured):>11}"
+    return f"{name:28} {figures}  {mark(predicted, measured, small)}".rstrip()
 
 
-def _layers(predicted: Prediction, each: Sequence[Measured]) -> list[str]:
+def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]:
     """A row for each layer, of kernels on all ranks; only operations that both sides know by name."""
     alike = [_named(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
     ahead = layers(alike)
@@ -159,10 +160,10 @@ def _short(name: str, limit: int = 26) -> str:
     return name if len(name) <= limit else "..." + name[3 - limit :]
 
 
-def _verdict(predicted: Prediction, each: Sequence[Measured], step_s: float) -> str:
+def _verdict(predicted: PredictedStep, each: Sequence[MeasuredRank], step_s: float) -> str:
     """What explains most of the difference, in one line."""
     off = step_s / predicted.step_s - 1
-    lead = f"Predicted {seconds(predicted.step_s)}, measured {seconds(step_s)} ({100 * off:+.0f} %)"
+    lead = f"Predicted {seconds_text(predicted.step_s)}, measured {seconds_text(step_s)} ({100 * off:+.0f} %)"
     slowest = max(each, key=lambda m: median(m.steps_s))
     p = predicted.ranks[slowest.rank]
     if abs(off) <= OFF:

@@ -108,7 +108,7 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
     whole = sum(pool.devices for pool in Machines(plan.cluster).pools)
     name, most = max(show.parts_of(found).items(), key=lambda e: e[1])
     cards = [
-        ("one step", show.seconds(found.step_s), f"not below {show.seconds(plan.bound_s)} on these devices"),
+        ("one step", show.seconds_text(found.step_s), f"not below {show.seconds_text(plan.bound_s)} on these devices"),
         ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
         ("devices", f"{plan.spread.ranks:,}", f"of {whole:,}"),
         ("bound by", name, f"{most / found.step_s:.0%} of the step, stage {found.busiest}"),
@@ -151,6 +151,7 @@ def _tracks(
 
 
 def short(seconds: float) -> float:
+    """With six digits, which are enough for a page."""
     return float(f"{seconds:.6g}")
 
 

@@ -16,7 +16,7 @@ from whale.ir.program import Program
 from whale.planner.captured.pipelines import levels
 from whale.planner.report.analysis import layer_of
 from whale.planner.report.draw import page, short
-from whale.planner.report.show import seconds, size
+from whale.planner.report.show import bytes_text, seconds_text
 
 KINDS = ("forward", "backward", "exchange", "update and other")
 MOST_SPANS = 20_000  # drawn; the shortest are left out
@@ -121,10 +121,10 @@ def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
     most = max(range(len(found.ranks)), key=lambda r: found.ranks[r].peak_bytes)
     gain = drawn.alone_s / found.step_s
     return [
-        ("one step", seconds(found.step_s), "predicted"),
-        ("against one rank", f"{gain:.2f} x", f"one rank alone: {seconds(drawn.alone_s)}"),
+        ("one step", seconds_text(found.step_s), "predicted"),
+        ("against one rank", f"{gain:.2f} x", f"one rank alone: {seconds_text(drawn.alone_s)}"),
         ("moved", human_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
-        ("memory", size(found.ranks[most].peak_bytes), f"rank {most}, of {size(drawn.limits_bytes[most])}"),
+        ("memory", bytes_text(found.ranks[most].peak_bytes), f"rank {most}, of {bytes_text(drawn.limits_bytes[most])}"),
         ("bound by", *_bound(drawn)),
     ]
 
@@ -280,7 +280,9 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
     rows.append(
         ("bytes moved", [float(moved.get(n, 0)) for n in layers], [human_bytes(moved.get(n, 0)) for n in layers])
     )
-    rows.append(("kernels' time", [time_s.get(n, 0.0) for n in layers], [seconds(time_s.get(n, 0.0)) for n in layers]))
+    rows.append(
+        ("kernels' time", [time_s.get(n, 0.0) for n in layers], [seconds_text(time_s.get(n, 0.0)) for n in layers])
+    )
     return rows
 
 
@@ -348,5 +350,5 @@ def _last(drawn: Drawn) -> str:
     share = ", ".join(f"{n} {v / found.step_s:.0%}" for n, v, _, _ in _fall(drawn) if v > 0)
     return (
         f"Plan: {len(found.ranks)} ranks, {len(moving)} tensors change their layout "
-        f"({human_bytes(plan.logical_bytes)} a step). Predicted {seconds(found.step_s)}: {share}."
+        f"({human_bytes(plan.logical_bytes)} a step). Predicted {seconds_text(found.step_s)}: {share}."
     )

@@ -27,6 +27,7 @@ from whale.planner.search.candidates import SearchResult
 FORMAT_VERSION = "1.2"
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 KIND = "whale-spread"
+SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then ones that do not fit
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -38,6 +39,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
+        """In words."""
         if self.lacking_bytes is not None:
             return f"does not fit by {self.lacking_bytes / 1e9:.1f} GB"
         slower_s = self.slower_s or 0.0
@@ -72,6 +74,7 @@ class PlanFile(msgspec.Struct, frozen=True):
     planner: str = "whale"
 
     def model(self, machines: Machines) -> Model:
+        """The described transformer or the measured tables; PlanError if the plan names neither."""
         software = stack(self.software)
         if self.transformer is not None:
             return TransformerModel(self.transformer, software, machines)
@@ -99,6 +102,7 @@ class PlanFile(msgspec.Struct, frozen=True):
 
 
 def predicted(found: Evaluation) -> Predicted:
+    """What a plan file says of an evaluation."""
     return Predicted(found.step_s, found.compute_s, found.send_s, found.bubble_s, found.reduce_s, found.update_s)
 
 
@@ -116,11 +120,11 @@ def of_search(
     others: list[Alternative] = []
     seen = {_shape(found.spread)}
     for spread, evaluation in found.others:
-        if _shape(spread) not in seen and len(others) < 6:
+        if _shape(spread) not in seen and len(others) < SLOWER:
             seen.add(_shape(spread))
             others.append(Alternative(spread, slower_s=evaluation.step_s - best))
     for spread, evaluation in sorted(found.misfits, key=lambda e: e[1].step_s):
-        if _shape(spread) not in seen and len(others) < 9:
+        if _shape(spread) not in seen and len(others) < SLOWER + LACKING:
             seen.add(_shape(spread))
             others.append(Alternative(spread, lacking_bytes=evaluation.lacking_bytes))
     return PlanFile(
@@ -153,10 +157,12 @@ def schema() -> dict[str, Any]:
 
 
 def dumps(plan: PlanFile) -> bytes:
+    """The file's text: the same bytes for the same plan."""
     return msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=1) + b"\n"
 
 
 def save(plan: PlanFile, path: str | Path) -> None:
+    """Writes a plan file."""
     Path(path).write_bytes(dumps(plan))
 
 
@@ -196,6 +202,7 @@ def is_spread(data: bytes) -> bool:
 
 
 def load(path: str | Path) -> PlanFile:
+    """Reads a plan file; PlanError if there is none, it is none, or of another major version."""
     try:
         return loads(Path(path).read_bytes(), str(path))
     except OSError as error:

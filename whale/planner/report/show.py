@@ -16,19 +16,24 @@ from whale.ir.schedule import schedule
 from whale.planner.report.planfile import PlanFile
 from whale.planner.search.neighbours import move_cut
 
-BAR = 10
+BAR = 10  # characters of a bar
+PASSES = 18  # of a stage that are printed
+CHANGES = 16  # stages that are printed of a difference
+SAME_S = 5e-5  # what two plans differ by at most without being said to differ: half of the last digit printed
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
 WIDTH = 120  # characters of a line, where no terminal says how many it has
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
     if value >= 100:
         return f"{value:.0f} s"
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
-def size(value: float) -> str:
-    return f"{value / 1e9:.1f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
+def bytes_text(value: float) -> str:
+    """Bytes as a person reads them: 1.2 GB, and below 0.1 GB 12.3 MB."""
+    return f"{value / 1e9:.1f} GB" if value >= 0.1e9 else f"{value / 1e6:.1f} MB"
 
 
 def terminal_width() -> int:
@@ -44,10 +49,10 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
         f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         f"cluster    {plan.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         f"plan       {spread.summary()}",
-        f"predicted  {seconds(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
+        f"predicted  {seconds_text(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
         + (f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device" if plan.transformer else ""),
         f"bound by   {bound_by(found)}",
-        f"optimum    not below {seconds(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
+        f"optimum    not below {seconds_text(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
         "",
         *stage_table(plan, machines, found, width),
         "",
@@ -83,6 +88,7 @@ def parts_of(found: Evaluation) -> dict[str, float]:
 
 
 def bound_by(found: Evaluation) -> str:
+    """What takes most of the step, of which stage."""
     name, most = max(parts_of(found).items(), key=lambda e: e[1])
     return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
 
@@ -156,6 +162,7 @@ def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, 
 
 
 def memory_bar(used: Footprint, limit_bytes: float) -> str:
+    """How full a device's memory is, drawn and in figures."""
     part = used.total_bytes / limit_bytes
     full = min(BAR, round(BAR * part))
     return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 1e9:5.1f} of {limit_bytes / 1e9:5.1f} GB"
@@ -188,7 +195,7 @@ def schedule_lines(plan: PlanFile) -> list[str]:
     stages = len(orders)
     for stage in sorted({0, 1, stages - 2, stages - 1} if stages > 4 else set(range(stages))):
         passes = [f"{'B' if b else 'F'}{m}" + ("abcdefgh"[c] if spread.chunks > 1 else "") for c, m, b in orders[stage]]
-        text = " ".join(passes[:18]) + (" ..." if len(passes) > 18 else "")
+        text = " ".join(passes[:PASSES]) + (" ..." if len(passes) > PASSES else "")
         lines.append(f"  {stage:>5}    {text}")
     return lines
 
@@ -215,7 +222,7 @@ def layer_table(plan: PlanFile) -> list[str]:
         )
         own += costs.experts_of(((layer, layer + 1),))
         times = f"{1e3 * forward:>7.2f} ms {1e3 * backward:>7.2f} ms"
-        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {size(held):>22}")
+        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {bytes_text(held):>22}")
     return rows
 
 
@@ -229,7 +236,7 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
     whole_or = ["whole" if n == 1 else f"split {n} ways" for n in (tensor, data)]
     return (
         f"Plan: {counted(len(spread.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, {spread.ranks} of "
-        f"{counted(machines.devices, 'device')}. Predicted {seconds(found.step_s)}: {share}."
+        f"{counted(machines.devices, 'device')}. Predicted {seconds_text(found.step_s)}: {share}."
     )
 
 
@@ -250,8 +257,8 @@ def explain(plan: PlanFile, layer: int) -> str:
             f"{used.total_bytes / 1e9:.1f} of {pool.memory_bytes / 1e9:.1f} GB"
         )
     lines.append(
-        f"  a micro-batch: forward {seconds(sum(cost.forward_s))}, backward {seconds(sum(cost.backward_s))}, "
-        f"send {seconds(cost.send_s)}; after the last: reduce {seconds(cost.reduce_s)}"
+        f"  a micro-batch: forward {seconds_text(sum(cost.forward_s))}, backward {seconds_text(sum(cost.backward_s))}, "
+        f"send {seconds_text(cost.send_s)}; after the last: reduce {seconds_text(cost.reduce_s)}"
     )
     lines += _other_recompute(plan, model, machines, found, index)
     low, high = stage.layers[0]
@@ -280,7 +287,7 @@ def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Ev
 
 def _against(found: Evaluation, other: Evaluation) -> str:
     if not other.fits:
-        return f"infeasible: a rank lacks {size(other.lacking_bytes)}"
+        return f"infeasible: a rank lacks {bytes_text(other.lacking_bytes)}"
     return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
 
 
@@ -304,18 +311,20 @@ def diff(one: PlanFile, other: PlanFile) -> str:
     changed = [
         (i, x, y) for i, (x, y) in pairs if _stage(one.spread, x, machines) != _stage(other.spread, y, other_machines)
     ]
-    for i, x, y in changed[:16]:
+    for i, x, y in changed[:CHANGES]:
         lines.append(f"  stage {i:<8} {_stage(one.spread, x, machines)} -> {_stage(other.spread, y, other_machines)}")
-    if len(changed) > 16:
-        lines.append(f"  ... and {len(changed) - 16} more stages")
+    if len(changed) > CHANGES:
+        lines.append(f"  ... and {len(changed) - CHANGES} more stages")
     for name, value in parts_of(a).items():
         after = parts_of(b)[name]
-        if abs(after - value) > 5e-5:
-            lines.append(f"  {name:14} {seconds(value)} -> {seconds(after)} ({1e3 * (after - value):+.1f} ms)")
+        if abs(after - value) > SAME_S:
+            lines.append(
+                f"  {name:14} {seconds_text(value)} -> {seconds_text(after)} ({1e3 * (after - value):+.1f} ms)"
+            )
     if not lines:
         return "The plans are equal."
     change = b.step_s / a.step_s - 1
-    return "\n".join([*lines, f"Step: {seconds(a.step_s)} -> {seconds(b.step_s)} ({change:+.1%})."])
+    return "\n".join([*lines, f"Step: {seconds_text(a.step_s)} -> {seconds_text(b.step_s)} ({change:+.1%})."])
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:
@@ -327,7 +336,7 @@ def against(fixed: PlanFile, free: PlanFile) -> str:
     before, after = parts_of(other), parts_of(mine)
     parts = [f"{name} {1e3 * (after[name] - before[name]):+.1f} ms" for name in before]
     parts = [text for text in parts if not text.endswith(("+0.0 ms", "-0.0 ms"))]
-    total = f"{1e3 * change_s:+.1f} ms ({seconds(other.step_s)} -> {seconds(mine.step_s)})"
+    total = f"{1e3 * change_s:+.1f} ms ({seconds_text(other.step_s)} -> {seconds_text(mine.step_s)})"
     return f"{total}: {', '.join(parts)}; without: {free.spread.summary()}"
 
 

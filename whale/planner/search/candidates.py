@@ -15,7 +15,7 @@ class Limits:
     """What the user has fixed; None: free.
 
     `budget_s`: seconds of computing for the search; the best spread so far is returned.
-    `exact_units`: with at most so many devices, every assignment of devices to stages is looked at.
+    `exact_devices`: with at most so many, every assignment of devices to stages is looked at.
     """
 
     stages: int | None = None
@@ -28,7 +28,7 @@ class Limits:
     chunks: int | None = None
     offload: Offload | None = None
     budget_s: float = 8.0
-    exact_units: int = 8
+    exact_devices: int = 8
 
 
 @dataclass(slots=True)

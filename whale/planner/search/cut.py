@@ -14,6 +14,9 @@ from cost_model.described.spread import Part, Recompute, Spread, Stage, live_chu
 from cost_model.described.stage_costs import lacking_bytes, stage_memory
 from cost_model.machines.pools import Machines
 
+# The slowest stage's seconds are found by halving an interval: so often at most, or until it is so small a part.
+HALVINGS, PRECISION = 24, 2e-4
+
 
 class Chain:
     """The stages' ranks in order; answers how many layers a stage takes within so many seconds and its memory."""
@@ -94,8 +97,8 @@ class Chain:
             return None
         high = self.slowest(ends)
         low = 0.0
-        for _ in range(24):
-            if high - low <= 2e-4 * high:
+        for _ in range(HALVINGS):
+            if high - low <= PRECISION * high:
                 break
             middle = (low + high) / 2 if low else high / 2
             found = self.within(middle)

@@ -46,7 +46,7 @@ class Estimates:
         key = (pool, tensor, rows, *how)
         if key not in self.each:
             # Experts are taken to be divided over all of the pool's devices, until a stage is known.
-            replicas = self.machines.pools[pool].units(tensor) if self.model.experts else 1
+            replicas = self.machines.pools[pool].tensor_groups(tensor) if self.model.experts else 1
             one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas)
             count = self.model.count
             total = one.forward(0, count) + one.backward(0, count)

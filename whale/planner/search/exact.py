@@ -18,7 +18,7 @@ import numpy as np
 
 from cost_model.described.spread import Part, Recompute, Spread, Stage
 from whale.planner.search.estimate import Estimates, divisors
-from whale.planner.search.neighbours import Ranks
+from whale.planner.search.neighbours import StageRanks
 from whale.planner.search.stage_options import StageOption, stage_options, undominated
 
 GRID = 24  # limits on the slowest stage, at most
@@ -31,7 +31,9 @@ HANDED_ON = 200  # ...of all together, as long as they are at most...
 BEHIND = 1.25  # ...so many times as long as the best, by this program
 
 
-def exact(search: Estimates, fastest_s: float | None, choices: dict[tuple[int, bool], list[Ranks]]) -> Iterator[Spread]:
+def exact(
+    search: Estimates, fastest_s: float | None, choices: dict[tuple[int, bool], list[StageRanks]]
+) -> Iterator[Spread]:
     """The best spreads for every number of micro-batches, without interleaving; best first.
 
     Args:

@@ -12,6 +12,12 @@ from whale.planner.search.candidates import Candidate, Limits
 from whale.planner.search.estimate import Estimates, divisors
 from whale.planner.search.row_shares import row_shares
 
+MOST_SETS = 31  # sets of pools that pure spreads are listed for: those of five pools
+MOST_POOLS = 5  # of which all sets are looked at for mixed spreads
+NEAR = 4  # factor by which tensor degrees of three pools may differ; of more pools they are alike
+CHUNKS = (1, 2, 4, 8)  # of a stage, where the schedule interleaves them
+LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch is never full
+
 
 def stage_counts(layers: int, most: int) -> list[int]:
     """Numbers of stages worth trying: for every number of layers per stage the fewest stages, and the most."""
@@ -40,7 +46,7 @@ class Families(Estimates):
         """Stages on one pool each, all with the same number of replicas and rows."""
         pools, limits = self.machines.pools, self.limits
         sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
-        if len(sets) > 31:  # of many pools: each alone, and all
+        if len(sets) > MOST_SETS:  # of many pools: each alone, and all
             sets = [s for s in sets if len(s) in (1, len(pools))]
         for chosen in reversed(sets):  # all pools first
             degrees = [self.tensors(k) for k in chosen]
@@ -48,7 +54,7 @@ class Families(Estimates):
                 continue
             for tensors in self._combinations(degrees):
                 rows_known = [set(self.rows_of(k, t)) for k, t in zip(chosen, tensors)]
-                units = [pools[k].units(t) for k, t in zip(chosen, tensors)]
+                units = [pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)]
                 for rows in sorted(set.intersection(*rows_known)):
                     if self.batch % rows or limits.micro_batch not in (None, rows):
                         continue
@@ -60,8 +66,7 @@ class Families(Estimates):
         if len(degrees) <= 2:
             return list(itertools.product(*degrees))
         alike = [(d,) * len(degrees) for d in sorted(set.intersection(*map(set, degrees)))]
-        # Otherwise neighbours: degrees that differ by at most a factor of two or four.
-        near = [c for c in itertools.product(*degrees) if max(c) <= 4 * min(c)] if len(degrees) <= 3 else []
+        near = [c for c in itertools.product(*degrees) if max(c) <= NEAR * min(c)] if len(degrees) <= 3 else []
         return list(dict.fromkeys(alike + near))
 
     def _pure_of(
@@ -117,7 +122,7 @@ class Families(Estimates):
             return [limits.chunks]
         if stages == 1 or pools > 1 or micro_batches % stages:
             return [1]
-        return [v for v in (1, 2, 4, 8) if count % (stages * v) == 0]
+        return [v for v in CHUNKS if count % (stages * v) == 0]
 
     def mixed(self) -> Iterator[Candidate]:
         """Stages that are all alike, each with replicas of all pools, rows by speed."""
@@ -125,14 +130,14 @@ class Families(Estimates):
         if limits.chunks not in (None, 1):
             return
         sets = [tuple(range(len(pools)))]
-        if 2 < len(pools) <= 5:
+        if 2 < len(pools) <= MOST_POOLS:
             sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         for chosen in sets:
             degrees = [self.tensors(k) for k in chosen]
             if not all(degrees):
                 continue
             for tensors in self._combinations(degrees):
-                units = [pools[k].units(t) for k, t in zip(chosen, tensors)]
+                units = [pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)]
                 if min(units) == 0:
                     continue
                 for stages in self.counts(min(units)):
@@ -151,7 +156,7 @@ class Families(Estimates):
             rows = self.batch // micro_batches
             if limits.micro_batches not in (None, micro_batches) or rows > sum(k[2] * m for k, m in zip(kinds, most)):
                 continue
-            if micro_batches < stages and micro_batches * 4 < stages:
+            if micro_batches * LEAST_FILLED < stages:
                 continue
             if rows < replicas and (micro_batches > 1 or stages > 1):
                 continue

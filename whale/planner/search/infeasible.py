@@ -58,7 +58,7 @@ def nothing_fits(search: Estimates, candidates: Sequence[Candidate]) -> PlanErro
 
 
 def _least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates in the order of what their ranks roughly hold."""
+    """Candidates in the order of what their ranks roughly hold: first by the state's part, then by what is kept."""
 
     def size(one: Candidate) -> tuple[float, float]:
         ranks = sum(count * sum(p.ranks for p in parts) for parts, count in one.kinds)

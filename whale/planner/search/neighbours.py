@@ -10,7 +10,7 @@ import msgspec
 from cost_model.described.spread import Part, Spread, Stage
 from cost_model.machines.pools import Machines
 
-Ranks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on: devices of each pool, parts
+StageRanks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on: devices of each pool, parts
 
 
 def _with_another(spread: Spread, at: int, parts: tuple[Part, ...]) -> Iterator[Spread]:
@@ -69,7 +69,7 @@ def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
     return msgspec.structs.replace(spread, stages=tuple(stages))
 
 
-def other_ranks(spread: Spread, machines: Machines, choices: Sequence[Ranks], more: bool) -> Iterator[Spread]:
+def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks], more: bool) -> Iterator[Spread]:
     """The spread with other ranks for one stage, of those it has and those that no stage has.
 
     Args:

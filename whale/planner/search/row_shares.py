@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 
 from cost_model.described.spread import Part
 
+MOVES, MOVES_PER_KIND = 64, 4  # of rows between kinds, after which a division is given up
+LEAST_S = 1e-12  # what a row takes at least: speeds are finite
+
 
 def row_shares(
     kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
@@ -31,12 +34,12 @@ def row_shares(
                 left -= taken
         return tuple(parts)
     # In proportion to speed, then row by row: from the slowest replica, to the one that is fastest with one row more.
-    speed = [1.0 / max(1e-12, seconds(p, t, min(m, max(1, rows // total)))) for (p, t, _), m in zip(kinds, most)]
+    speed = [1.0 / max(LEAST_S, seconds(p, t, min(m, max(1, rows // total)))) for (p, t, _), m in zip(kinds, most)]
     whole = sum(s * k[2] for s, k in zip(speed, kinds))
     own = [min(m, max(1, int(rows * s / whole))) for s, m in zip(speed, most)]
     more = [0] * len(kinds)  # replicas of a kind that have one row more
     left = rows - sum(n * k[2] for n, k in zip(own, kinds))
-    for _ in range(4 * len(kinds) + 64):
+    for _ in range(MOVES_PER_KIND * len(kinds) + MOVES):
         if left == 0:
             break
         if left > 0:

@@ -32,7 +32,7 @@ from whale.planner.search.estimate import Estimates
 from whale.planner.search.exact import exact
 from whale.planner.search.families import Families
 from whale.planner.search.infeasible import nothing_fits
-from whale.planner.search.neighbours import Ranks, neighbours, other_ranks
+from whale.planner.search.neighbours import StageRanks, neighbours, other_ranks
 from whale.planner.search.recompute_stages import RecomputeChoice
 
 
@@ -91,7 +91,7 @@ class Search(Families):
         self.misfits: list[tuple[Spread, Evaluation]] = []
         self.recompute = RecomputeChoice(model, machines, self.ranks)
         # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
-        self.choices: dict[tuple[int, bool], list[Ranks]] = {}
+        self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
 
     def build(self, one: Candidate) -> Spread | None:
         """The candidate's layers cut; None where it does not fit into memory.
@@ -134,7 +134,7 @@ class Search(Families):
         """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
         if spread.chunks > 1:
             return
-        few = self.ranks <= self.limits.exact_units
+        few = self.ranks <= self.limits.exact_devices
         while True:
             best = spread, seconds
             others = neighbours(spread, few)
@@ -161,7 +161,7 @@ class Search(Families):
                 others.append((seconds, spread))
             else:
                 first[key] = (seconds, spread)
-        if self.ranks > self.limits.exact_units:
+        if self.ranks > self.limits.exact_devices:
             return sorted([*first.values(), *others], key=lambda e: e[0])
         return [*first.values(), *others]
 
@@ -179,13 +179,13 @@ class Search(Families):
                     break
         candidates.sort(key=lambda c: c.estimate_s)
         exhausted = self._try(candidates)
-        if self.ranks <= self.limits.exact_units:
+        if self.ranks <= self.limits.exact_devices:
             fastest_s = None if self.fastest is None else self.fastest[1].step_s
             for spread in exact(self, fastest_s, self.choices):
                 self.consider(spread)
         if not self.kept.entries:
             raise NothingFits(self, candidates)
-        few = self.ranks <= self.limits.exact_units
+        few = self.ranks <= self.limits.exact_devices
         for number, (seconds, spread) in enumerate(self._beginnings()):
             if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
                 break

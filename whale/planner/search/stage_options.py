@@ -61,7 +61,7 @@ def stage_options(
         for tensors in itertools.product(*(search.tensors(k) for k in chosen)):
             if any(used[k] % t for k, t in zip(chosen, tensors)):
                 continue
-            if any(used[k] // t > pools[k].units(t) for k, t in zip(chosen, tensors)):
+            if any(used[k] // t > pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)):
                 continue
             kinds = tuple((k, t, used[k] // t) for k, t in zip(chosen, tensors))
             if sum(k[2] for k in kinds) > rows or search.limits.data not in (None, sum(k[2] for k in kinds)):

@@ -14,10 +14,14 @@ from itertools import accumulate
 from cost_model.described.evaluate import evaluate
 from cost_model.described.layer_costs import Model
 from cost_model.described.spread import Part, Spread, Stage
+from cost_model.described.transformer import OPTIMIZER_BYTES
+from cost_model.described.transformer_kernels import ELEMENT_BYTES
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.search.candidates import SearchResult
 from whale.planner.search.estimate import divisors
+
+MICRO_BATCHES_PER_STAGE = 4  # of the pipeline, at most
 
 
 def formula_1(load: int, flops_per_s: list[float]) -> list[int]:
@@ -82,7 +86,7 @@ def _data_parallel(model: Model, machines: Machines, batch: int) -> Spread | Non
     memory = [machines.pools[n].memory_bytes for n in pools]
     shares = formula_1(batch, flops)
     one = model.layer_costs(0, 1, 1, "none", False, 1)
-    state = 16.0 * (one.parameters[-1] - one.twice)
+    state = (2 * ELEMENT_BYTES + OPTIMIZER_BYTES) * (one.parameters[-1] - one.twice)
     found = algorithm_1(shares, flops, one.held_bytes[-1], state, memory)
     if found is None:
         return None
@@ -105,7 +109,7 @@ def _pipeline(model: Model, machines: Machines, batch: int) -> Spread | None:
     if min(lengths) == 0:
         return None
     ends = list(accumulate(lengths))
-    micro_batches = max(d for d in divisors(batch) if d <= 4 * len(order))
+    micro_batches = max(d for d in divisors(batch) if d <= MICRO_BATCHES_PER_STAGE * len(order))
     rows = batch // micro_batches
     stages = tuple(Stage(((end - n, end),), (Part(pool, 1, 1, rows),)) for pool, n, end in zip(order, lengths, ends))
     return Spread(stages, micro_batches)

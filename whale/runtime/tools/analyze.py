@@ -27,7 +27,7 @@ from whale.errors import CommError, PlanError, ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
-from whale.planner.report.analysis import Measured, Predicted, Prediction
+from whale.planner.report.analysis import MeasuredRank, PredictedRank, PredictedStep
 from whale.runtime.run.context import current, measured_run
 from whale.runtime.run.start import shutdown
 from whale.runtime.tools.dry_run import as_main
@@ -139,7 +139,7 @@ def _moving_s() -> float:
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 
 
-def _predicted(planned: Planned, profile: str) -> Prediction:
+def _predicted(planned: Planned, profile: str) -> PredictedStep:
     table = read(profile)
     found = predict_plan(planned, table, whale_ops.memory.COUNTED_FROM_BYTES, with_timelines=True)
     ranks = []
@@ -149,12 +149,12 @@ def _predicted(planned: Planned, profile: str) -> Prediction:
             if not span.exchange:
                 kernels[span.name] += span.seconds
         busy_s = timeline.busy_s(exchange=False)
-        ranks.append(Predicted(ran.compute_s, busy_s, ran.exchange_s, ran.peak_bytes, dict(kernels)))
+        ranks.append(PredictedRank(ran.compute_s, busy_s, ran.exchange_s, ran.peak_bytes, dict(kernels)))
     stages = [""] * len(ranks)
     for group in planned.plan.stage_groups:
         for rank in group.ranks:
             stages[rank] = group.name
-    return Prediction(f"{table.host} as `whale profile` measured it", found.step_s, ranks, stages)
+    return PredictedStep(f"{table.host} as `whale profile` measured it", found.step_s, ranks, stages)
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ def main() -> None:
         raise ProgramError("the step of the saved plan did not run", given=script)
     seen = meter.seen.plan.program
     kernels = dict(meter.kernels)
-    found = Measured(rank, seen, meter.taken, kernels, meter.busy_s, meter.moving_s, meter.peak_bytes)
+    found = MeasuredRank(rank, seen, meter.taken, kernels, meter.busy_s, meter.moving_s, meter.peak_bytes)
     (Path(folder) / f"rank{rank}.json").write_bytes(msgspec.json.encode(found))
     if rank == 0:
         (Path(folder) / "prediction.json").write_bytes(msgspec.json.encode(_predicted(meter.seen, profile)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.captured.table import Table, default_path, read
-from cost_model.machines.allocation import machines
+from cost_model.machines.allocation import named_cluster
 from cost_model.machines.cluster import Cluster
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
@@ -78,7 +78,7 @@ class Prediction:
         return self._machines() if self.cluster is not None else read(self.profile or default_path())
 
     def _machines(self) -> Cluster:
-        return machines(self.cluster or "local", self.network, cpu_quota())
+        return named_cluster(self.cluster or "local", self.network, cpu_quota())
 
     def of(self, planned: Planned) -> tuple[Predicted | None, str]:
         """(what the plan is predicted to take, or why that is not known).
