@@ -108,6 +108,22 @@ def _output_range(op: tf.Operation) -> dict[str, int]:
     return first
 
 
+def settled_graph(graph_def: Any) -> tf.Graph:
+    """``graph_def`` imported into a graph of its own, its loops and branches as static as their inputs allow.
+
+    Writes to ``graph_def`` (see ``whale.capture.loops``).
+    """
+    library = {f.signature.name: f for f in graph_def.library.function}
+
+    def imported() -> tf.Graph:
+        graph = tf.Graph()
+        with graph.as_default():
+            tf.graph_util.import_graph_def(graph_def, name="")
+        return graph
+
+    return import_settled(graph_def, imported, lambda g, name, given: body_graph(g, library, name, given).outputs)
+
+
 def _imported(
     caller: tf.Graph, library: Mapping[str, Any], function_def: Any, arguments: list[tf.Tensor] | None
 ) -> Body:

@@ -7,10 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.capture.bodies import body_graph
+from whale.capture.bodies import settled_graph
 from whale.capture.encode import to_graph_def
 from whale.capture.graph import program_from_graph
-from whale.capture.loops import import_settled
 from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import Func, TensorType
 
@@ -31,18 +30,7 @@ def retype(program: Program) -> Program:
     """``program`` with the types that TensorFlow infers for it as it is now; types that were static stay so."""
     renamed = _with_plain_names(program)
     graph_def = to_graph_def(renamed)
-    library = {f.signature.name: f for f in graph_def.library.function}
-
-    def imported() -> tf.Graph:
-        graph = tf.Graph()
-        with graph.as_default():
-            tf.graph_util.import_graph_def(graph_def, name="")
-        return graph
-
-    def results(caller: tf.Graph, function: str, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
-        return body_graph(caller, library, function, arguments).outputs
-
-    graph = import_settled(graph_def, imported, results)
+    graph = settled_graph(graph_def)
 
     def tensor(ref: Ref) -> tf.Tensor:
         return graph.get_tensor_by_name(f"{ref.node}:{ref.index}")

@@ -10,10 +10,9 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from whale.capture.attrs import decode
-from whale.capture.bodies import body_graph
+from whale.capture.bodies import settled_graph
 from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.graph import program_from_graph
-from whale.capture.loops import import_settled
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.ops import FRAMES, REF_VARIABLES
@@ -283,18 +282,7 @@ class GraphCapture:
                 for i, text in enumerate(node.input):
                     if text in renamed:
                         node.input[i] = renamed[text]
-        library = {f.signature.name: f for f in graph_def.library.function}
-
-        def imported() -> tf.Graph:
-            graph = tf.Graph()
-            with graph.as_default():
-                tf.graph_util.import_graph_def(graph_def, name="")
-            return graph
-
-        def results(caller: tf.Graph, function: str, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
-            return body_graph(caller, library, function, arguments).outputs
-
-        graph = import_settled(graph_def, imported, results)
+        graph = settled_graph(graph_def)
         return _Typed(graph, placeholders, frozenset(needed), self._told(graph, included))
 
     def _told(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:

@@ -18,9 +18,9 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 
 import whale_ops
 from whale.capture.captured import CapturedVariable
-from whale.errors import CommError
 from whale.ir.layout import Split
 from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.ranks.together import read_together
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
 from whale.runtime.variables.partial_initializers import Initial, own_memory
 
@@ -193,25 +193,13 @@ def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
 
 def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor:
     name, placement = parts.name, parts.placement
-    if context.ended:
-        raise CommError(
-            "a variable that lies split over the ranks cannot be read any more",
-            variable=name,
-            given="a reading after wh.shutdown()",
-            expected="a reading by all ranks before it",
-            action="read or save variables before wh.shutdown()",
-        )
-    # Told apart by this exchange, which every other rank has to make at the same place of its script.
-    purpose = f"the reading of the variable {name!r}, which lies split over the ranks (every rank has to read it)"
-    said = context.comms[0].allgather_bytes("whale/read", name.encode(), context.config["check.timeout_s"], purpose)
-    other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
-    if other is not None:
-        raise CommError(
-            "the ranks read different variables, which lie split over them",
-            given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
-            expected="the same variables in the same order on every rank",
-            action="read variables on every rank, whatever the rank does with the value",
-        )
+    read_together(
+        context,
+        name,
+        "a variable that lies split over the ranks",
+        one="which lies split over the ranks",
+        many="which lie split over them",
+    )
     ops = whale_ops.ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     sizes = [placement.local(place) for place in range(len(placement.sizes))]

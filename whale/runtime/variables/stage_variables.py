@@ -16,9 +16,9 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
-from whale.errors import CommError
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.ranks.together import read_together
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
@@ -147,27 +147,9 @@ def _read_by_script(home: Home) -> None:
     """
     if home.ranks is None:
         return
-    context = home.context
-    if context.ended:
-        raise CommError(
-            "a variable that another stage holds cannot be read any more",
-            variable=home.name,
-            given="a reading after wh.shutdown()",
-            expected="a reading by all ranks before it",
-            action="read or save variables before wh.shutdown()",
-        )
-    purpose = f"the reading of the variable {home.name!r}, which one stage holds (every rank has to read it)"
-    timeout_s = context.config["check.timeout_s"]
-    said = context.comms[0].allgather_bytes("whale/read", home.name.encode(), timeout_s, purpose)
-    other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
-    if other is not None:
-        raise CommError(
-            "the ranks read different variables, which stages hold",
-            given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
-            expected="the same variables in the same order on every rank",
-            action="read variables on every rank, whatever the rank does with the value",
-        )
-    refresh([home], context)
+    what = "a variable that another stage holds"
+    read_together(home.context, home.name, what, one="which one stage holds", many="which stages hold")
+    refresh([home], home.context)
 
 
 @cache
