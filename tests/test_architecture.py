@@ -1,4 +1,4 @@
-"""docs/architecture.md and docs/glossary.md say what is there: the tables of imports, every folder once, every word.
+"""What the pages for contributors say is there: tables of imports, every folder once, words, the lines of examples.
 
 ``python -m tests.test_architecture --update`` writes the tables of imports into the page anew.
 """
@@ -16,10 +16,13 @@ from tests.test_imports import ALLOWED, ROOMS
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, GLOSSARY = ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md"
+PAGE, GLOSSARY, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md", ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- imports: tests/test_imports.py -->\n", "<!-- end of imports -->\n"
 _ROOM = re.compile(r"\* `([\w/]+/)` (.*(?:\n  \S.*)*)")
 _WORD = re.compile(r"\| ([^|]+) \| (.+) \| `([\w/.]+)`(?: `([\w.]+)`)? \|")
+_NAMED = re.compile(r"`(\w+/[\w/]+\.(?:py|cc|h))`((?:,? `[A-Za-z_][\w.]*`)+)")
+_TEST = re.compile(r"\btest_\w+\b(?!\.py)")
+_STEP = re.compile(r"\*\*\d+\. `([^`]+)`(, new, in)?")
 MOST_LINES = 3
 
 
@@ -81,6 +84,43 @@ def test_the_glossary_is_sorted_and_its_words_are_where_it_says() -> None:
         if not (ROOT / file).exists() or (name and not _mentions(ROOT / file, name))
     ]
     assert wrong == []
+
+
+def test_the_steps_way_goes_through_functions_that_exist() -> None:
+    picture = PAGE.read_text().partition("```text\n")[2].partition("```")[0]
+    calls = re.findall(r"([\w/]+\.py): (\w+)", picture)
+    assert len(calls) > 15
+    assert [f"{file}: {name}" for file, name in calls if not _mentions(ROOT / "whale" / file, name)] == []
+
+
+@pytest.mark.parametrize("page", [PAGE, GUIDE], ids=lambda page: page.name)
+def test_names_beside_a_file_are_in_it(page: Path) -> None:
+    pairs = [(file, name) for file, names in _NAMED.findall(page.read_text()) for name in re.findall(r"[\w.]+", names)]
+    assert [f"{file}: {name}" for file, name in pairs if not _mentions(ROOT / file, name)] == []
+
+
+def test_tests_that_the_guide_names_exist() -> None:
+    text = re.sub(r"^\+.*$", "", GUIDE.read_text(), flags=re.MULTILINE)
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = {name for name in _TEST.findall(text) if f"`{name}.py`" not in text}
+    assert {name for name in named if f"def {name}(" not in sources and not list(ROOT.rglob(f"{name}.py"))} == set()
+
+
+def test_the_lines_that_an_example_changes_are_there() -> None:
+    """Of each change in the guide, what it takes away and what stands around it."""
+    missing, step, path, within = [], "", ROOT, False
+    for line in GUIDE.read_text().splitlines():
+        header = _STEP.match(line)
+        if header is not None:
+            step, path = header[1], ROOT / header[1]
+            assert path.exists() or header[2], f"{step} does not exist"
+        elif line.startswith("```"):
+            within = line == "```diff"
+        elif within and line.startswith(" # "):
+            step, path = line[3:], ROOT / line[3:]
+        elif within and line[:1] in ("-", " ") and line[1:] not in path.read_text().splitlines():
+            missing.append(f"{step}: {line}")
+    assert missing == []
 
 
 def _mentions(path: Path, name: str) -> bool:
