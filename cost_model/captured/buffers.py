@@ -7,14 +7,12 @@ changed; every other result is new. Results are given back when the last node th
 
 from __future__ import annotations
 
-from whale.ir.ops import APPLIES_ROWS, READS_ROWS, SCATTERS
+from whale.ir.ops import ALIASES, APPLIES_ROWS, CROSS_ENTROPIES, LIST_PUTS, LIST_TAKES, READS_ROWS, SCATTERS
 from whale.ir.program import Node, Program, Ref
 
-# Results that share their operand's buffer: operand -> result, one by one.
-VIEWS = frozenset(
-    "Identity IdentityN Reshape ExpandDims Squeeze StopGradient Snapshot PreventGradient ReadVariableOp WhaleHold "
-    "CheckNumerics TensorListGetItem TensorListPopBack TensorListSetItem TensorListPushBack".split()
-)
+# Results that share their operand's buffer: operand -> result, one by one. A variable is read, and items of lists come
+# and go, without a copy.
+SHARING = ALIASES | LIST_PUTS | LIST_TAKES | {"ReadVariableOp"}
 # Rows are cut from dimension 0 without a copy.
 ROW_VIEWS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
 # The result may take the place of an operand of equal size and dtype; by op the operands that it may take.
@@ -38,7 +36,7 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
 }
 # Result numbers that take an operand's place where it is not the first.
-_FORWARDED_RESULT = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
+_FORWARDED_RESULT = dict.fromkeys(CROSS_ENTROPIES, 1)
 # Ops that read or change some rows of a variable. From the first one on, TensorFlow changes the variable in place
 # whoever reads it, and every read is a copy (training_op_helpers.h: EnsureSparseVariableAccess, copy_on_read_mode).
 _ROWS_OF_VARIABLES = READS_ROWS | SCATTERS | APPLIES_ROWS

@@ -109,7 +109,7 @@ def graph_of(
             held.update(own)
         elif node.name in copied:
             pass  # new memory
-        elif node.op in buffers.VIEWS or buffers.is_row_view(program, node):
+        elif node.op in buffers.SHARING or buffers.is_row_view(program, node):
             for k, mine in enumerate(own):
                 shared[mine] = reads[k if node.op == "IdentityN" else 1 if node.op == "Split" else 0]
         else:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cost_model.ops.loops import evaluate, function_of
 from whale.errors import PlanError
-from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
+from whale.ir.ops import BRANCHES, HAS_BODIES, IDENTITIES, LISTS, LOOPS
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, TensorType
 
@@ -23,7 +23,7 @@ MOST_NODES = 100_000
 ALIGNED_BYTES = 64
 PARALLEL_TURNS = 10  # that TensorFlow lets overlap, unless the loop says otherwise
 _CONSTANT = frozenset("Const Fill".split())
-_PASSED_ON = frozenset("Identity IdentityN StopGradient Snapshot".split())
+_PASSED_ON = IDENTITIES | {"IdentityN"}  # of which every result is the operand of its number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +113,7 @@ class _Unroller:
             self._loop(graph, node, given)
         elif node.op in BRANCHES and self.strict:
             raise _NotFollowed(f"{node.op}: data decide what runs")
-        elif node.op.startswith(("TensorList", "EmptyTensorList")):
+        elif node.op in LISTS:
             graph.values[Ref(node.name)] = self._list(graph, node, given)
             graph.waited.setdefault(node.name, self._made_by(graph.values[Ref(node.name)]))
         elif node.op in _PASSED_ON and (graph.prefix or any(isinstance(one, _List) for one in given)):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whale.ir.ops import LOOPS
+from whale.ir.ops import IDENTITIES, LOOPS
 from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import Func
 
 MOST_TURNS = 100_000  # that are counted one by one
 _COUNTING = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 _OPS: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("Identity", "StopGradient", "Snapshot", "Cast"), operator.pos),
+    **dict.fromkeys(IDENTITIES | {"Cast"}, operator.pos),
     **dict.fromkeys(("Add", "AddV2"), operator.add),
     "Sub": operator.sub,
     "Mul": operator.mul,
@@ -118,7 +118,7 @@ def evaluate(node: Node, known: Values) -> bool:
 def _passed_on(body: Program, argument: int) -> bool:
     """Whether a loop variable keeps its value."""
     ref = body.outputs[argument]
-    while body.by_name[ref.node].op == "Identity":
+    while body.by_name[ref.node].op in IDENTITIES:
         ref = body.by_name[ref.node].inputs[0]
     return ref == Ref(body.inputs[argument])
 

@@ -13,7 +13,24 @@ from dataclasses import dataclass
 
 from cost_model.ops.contraction import matmul_flops
 from cost_model.ops.loops import Turns, turns
-from whale.ir.ops import LOOPS
+from whale.ir.ops import (
+    ALIASES,
+    ASKS_SHAPE,
+    BATCH_NORM_GRADIENTS,
+    BATCH_NORMS,
+    CONTRACTIONS,
+    CONTROL_FLOW,
+    CROSS_ENTROPIES,
+    LIST_PUTS,
+    LIST_TAKES,
+    LOOKUPS,
+    LOOPS,
+    RANDOM,
+    READS,
+    READS_ROWS,
+    REDUCTIONS,
+    SOFTMAXES,
+)
 from whale.ir.program import Node, Program, function_refs
 from whale.ir.values import TensorType, item_bytes
 
@@ -40,15 +57,19 @@ NONE = Work()
 FUNCTION = 20
 
 # Nothing moves: constants, views, shapes, handles, control flow (its bodies are counted), matters of the host.
-_FREE = """
-Const Identity IdentityN Reshape ExpandDims Squeeze NoOp Placeholder PlaceholderWithDefault ReadVariableOp VarHandleOp
-VarIsInitializedOp Shape ShapeN Size Rank VariableShape StopGradient Snapshot PreventGradient BroadcastGradientArgs
-ConcatOffset ControlTrigger LoopCond Enter Exit Merge Switch NextIteration While StatelessWhile If StatelessIf Case
-PartitionedCall StatefulPartitionedCall WhaleCall EmptyTensorList TensorListLength TensorListElementShape
-TensorListReserve OptionalNone OptionalFromValue OptionalGetValue OneShotIterator IteratorGetNext
-IteratorToStringHandle TensorDataset RepeatDataset StackV2 StackPushV2 StackPopV2 TensorArrayV3 TensorArrayGradV3
-Assert PrintV2 StringFormat MergeSummary ScalarSummary SaveV2 RestoreV2 StatelessRandomGetKeyCounter
-"""
+_FREE = (
+    (ALIASES - {"CheckNumerics", "CheckNumericsV2"})  # these look at every element
+    | (READS - READS_ROWS)  # rows are copied
+    | ASKS_SHAPE
+    | CONTROL_FLOW
+    | frozenset(
+        """Const NoOp Placeholder PlaceholderWithDefault VarHandleOp BroadcastGradientArgs ConcatOffset EmptyTensorList
+        TensorListLength TensorListElementShape TensorListReserve OptionalNone OptionalFromValue OptionalGetValue
+        OneShotIterator IteratorGetNext IteratorToStringHandle TensorDataset RepeatDataset StackV2 StackPushV2
+        StackPopV2 TensorArrayV3 TensorArrayGradV3 Assert PrintV2 StringFormat MergeSummary ScalarSummary SaveV2
+        RestoreV2 StatelessRandomGetKeyCounter""".split()
+    )
+)
 
 # FLOPs per element of the result.
 _POINTWISE: Mapping[str, float] = {
@@ -69,9 +90,10 @@ _POINTWISE: Mapping[str, float] = {
 }
 
 # FLOPs per element of the operand.
-_REDUCTIONS: Mapping[str, float] = dict.fromkeys(
-    "Sum Mean Max Min Prod All Any ArgMax ArgMin BiasAddGrad Cumsum".split(), 1.0
-) | {"L2Loss": 2.0, "EuclideanNorm": 2.0}
+_REDUCTIONS: Mapping[str, float] = {
+    **dict.fromkeys(REDUCTIONS | {"ArgMax", "ArgMin", "BiasAddGrad", "Cumsum"}, 1.0),
+    **dict.fromkeys(("L2Loss", "EuclideanNorm"), 2.0),
+}
 
 # Elements are copied: all operands are read, all results written.
 _COPIES = """
@@ -79,13 +101,16 @@ ConcatV2 Pack Unpack Split SplitV Transpose Pad PadV2 ReverseV2 ReverseSequence 
 TensorListFromTensor TensorArrayGatherV3 TensorArrayScatterV3
 """
 # Only what is taken is read: as many bytes as the results have.
-_PARTS = "Slice StridedSlice GatherV2 GatherNd ResourceGather TensorArrayReadV3"
+_PARTS = LOOKUPS | {"Slice", "StridedSlice", "TensorArrayReadV3"}
 # Results are filled from next to nothing.
 _FILLS = "Fill Range OneHot Tile BroadcastTo"
 # The last operand is written into a list.
 _PUSHES = "TensorArrayWriteV3"
-# A reference to an item comes into a list or out of it.
-_HANDED_ON = "TensorListPushBack TensorListSetItem TensorListGetItem TensorListPopBack"
+# What moves or mixes what is there, however it is drawn.
+_SHUFFLES = frozenset(
+    """RandomShuffle StatelessShuffle RandomIndexShuffle RandomCrop SampleDistortedBoundingBox
+    SampleDistortedBoundingBoxV2 StatelessSampleDistortedBoundingBox""".split()
+)
 
 # Dense updates of a variable: FLOPs per element, states read and written besides the variable, gradients read.
 _UPDATES: Mapping[str, tuple[float, int]] = {
@@ -245,33 +270,24 @@ def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
 
 
 _TABLE: dict[str, Formula] = {
-    **dict.fromkeys(_FREE.split(), lambda node, inputs: NONE),
+    **dict.fromkeys(_FREE, lambda node, inputs: NONE),
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **dict.fromkeys(_COPIES.split(), _copy),
-    **dict.fromkeys(_PARTS.split(), _part),
+    **dict.fromkeys(_PARTS, _part),
     **dict.fromkeys(_FILLS.split(), _fill),
     **dict.fromkeys(_PUSHES.split(), _push),
-    **dict.fromkeys(_HANDED_ON.split(), lambda node, inputs: Work(kernels=1)),
+    **dict.fromkeys(LIST_PUTS | LIST_TAKES, lambda node, inputs: Work(kernels=1)),
     **dict.fromkeys(_UPDATES, _update),
-    **dict.fromkeys(
-        """MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D
-        Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter
-        DepthwiseConv2dNativeBackpropInput""".split(),
-        _contraction,
-    ),
-    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
-    **dict.fromkeys(("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"), _cross_entropy),
-    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm),
-    **dict.fromkeys(("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"), _batch_norm_gradient),
+    **dict.fromkeys(CONTRACTIONS, _contraction),
+    **dict.fromkeys(SOFTMAXES, _softmax),
+    **dict.fromkeys(CROSS_ENTROPIES, _cross_entropy),
+    **dict.fromkeys(BATCH_NORMS, _batch_norm),
+    **dict.fromkeys(BATCH_NORM_GRADIENTS, _batch_norm_gradient),
     **dict.fromkeys(("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"), _pool),
     **dict.fromkeys(("MaxPoolGrad", "MaxPool3DGrad"), _max_pool_gradient),
     **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), _average_pool_gradient),
-    **dict.fromkeys(
-        """RandomUniform RandomStandardNormal TruncatedNormal StatelessRandomUniform StatelessRandomUniformV2
-        StatelessRandomNormal StatelessRandomNormalV2""".split(),
-        _random,
-    ),
+    **dict.fromkeys(RANDOM - _SHUFFLES, _random),
     **dict.fromkeys(("UnsortedSegmentSum", "SegmentSum", "SegmentSumV2"), _segments),
     **dict.fromkeys(("TopKV2", "Unique", "UniqueV2"), _sort),
     **dict.fromkeys(("CudnnRNN", "CudnnRNNV3", "CudnnRNNBackprop", "CudnnRNNBackpropV3"), _cudnn_rnn),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.programs import Builder, body, mlp
 from whale.errors import ProgramError
+from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Ref, function_refs, prune, topological
 from whale.ir.values import Func, Tensor, TensorType, item_bytes, numpy_dtype, static_shape
 
@@ -26,10 +27,11 @@ def test_lookups() -> None:
     assert program.by_name["d_w1"].refs() == (Ref("d_w1"),)
 
 
-def test_a_constant_is_seen_through_identities() -> None:
+@pytest.mark.parametrize("op", sorted(IDENTITIES))
+def test_a_constant_is_seen_through_identities(op: str) -> None:
     b = Builder()
     c = b.const([1, 2], "int32")
-    seen = b.op("StopGradient", b.op("Identity", c))
+    seen = b.op("StopGradient", b.node(op, (c,), (b.types[c],)))
     x = b.input("x", (2,))
     program = b.build([seen, x])
     np.testing.assert_array_equal(program.const(seen), [1, 2])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.ir.ops import IDENTITIES
 from whale.ir.values import DType, Func, Tensor, TensorType
 
 # TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
@@ -115,7 +116,7 @@ class Program:
     def const(self, ref: Ref) -> Any | None:
         """The value of ``ref`` as a NumPy array when it is a constant, looking through Identity; else None."""
         node = self.by_name.get(ref.node)
-        while node is not None and node.op in ("Identity", "StopGradient", "Snapshot") and node.inputs:
+        while node is not None and node.op in IDENTITIES and node.inputs:
             node = self.by_name.get(node.inputs[0].node)
         if node is None or node.op != "Const":
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whale.ir.layout import Placement
-from whale.ir.ops import HAS_BODIES, LOOPS
+from whale.ir.ops import HAS_BODIES, IDENTITIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 from whale.rules.base import OpView
@@ -12,7 +12,7 @@ from whale.rules.registry import rule_of
 # Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
 USE = "_whale_use"
 
-_LIST_OPS = frozenset({"Identity", "ZerosLike", "StopGradient", "Snapshot", "AddN"})
+_LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 
 def handles_lists(node: Node) -> bool:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from tests.capture.roundtrip import rebuilt
 from whale.capture.function import capture_function
+from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, Tensor, TensorType
 from whale.passes.normalise.folding.arithmetic import EVALUATORS, broadcast_gradient_args
 from whale.passes.normalise.folding.fold import LARGEST_ELEMENTS, fold
+from whale.passes.normalise.folding.lists import refine_lists
 
 pytestmark = pytest.mark.core
 R = tf.raw_ops
@@ -302,3 +304,20 @@ def test_loop_state_and_lists_are_as_static_as_the_loop_keeps_them(grows: bool) 
     assert folded.type_of(folded.outputs[0]).shape == expected
     if not grows:
         assert Shape((3,)) in loop.attrs["output_shapes"]
+
+
+@pytest.mark.parametrize("op", sorted(IDENTITIES))
+def test_a_list_that_is_handed_on_holds_what_it_held(op: str) -> None:
+    """What is read of a list is as static as what was put in, whatever handed the list on."""
+    vector, variant = TensorType("float32", (3,)), TensorType("variant", ())
+    kind = {"element_dtype": DType("float32")}
+    x = Node("x", "Placeholder", outputs=(vector,))
+    sizes = [_const("shape", np.array([-1], np.int32)), _const("count", np.array(1, np.int32))]
+    empty = Node("empty", "EmptyTensorList", (Ref("shape"), Ref("count")), outputs=(variant,), attrs=kind)
+    pushed = Node("pushed", "TensorListPushBack", (Ref("empty"), Ref("x")), outputs=(variant,), attrs=kind)
+    same = Node("same", op, (Ref("pushed"),), outputs=(variant,))
+    loose = TensorType("float32", (None,))
+    place = _const("place", np.array(0, np.int32))
+    read = Node("read", "TensorListGetItem", (Ref("same"), Ref("place"), Ref("shape")), outputs=(loose,), attrs=kind)
+    program = _one(x, *sizes, empty, pushed, same, place, read, out="read")
+    assert refine_lists(program).type_of(Ref("read")) == vector

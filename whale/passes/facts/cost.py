@@ -13,7 +13,7 @@ from cost_model.ops import matmul_flops
 from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, in_runs, moved_bytes
 from whale.ir.values import Dims, TensorType
 
-__all__ = ["LOOKUPS", "change_cost", "compute_cost", "fraction", "is_shared", "matmul_flops", "move_cost"]
+__all__ = ["LOOKUPS", "change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
 
 # Reads of rows of a table: like products they are where a model uses a weight, but they compute nothing.
 LOOKUPS = frozenset({"GatherV2", "Gather", "ResourceGather"})
@@ -68,11 +68,3 @@ def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: in
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
         return 0.0
     return LATENCY + moved / parts
-
-
-_SHARED = frozenset({"Identity", "StopGradient", "Reshape", "ExpandDims", "Squeeze", "Snapshot", "PreventGradient"})
-
-
-def is_shared(op: str) -> bool:
-    """Whether the op's first result is its first operand's memory."""
-    return op in _SHARED

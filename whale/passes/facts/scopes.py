@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
+from whale.ir.ops import VIEWS
 from whale.ir.program import Program
 
 _PIPELINE = re.compile(r"pipeline_\d+\(micro_batches=(\d+)\)$")
@@ -15,9 +16,7 @@ _SCOPE = re.compile(
 )
 
 # What passes a variable's elements on, so that what reads the result reads the variable.
-PASSED_ON = frozenset(
-    {"ReadVariableOp", "Identity", "StopGradient", "Snapshot", "Cast", "Reshape", "Transpose", "ExpandDims", "Squeeze"}
-)
+PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}  # these make new memory, of the same elements
 
 
 def split_scope(path: str) -> tuple[str, int | None] | None:

@@ -21,12 +21,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from whale.ir.layout import Partial, PerRank, Split
-from whale.ir.ops import HAS_BODIES
+from whale.ir.ops import HAS_BODIES, IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING, UNMOVABLE
 from whale.passes.layout.graph_layout import GraphLayout
 
-_PASSED_ON = frozenset({"Identity", "StopGradient", "Cast", "PreventGradient"})
+_PASSED_ON = IDENTITIES | {"Cast"}  # a mean in another dtype is one
 _SPREADS = frozenset({"Tile", "BroadcastTo"})
 _SUMS = frozenset({"AddN", "Add", "AddV2", "Sub"})
 _MULTIPLES = frozenset({"RealDiv", "Mul", "Neg", "Reshape", *_PASSED_ON})

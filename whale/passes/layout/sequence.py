@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from whale.errors import PlanError
 from whale.ir.layout import Partial, Split, Strategy, split
+from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
-from whale.passes.facts.cost import LATENCY, is_shared
+from whale.passes.facts.cost import LATENCY
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import sequence_of
 
@@ -56,7 +57,7 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option:
     for ref, placement in pairs:
         if (along := wanted.get(ref)) is None or (isinstance(placement, Split) and placement.dim == along.dim):
             continue
-        if not (isinstance(placement, Partial) and is_shared(node.op)):
+        if not (isinstance(placement, Partial) and node.op in VIEWS):
             found += _WHOLE * (LATENCY + program.type_of(ref).bytes)
     return found
 

@@ -7,9 +7,8 @@ communication keeps), gradients (with the sums of micro-batches, and what update
 
 from __future__ import annotations
 
-from whale.ir.ops import RANK_REDUCTIONS
+from whale.ir.ops import RANK_REDUCTIONS, VIEWS
 from whale.ir.program import Program, Ref
-from whale.passes.facts.cost import is_shared
 from whale.passes.memory.zero import is_model, is_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
@@ -58,13 +57,13 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
             found[ref] = "gradients"
         if node.op not in _MADE_BY:
             alike = program.type_of(ref)
-            waiting += [r for r in node.inputs if is_shared(node.op) or program.type_of(r) == alike]
+            waiting += [r for r in node.inputs if node.op in VIEWS or program.type_of(r) == alike]
     return found
 
 
 def _is_read(program: Program, ref: Ref) -> bool:
     node = program.by_name[ref.node]
-    while is_shared(node.op) and node.inputs:
+    while node.op in VIEWS and node.inputs:
         node = program.by_name[node.inputs[0].node]
     return node.op == "ReadVariableOp"
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
+from whale.ir.ops import VIEWS
 from whale.ir.program import (
     AGAIN,
     BACKWARD,
@@ -134,7 +135,7 @@ class _Forward:
             while name not in found:
                 found[name] = number
                 node = self.program.by_name[name]
-                if node.op not in ("Identity", "Reshape", "Snapshot") or node.inputs[0].node in self.fixed:
+                if node.op not in VIEWS or node.inputs[0].node in self.fixed:
                     break
                 name = node.inputs[0].node
         return found

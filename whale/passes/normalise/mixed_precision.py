@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
@@ -22,11 +23,10 @@ _PRODUCTS = frozenset(
     "DepthwiseConv2dNativeBackpropFilter".split()
 )
 # All their float operands and results are of the type T.
-_BETWEEN = frozenset(
+_BETWEEN = VIEWS | frozenset(
     "Add AddV2 AddN Sub Mul Neg BiasAdd Relu ReluGrad Relu6 Relu6Grad LeakyRelu LeakyReluGrad Tanh TanhGrad Sigmoid "
-    "SigmoidGrad Elu EluGrad Maximum Minimum Select SelectV2 Identity StopGradient Reshape Transpose ExpandDims "
-    "Squeeze ConcatV2 Slice StridedSlice StridedSliceGrad Pad PadV2 Pack Unpack Split SplitV Tile BroadcastTo MaxPool "
-    "MaxPoolGrad".split()
+    "SigmoidGrad Elu EluGrad Maximum Minimum Select SelectV2 Transpose ConcatV2 Slice StridedSlice StridedSliceGrad "
+    "Pad PadV2 Pack Unpack Split SplitV Tile BroadcastTo MaxPool MaxPoolGrad".split()
 )
 
 

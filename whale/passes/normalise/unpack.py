@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whale.ir.ops import BRANCHES
+from whale.ir.ops import BRANCHES, IDENTITIES
 from whale.ir.program import Node, Program, Ref, const_node, prune
 from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
 from whale.rules.graph import called_functions
-
-_PASSED_ON = frozenset({"Identity"})
 
 
 def unpack(program: Program) -> Program:
@@ -87,7 +85,7 @@ def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
 
 def _origin(graph: Program, ref: Ref) -> Node:
     node = graph.by_name[ref.node]
-    while node.op in _PASSED_ON:
+    while node.op in IDENTITIES:
         node = graph.by_name[node.inputs[0].node]
     return node
 
@@ -104,7 +102,7 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
         if ref in graph.outputs:
             return None
         for node, i in graph.consumers.get(ref, ()):
-            if node.op in _PASSED_ON:
+            if node.op in IDENTITIES:
                 todo.append(Ref(node.name))
                 continue
             same = node.op in BRANCHES and i > 0 and node.inputs[0] == producer.inputs[0]
@@ -125,7 +123,7 @@ def _only_gets(body: Program, argument: int, values: int) -> bool:
         if ref in body.outputs:
             return False
         for node, _ in body.consumers.get(ref, ()):
-            if node.op in _PASSED_ON:
+            if node.op in IDENTITIES:
                 todo.append(Ref(node.name))
             elif node.op != "OptionalGetValue" or len(node.outputs) != values:
                 return False
@@ -191,7 +189,7 @@ def _taking(body: Program, argument: int, types: list[TensorType], mine: list[in
     for node in body.nodes:
         if node.inputs and node.inputs[0].node in passed:
             gone.add(node.name)
-            if node.op in _PASSED_ON:
+            if node.op in IDENTITIES:
                 passed.add(node.name)
             else:
                 moved.update({Ref(node.name, i): Ref(names[m]) for i, m in enumerate(mine)})

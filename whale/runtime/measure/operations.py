@@ -25,6 +25,7 @@ from cost_model.captured.unroll import unrolled
 from cost_model.ops import work
 from cost_model.ops.work import Work
 from whale.errors import ProgramError
+from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import lower_to_function
@@ -40,9 +41,7 @@ _TAKES_INDICES = frozenset(
 )
 
 # What indices pass through on their way to a table; Keras adds the rows to those below zero.
-_HANDS_ON = frozenset(
-    "Identity Reshape ExpandDims Squeeze Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split()
-)
+_HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 
 
 def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:

@@ -21,6 +21,7 @@ from tensorflow.python.eager import execute
 from tensorflow.python.ops import resource_variable_ops
 
 from whale.ir.layout import Split, local_shape
+from whale.ir.ops import IDENTITIES, STREAM_DRAWS
 
 # What is computed at once when a variable is created; smaller variables are made as ever.
 LITTLE_BYTES = 4096
@@ -32,9 +33,8 @@ _PHILOX_WORDS = 4  # 32-bit words of one step
 RESERVED = 256  # words that the generator sets aside for each element of a truncated normal distribution
 PHILOX, _ANY_ALGORITHM = 1, 3
 
-_RANDOM = frozenset({"StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2"})
-_POINTWISE = frozenset(
-    {"Identity", "StopGradient", "Cast", "Mul", "Add", "AddV2", "Sub", "RealDiv", "Div", "Neg", "Sqrt", "Square", "Exp",
+_POINTWISE = IDENTITIES | frozenset(
+    {"Cast", "Mul", "Add", "AddV2", "Sub", "RealDiv", "Div", "Neg", "Sqrt", "Square", "Exp",
      "Log", "Tanh", "Erfinv", "Sin", "Cos", "Abs", "Floor", "Maximum", "Minimum", "Pow", "Sign", "LogicalNot",
      "LogicalAnd", "LogicalOr", "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "SelectV2"}
 )  # fmt: skip
@@ -159,7 +159,7 @@ def execute_op(op: Op, operands: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _is_divisible(op: Op) -> bool:
-    return len(op.shapes) == 1 and (op.kind in _POINTWISE or op.kind in _RANDOM or op.kind == "Fill")
+    return len(op.shapes) == 1 and (op.kind in _POINTWISE or op.kind in STREAM_DRAWS or op.kind == "Fill")
 
 
 class _Region:
@@ -185,7 +185,7 @@ class _Region:
     def _results(self, op: Op) -> list[tf.Tensor]:
         if self.is_whole:
             return execute_op(op, [self.done[n] if n in self.made else self.initial.little[n] for n in op.operands])
-        if op.kind in _RANDOM:
+        if op.kind in STREAM_DRAWS:
             return [self._random(op, op.shapes[0])]
         if op.kind == "Fill":
             attrs = _with(op.attrs, "index_type", tf.int32.as_datatype_enum)

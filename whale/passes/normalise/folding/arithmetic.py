@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node
 from whale.ir.values import numpy_dtype
 
@@ -206,10 +207,7 @@ def _reverse(node: Node, v: Values) -> tuple[Any, ...]:
 
 
 EVALUATORS: dict[str, Evaluator] = {
-    "Identity": lambda node, v: (v[0],),
-    "StopGradient": lambda node, v: (v[0],),
-    "Snapshot": lambda node, v: (v[0],),
-    "PreventGradient": lambda node, v: (v[0],),
+    **dict.fromkeys(IDENTITIES, lambda node, v: (v[0],)),
     "Add": _binary(np.add),
     "AddV2": _binary(np.add),
     "Sub": _binary(np.subtract),

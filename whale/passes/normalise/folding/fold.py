@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.ops import ASKS_SHAPE, VIEWS
 from whale.ir.program import Node, Program, Ref, const_node, prune
 from whale.ir.values import DType, TensorType, numpy_dtype
 from whale.passes.normalise.folding.arithmetic import EVALUATORS
@@ -23,10 +24,8 @@ LARGEST_ELEMENTS = 4096
 _FOLDED = frozenset(
     {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 )  # fmt: skip
-_SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 # The value of these is the size of something unknown in places; each place is followed on its own.
-_PARTIAL = frozenset({"Identity", "Cast", "StridedSlice", "Pack", "ConcatV2", "GatherV2", "Slice", "ExpandDims",
-                      "Squeeze", "Reshape"})  # fmt: skip
+_PARTIAL = VIEWS | {"Cast", "StridedSlice", "Slice", "Pack", "ConcatV2", "GatherV2"}
 _UNKNOWN = np.iinfo(np.int64).min
 
 
@@ -113,7 +112,7 @@ class _Folder:
                 for i, kind in enumerate(better):
                     self.types[Ref(node.name, i)] = kind
                 self.changed = True
-        if op in _SHAPE_OPS:
+        if op in ASKS_SHAPE:
             self._settle(node, self._shape_values(node))
         elif op in EVALUATORS and node.outputs and node.outputs[0].dtype in _FOLDED:
             self._settle(node, self._evaluate(node))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from whale.ir.ops import HAS_BODIES, LOOPS
+from whale.ir.ops import HAS_BODIES, IDENTITIES, LIST_PUTS, LIST_STACKS, LOOPS
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import Dims, Func, Tensor, TensorType
 
@@ -26,11 +26,9 @@ class _Item(NamedTuple):
 _ANY = _Item()
 _LARGEST_ELEMENTS = 64  # shapes and the like
 
-_PUT = frozenset({"TensorListSetItem", "TensorListPushBack"})
-_SAME = frozenset({"Identity", "StopGradient", "TensorListResize", "TensorListPopBack", "ZerosLike"})
+_SAME = IDENTITIES | {"TensorListResize", "TensorListPopBack", "ZerosLike"}
 _ITEM_OUTPUT = {"TensorListGetItem": 0, "TensorListPopBack": 1}
 _INTEGERS = frozenset({"int32", "int64"})
-_STACKED = frozenset({"TensorListStack", "TensorListGather"})
 
 
 def refine_lists(program: Program) -> Program:
@@ -51,7 +49,7 @@ def refine_lists(program: Program) -> Program:
 
 def _reads_loosely(node: Node) -> bool:
     """Whether more could be known of what ``node`` reads: a size, or the value of a vector of integers."""
-    if node.op not in _ITEM_OUTPUT and node.op not in _STACKED:
+    if node.op not in _ITEM_OUTPUT and node.op not in LIST_STACKS:
         return False
     kind = node.outputs[_ITEM_OUTPUT.get(node.op, 0)]
     return not kind.is_static or (node.op == "TensorListPopBack" and kind.dtype in _INTEGERS)
@@ -105,7 +103,7 @@ class _Elements:
         elif node.op == "TensorListFromTensor":
             shape = graph.type_of(node.inputs[0]).shape
             self._raise(name, Ref(node.name), _Item(shape[1:]) if shape else _ANY)
-        elif node.op in _PUT:
+        elif node.op in LIST_PUTS:
             self._raise(name, Ref(node.name), self._of(name, node.inputs[0]))
             self._raise(name, Ref(node.name), _put(graph, node))
         elif node.op in _SAME:
@@ -189,7 +187,7 @@ def _output_types(node: Node, item: Dims) -> tuple[TensorType, ...]:
     at = _ITEM_OUTPUT.get(node.op, 0)
     own = node.outputs[at]
     told = item
-    if node.op in _STACKED:
+    if node.op in LIST_STACKS:
         told = ((own.shape[0] if own.shape else None), *item)
     if own.shape is not None:
         if len(own.shape) != len(told):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.ops import IDENTITIES, MATMULS, REDUCTIONS, STREAM_DRAWS
 from whale.ir.program import Node, Ref
 from whale.ir.values import Dims, TensorType
 from whale.passes.normalise.folding.arithmetic import strided_index
@@ -230,18 +231,18 @@ def _random(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
 
 STATIC_SHAPE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
-        ("Identity", "StopGradient", "Neg", "Abs", "Sign", "Square", "Sqrt", "Rsqrt", "Exp", "Log", "Log1p", "Cast",
+        (*IDENTITIES, "Neg", "Abs", "Sign", "Square", "Sqrt", "Rsqrt", "Exp", "Log", "Log1p", "Cast",
          "Relu", "Relu6", "Elu", "Selu", "LeakyRelu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Erf", "Erfc",
          "ZerosLike", "OnesLike", "LogicalNot", "BiasAdd", "Softmax", "LogSoftmax", "Floor", "Round", "Reciprocal",
          "IsFinite", "IsNan", "ReluGrad", "Relu6Grad", "TanhGrad", "SigmoidGrad", "RsqrtGrad", "SqrtGrad", "AddN",
-         "Cumsum", "Cumprod", "ReverseV2", "PreventGradient", "CheckNumerics", "EnsureShape"), _same),
+         "Cumsum", "Cumprod", "ReverseV2", "CheckNumerics", "EnsureShape"), _same),
     **dict.fromkeys(
         ("Add", "AddV2", "Sub", "Mul", "MulNoNan", "RealDiv", "Div", "DivNoNan", "FloorDiv", "FloorMod", "Maximum",
          "Minimum", "Pow", "SquaredDifference", "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual",
          "LogicalAnd", "LogicalOr", "SelectV2", "Xlogy", "Xdivy"), _broadcast),
-    **dict.fromkeys(("Sum", "Mean", "Prod", "Max", "Min", "All", "Any"), _reduction),
-    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),
-    **dict.fromkeys(("StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2"), _random),
+    **dict.fromkeys(REDUCTIONS, _reduction),
+    **dict.fromkeys(MATMULS, _matmul),
+    **dict.fromkeys(STREAM_DRAWS, _random),
     "Select": _second,
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
     "Einsum": _einsum,
