@@ -19,9 +19,11 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.rank_groups import RowGroups
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.graph_state import Axis, GraphState
+from whale.passes.layout.node_choice import NodeChoice
 from whale.passes.layout.per_rank import Semantics
+from whale.passes.layout.propagate import Propagation
 from whale.passes.layout.propagate import Strategy as Choice
-from whale.passes.layout.propagate import _Propagation
 
 Draw = Callable[[Any], Any]
 _SIZES = (1, 2, 3, 4, 4, 6, 6)
@@ -201,24 +203,24 @@ def placements(draw: Draw, program: Program, parts: int) -> dict[str, Placement]
     return placed
 
 
-class RandomPropagation(_Propagation):
-    """Propagation in which every strategy whose operands can be had costs a random amount."""
+class RandomChoice(NodeChoice):
+    """Every strategy whose operands can be had costs a random amount."""
 
-    def __init__(self, program: Program, parts: int, seed: random.Random):
-        super().__init__(program, program, "", parts, {}, set(), Semantics(), {}, RowGroups(program, parts, {}))
+    def __init__(self, state: GraphState, seed: random.Random):
+        super().__init__(state)
         self.seed = seed
 
-    def _all_broadcast(self, node: Node) -> Choice:
-        return self._choose(node, (B,) * len(node.inputs)) if node.inputs else super()._all_broadcast(node)
+    def all_broadcast(self, node: Node) -> Choice:
+        return self.choose(node, (B,) * len(node.inputs)) if node.inputs else super().all_broadcast(node)
 
-    def _choose(self, node: Node, current: Sequence[Placement]) -> Choice:
+    def choose(self, node: Node, current: Sequence[Placement]) -> Choice:
         """Operands are offered as if they lay elsewhere, so that their being moved is among the alternatives."""
-        return super()._choose(node, [self._elsewhere(r, p) for r, p in zip(node.inputs, current)])
+        return super().choose(node, [self._elsewhere(r, p) for r, p in zip(node.inputs, current)])
 
     def _elsewhere(self, ref: Ref, placement: Placement) -> Placement:
-        shape = self.program.type_of(ref).shape
+        shape = self.state.program.type_of(ref).shape
         kind = self.seed.random()
-        if placement == FIRST or self.program.type_of(ref).dtype != "float64" or kind < 0.5:
+        if placement == FIRST or self.state.program.type_of(ref).dtype != "float64" or kind < 0.5:
             return placement
         if kind < 0.6:
             return self.seed.choice([P_SUM, P_MAX])
@@ -227,25 +229,25 @@ class RandomPropagation(_Propagation):
         dim = self.seed.randrange(len(shape))
         blocks = 2 if (shape[dim] or 0) % 2 == 0 and self.seed.random() < 0.2 else 1
         run = (shape[dim] or 0) // blocks
-        marks = sorted(self.seed.randint(0, run) for _ in range(self.parts - 1))
+        marks = sorted(self.seed.randint(0, run) for _ in range(self.state.parts - 1))
         return split(dim, tuple(b - a for a, b in zip([0, *marks], [*marks, run])), blocks)
 
-    def _cost(self, node: Any, option: Choice, touched: int, flops: int) -> float:
-        reachable = all(self.reshard_cost(r, p) < float("inf") for r, p in zip(node.inputs, option.inputs))
+    def cost(self, node: Any, option: Choice, touched: int, flops: int) -> float:
+        reachable = all(self.state.reshard_cost(r, p) < float("inf") for r, p in zip(node.inputs, option.inputs))
         return self.seed.random() if reachable else float("inf")
 
 
 def random_layouts(program: Program, parts: int, placed: Mapping[str, Placement], seed: int) -> dict[str, GraphLayout]:
     """Layouts with a random legal strategy at every node."""
-    main = RandomPropagation(program, parts, random.Random(seed))
+    main = GraphState(Axis(program, parts, Semantics(), {}, RowGroups(program, parts, {}), (), {}), "")
+    layout = main.layout
     for name in program.inputs:
-        main.result.strategies[name] = Choice((), (B,), "input")
-        main.result.produced[Ref(name)] = B
+        layout.strategies[name] = Choice((), (B,), "input")
+        layout.produced[Ref(name)] = B
         if name in placed:
-            main.result.preferred[Ref(name)] = placed[name]
-    main.run()
-    main.result.outputs = tuple(
-        FIRST if main.result.produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B
-        for r in program.outputs
+            layout.preferred[Ref(name)] = placed[name]
+    Propagation(main, RandomChoice(main, random.Random(seed))).run()
+    layout.outputs = tuple(
+        FIRST if layout.produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
     )
-    return {"": main.result}
+    return {"": layout}

@@ -20,7 +20,7 @@ from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.partial_sums import place_reductions
 from whale.passes.layout.propagate import NOTHING, propagate
 from whale.passes.layout.settle import settled_layouts
-from whale.passes.layout.split import divide
+from whale.passes.layout.split.divide import divide
 from whale.passes.memory.zero import state_at_rest, update_strategies
 from whale.passes.normalise.decompose import decompose, has_split_form, is_composite
 from whale.passes.settings import PlanSettings

@@ -9,7 +9,7 @@ import pytest
 
 from tests.interpreter import Outcome
 from tests.lowering.compare import assert_equal_mesh
-from tests.passes.layout.test_split import classifier, scoped
+from tests.passes.layout.split.test_divide import classifier, scoped
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.plan import Plan

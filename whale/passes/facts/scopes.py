@@ -27,6 +27,11 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
     return path, int(match["dim"]) if match["dim"] else None
 
 
+def has_split_scopes(program: Program) -> bool:
+    """Whether anything of the program stands under ``wh.split``."""
+    return any("split_" in n.scope and split_scope(n.scope) for n in program.nodes)
+
+
 @lru_cache(maxsize=4096)
 def sequence_of(path: str) -> int | None:
     """The dimension along which a node's ``wh.split`` scope, the innermost one, divides what lies between products."""

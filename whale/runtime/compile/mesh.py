@@ -25,8 +25,8 @@ from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, Shape
 from whale.lowering.local import localise
 from whale.passes.facts.batch import batch_inputs, rows_of_ranks
+from whale.passes.facts.scopes import has_split_scopes
 from whale.passes.lay_out import expand
-from whale.passes.layout.split import has_split_scopes
 from whale.passes.normalise.annotate import annotate
 from whale.passes.order import complete_plan, make_plan
 from whale.passes.settings import PlanSettings

@@ -14,10 +14,10 @@ from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.lowering.stage_exchanges import Connector
 from whale.passes.facts.batch import rows_of_ranks
+from whale.passes.facts.scopes import has_split_scopes
 from whale.passes.facts.stages import stage_of
 from whale.passes.in_time.stage_groups import Cut, crossings, cut, edges_of, plan_of_part
 from whale.passes.lay_out import expand
-from whale.passes.layout.split import has_split_scopes
 from whale.passes.normalise.annotate import task_graphs
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings

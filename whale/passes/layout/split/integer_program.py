@@ -1,4 +1,4 @@
-"""The choice of whale.passes.layout.choose as an integer program, for graphs that are too wide to be eliminated.
+"""The choice of whale.passes.layout.split.choose as an integer program, for graphs that are too wide to be eliminated.
 
 With ``x`` for "node takes option", ``f`` for "produced as p, wanted by this reader as q" (tied to both by flow
 conservation) and ``e`` for "changed from p to q":
@@ -20,7 +20,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-from whale.passes.layout.options import Edge
+from whale.passes.layout.split.tensor_forms import TensorForms
 
 _TIME_LIMIT_S = 120.0
 _GAP = 1e-4  # what is proved of the optimum, relative to it
@@ -51,8 +51,8 @@ class _Columns:
         self.row_upper.append(upper)
 
 
-def solve(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]:
-    """The option of every node; see ``whale.passes.layout.choose.choose``.
+def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int]:
+    """The option of every node; see ``whale.passes.layout.split.choose.choose``.
 
     Raises:
       PlanError: no assignment is possible, or none was found in the time.
@@ -62,8 +62,8 @@ def solve(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]:
     count = len(table.cost)
     for options in taken:
         table.row([(x, 1.0) for x in options], 1.0, 1.0)
-    for edge in edges:
-        _add_edge(table, taken, edge)
+    for tensor in tensors:
+        _add_tensor(table, taken, tensor)
     solution = _solve(table, count)
     return [max(range(len(options)), key=lambda i: solution[options[i]]) for options in taken]
 
@@ -72,18 +72,18 @@ def _distinct(forms: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(dict.fromkeys(forms))
 
 
-def _add_edge(table: _Columns, taken: Sequence[Sequence[int]], edge: Edge) -> None:
+def _add_tensor(table: _Columns, taken: Sequence[Sequence[int]], tensor: TensorForms) -> None:
     """Columns and rows of one tensor."""
-    sources = _distinct(edge.forms)
+    sources = _distinct(tensor.forms)
     flows: list[dict[tuple[Placement, Placement], list[tuple[int, float]]]] = []
-    for reader, forms in edge.readers:
+    for reader, forms in tensor.readers:
         wanted = _distinct(forms)
-        prices = {(p, q): edge.price(p, q) for p in sources for q in wanted}
+        prices = {(p, q): tensor.price(p, q) for p in sources for q in wanted}
         if any(prices.values()):
-            flows.append(_flow(table, taken, edge, sources, reader, forms, prices))
+            flows.append(_flow(table, taken, tensor, sources, reader, forms, prices))
     for p in sources:
         targets = dict.fromkeys(q for flow in flows for a, q in flow if a == p)
-        paid = {q: edge.price(p, q) for q in targets}
+        paid = {q: tensor.price(p, q) for q in targets}
         changes = {q: table.column(price) for q, price in paid.items() if 0 < price < math.inf}
         for flow in flows:
             for (a, q), terms in flow.items():
@@ -95,7 +95,7 @@ def _add_edge(table: _Columns, taken: Sequence[Sequence[int]], edge: Edge) -> No
 def _flow(
     table: _Columns,
     taken: Sequence[Sequence[int]],
-    edge: Edge,
+    tensor: TensorForms,
     sources: Sequence[Placement],
     reader: int | None,
     forms: Sequence[Placement],
@@ -106,8 +106,8 @@ def _flow(
     table.row([(one, 1.0)], 1.0, 1.0)
     produced = {
         p: [(one, 1.0)]
-        if edge.producer is None
-        else [(x, 1.0) for x, form in zip(taken[edge.producer], edge.forms) if form == p]
+        if tensor.producer is None
+        else [(x, 1.0) for x, form in zip(taken[tensor.producer], tensor.forms) if form == p]
         for p in sources
     }
     wanted = _distinct(forms)

@@ -1,4 +1,4 @@
-"""The choice of whale.passes.layout.choose by eliminating nodes.
+"""The choice of ``whale.passes.layout.split.choose`` by eliminating nodes.
 
 All that depends on a node is put into one table over the node and its neighbours; the node's best option is written
 down for every combination of theirs, and the table of these best costs takes the node's place (Bertele and Brioschi,
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from whale.ir.layout import B
-from whale.passes.layout.options import Edge
+from whale.passes.layout.split.tensor_forms import TensorForms
 
 _LARGEST_TABLE = 10_000_000  # entries, of eight bytes
 
@@ -22,14 +22,14 @@ _LARGEST_TABLE = 10_000_000  # entries, of eight bytes
 _Table = tuple[tuple[int, ...], np.ndarray]
 
 
-def solve(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int] | None:
+def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int] | None:
     """The option of every node; None when a table would become too large."""
     tables: list[_Table] = [((i,), np.array(options, float)) for i, options in enumerate(costs)]
-    for edge in edges:
-        around = {n for n, _ in (*edge.readers, (edge.producer, ())) if n is not None}
+    for tensor in tensors:
+        around = {n for n, _ in (*tensor.readers, (tensor.producer, ())) if n is not None}
         if math.prod(len(costs[n]) for n in around) > _LARGEST_TABLE:
             return None
-        tables.append(_table_of(edge, tuple(sorted(around)), costs))
+        tables.append(_table_of(tensor, tuple(sorted(around)), costs))
     order = _order([len(options) for options in costs], [nodes for nodes, _ in tables])
     if order is None:
         return None
@@ -100,7 +100,7 @@ def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int]
     return order
 
 
-def _table_of(edge: Edge, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> _Table:
+def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> _Table:
     """What a tensor costs, for every combination of options of the nodes around it."""
     place = {n: i for i, n in enumerate(nodes)}
 
@@ -112,17 +112,17 @@ def _table_of(edge: Edge, nodes: tuple[int, ...], costs: Sequence[Sequence[float
         shape[place[node]] = len(flags)
         return np.array(flags).reshape(shape)
 
-    forms = dict.fromkeys(q for _, wanted in edge.readers for q in wanted)
-    asked = {q: _any([along(r, [w == q for w in wanted]) for r, wanted in edge.readers]) for q in forms}
+    forms = dict.fromkeys(q for _, wanted in tensor.readers for q in wanted)
+    asked = {q: _any([along(r, [w == q for w in wanted]) for r, wanted in tensor.readers]) for q in forms}
     values = np.zeros([len(costs[n]) for n in nodes])
-    for p in dict.fromkeys(edge.forms):
-        made = along(edge.producer, [form == p for form in edge.forms])
+    for p in dict.fromkeys(tensor.forms):
+        made = along(tensor.producer, [form == p for form in tensor.forms])
         apart = np.zeros((1,) * len(nodes))
         for q in forms:
-            price = edge.price(p, q)
+            price = tensor.price(p, q)
             if price:
                 apart = apart + np.where(asked[q], price, 0.0)
-        whole = edge.price(p, B) if B in forms else math.inf
+        whole = tensor.price(p, B) if B in forms else math.inf
         if 0 < whole < math.inf:
             apart = np.where(np.isinf(apart), apart, np.minimum(apart, whole))
         values = values + np.where(made, apart, 0.0)

@@ -1,4 +1,4 @@
-"""What the choice behind a split scope is given of a tensor; ``whale.passes.layout.choose`` says what it is for."""
+"""What the choice behind a split scope is given of a tensor (see ``whale.passes.layout.split.choose``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whale.ir.layout import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class TensorForms:
     """One tensor.
 
     Attributes:

@@ -3,8 +3,8 @@
 A tensor lies as its producer's option says and is wanted as its readers' options say. A change from one form to another
 is paid once, however many readers want it; and a form that can be cut from the whole tensor costs nothing where the
 whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after the other (dynamic
-programming, ``whale.passes.layout.eliminate``), which takes a moment for the chains and blocks that models consist of;
-by an integer program (``whale.passes.layout.integer_program``) where a graph is too wide for that.
+programming, ``eliminate``), which takes a moment for the chains and blocks that models consist of; by an integer
+program (``integer_program``) where a graph is too wide for that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-from whale.passes.layout import eliminate, integer_program
-from whale.passes.layout.options import Edge
+from whale.passes.layout.split import eliminate, integer_program
+from whale.passes.layout.split.tensor_forms import TensorForms
 
 
-def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]:
+def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int]:
     """The option of every node.
 
     Args:
@@ -28,11 +28,11 @@ def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]
     Raises:
       PlanError: no assignment is possible, or the solver found none in its time.
     """
-    needed = [simple for edge in edges if (simple := _simplified(edge)) is not None]
+    needed = [simple for tensor in tensors if (simple := _simplified(tensor)) is not None]
     chosen = eliminate.solve(costs, needed)
     if chosen is None:
         chosen = integer_program.solve(costs, needed)
-    if math.isinf(total_cost(costs, edges, chosen)):
+    if math.isinf(total_cost(costs, tensors, chosen)):
         raise PlanError(
             "no layouts were found for a split scope",
             given="operations whose layouts exclude each other",
@@ -42,27 +42,27 @@ def choose(costs: Sequence[Sequence[float]], edges: Sequence[Edge]) -> list[int]
     return chosen
 
 
-def _simplified(edge: Edge) -> Edge | None:
-    """The edge without readers that never cost anything; those that want one form only are fixed. None: it is free."""
-    sources = dict.fromkeys(edge.forms)
+def _simplified(tensor: TensorForms) -> TensorForms | None:
+    """Without readers that never cost anything; those that want one form only are fixed. None: the tensor is free."""
+    sources = dict.fromkeys(tensor.forms)
     readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
-    for reader, forms in edge.readers:
+    for reader, forms in tensor.readers:
         wanted = dict.fromkeys(forms)
-        if any(edge.price(p, q) for p in sources for q in wanted):
+        if any(tensor.price(p, q) for p in sources for q in wanted):
             readers[(reader, forms) if len(wanted) > 1 else (None, forms[:1])] = None
     if not readers:
         return None
-    producer, made = (edge.producer, edge.forms) if len(sources) > 1 else (None, edge.forms[:1])
-    return replace(edge, forms=made, producer=producer, readers=tuple(readers))
+    producer, made = (tensor.producer, tensor.forms) if len(sources) > 1 else (None, tensor.forms[:1])
+    return replace(tensor, forms=made, producer=producer, readers=tuple(readers))
 
 
-def total_cost(costs: Sequence[Sequence[float]], edges: Sequence[Edge], chosen: Sequence[int]) -> float:
+def total_cost(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms], chosen: Sequence[int]) -> float:
     """What an assignment costs, computed without the solver."""
     total = sum(options[i] for options, i in zip(costs, chosen))
-    for edge in edges:
-        source = edge.forms[0 if edge.producer is None else chosen[edge.producer]]
-        wanted = {forms[0 if reader is None else chosen[reader]] for reader, forms in edge.readers}
-        apart = sum(edge.price(source, q) for q in wanted)
-        whole = edge.price(source, B) if any(B in forms for _, forms in edge.readers) else math.inf
+    for tensor in tensors:
+        source = tensor.forms[0 if tensor.producer is None else chosen[tensor.producer]]
+        wanted = {forms[0 if reader is None else chosen[reader]] for reader, forms in tensor.readers}
+        apart = sum(tensor.price(source, q) for q in wanted)
+        whole = tensor.price(source, B) if any(B in forms for _, forms in tensor.readers) else math.inf
         total += min(apart, whole) if 0 < whole < math.inf and apart < math.inf else apart
     return total

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import Mock
@@ -14,16 +12,14 @@ import pytest
 from tests.lowering.compare import assert_equal_runs
 from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Partial, Split, Strategy, split
+from whale.ir.layout import P_SUM, B, Split, Strategy, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.passes.facts.scopes import split_scope
 from whale.passes.judge.check import check
 from whale.passes.lay_out import expand
-from whale.passes.layout import eliminate, integer_program
-from whale.passes.layout.choose import choose, total_cost
-from whale.passes.layout.options import Edge
+from whale.passes.layout.split import eliminate, integer_program
 from whale.passes.normalise.annotate import annotate
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
@@ -254,43 +250,6 @@ def test_a_planted_fault_in_a_lookup_changes_the_result(fault: str, monkeypatch:
     monkeypatch.setattr(Window, "__init__", planted)
     with pytest.raises(AssertionError):
         planned(program, 2, split__known=rows)
-
-
-FORMS = (B, P_SUM, split(0, (2, 2)), split(1, (2, 2)))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_solver_finds_what_enumeration_finds(seed: int) -> None:
-    draw = random.Random(seed)
-
-    def node() -> int | None:
-        return draw.choice([None, *range(len(costs))])
-
-    costs = [[draw.random() * 3 for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(2, 5))]
-
-    def forms(number: int | None) -> tuple:
-        return tuple(draw.choice(FORMS) for _ in (costs[number] if number is not None else [0]))
-
-    edges = []
-    for _ in range(draw.randint(1, 5)):
-        prices = {(p, q): 0.0 if p == q else draw.choice([0.0, 1.0, draw.random() * 4]) for p in FORMS for q in FORMS}
-        producer = node()
-        readers = tuple((r, forms(r)) for r in [node() for _ in range(draw.randint(1, 3))])
-        edges.append(Edge(forms(producer), producer, readers, lambda p, q, prices=prices: prices[p, q]))
-    every = itertools.product(*[range(len(options)) for options in costs])
-    best = min(total_cost(costs, edges, chosen) for chosen in every)
-    for solve in (choose, eliminate.solve, integer_program.solve):
-        assert total_cost(costs, edges, solve(costs, edges)) == pytest.approx(best, rel=1e-4)
-
-
-def test_what_cannot_be_changed_is_not_chosen() -> None:
-    edge = Edge((P_SUM, B), 0, ((1, (Partial("max"), B)),), lambda p, q: 0.0 if p == q else float("inf"))
-    only = Edge((P_SUM,), 0, ((1, (Partial("max"),)),), edge.price)
-    for solve in (choose, eliminate.solve, integer_program.solve):
-        assert solve([[0.0, 5.0], [0.0, 5.0]], [edge]) == [1, 1]
-    for solve in (choose, integer_program.solve):
-        with pytest.raises(PlanError, match="no layouts were found"):
-            solve([[0.0], [0.0]], [only])
 
 
 def test_graphs_that_are_too_wide_go_to_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""The choice behind split scopes, against enumeration: by elimination, and as an integer program."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from whale.errors import PlanError
+from whale.ir.layout import P_SUM, B, Partial, split
+from whale.passes.layout.split import eliminate, integer_program
+from whale.passes.layout.split.choose import choose, total_cost
+from whale.passes.layout.split.tensor_forms import TensorForms
+
+FORMS = (B, P_SUM, split(0, (2, 2)), split(1, (2, 2)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_solver_finds_what_enumeration_finds(seed: int) -> None:
+    draw = random.Random(seed)
+
+    def node() -> int | None:
+        return draw.choice([None, *range(len(costs))])
+
+    costs = [[draw.random() * 3 for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(2, 5))]
+
+    def forms(number: int | None) -> tuple:
+        return tuple(draw.choice(FORMS) for _ in (costs[number] if number is not None else [0]))
+
+    tensors = []
+    for _ in range(draw.randint(1, 5)):
+        prices = {(p, q): 0.0 if p == q else draw.choice([0.0, 1.0, draw.random() * 4]) for p in FORMS for q in FORMS}
+        producer = node()
+        readers = tuple((r, forms(r)) for r in [node() for _ in range(draw.randint(1, 3))])
+        tensors.append(TensorForms(forms(producer), producer, readers, lambda p, q, prices=prices: prices[p, q]))
+    every = itertools.product(*[range(len(options)) for options in costs])
+    best = min(total_cost(costs, tensors, chosen) for chosen in every)
+    for solve in (choose, eliminate.solve, integer_program.solve):
+        assert total_cost(costs, tensors, solve(costs, tensors)) == pytest.approx(best, rel=1e-4)
+
+
+def test_what_cannot_be_changed_is_not_chosen() -> None:
+    tensor = TensorForms((P_SUM, B), 0, ((1, (Partial("max"), B)),), lambda p, q: 0.0 if p == q else float("inf"))
+    only = TensorForms((P_SUM,), 0, ((1, (Partial("max"),)),), tensor.price)
+    for solve in (choose, eliminate.solve, integer_program.solve):
+        assert solve([[0.0, 5.0], [0.0, 5.0]], [tensor]) == [1, 1]
+    for solve in (choose, integer_program.solve):
+        with pytest.raises(PlanError, match="no layouts were found"):
+            solve([[0.0], [0.0]], [only])

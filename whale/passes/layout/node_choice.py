@@ -1,0 +1,151 @@
+"""The choice for one node: of what its rule allows, given where its operands lie, what costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
+from whale.ir.program import Node, Ref
+from whale.ir.values import UNMOVABLE, static_shape
+from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
+from whale.passes.layout.graph_state import INFINITE, GraphState
+from whale.rules import rule_of
+from whale.rules.base import OpView, replicated
+from whale.rules.graph import handles_lists, holds_variable, view
+from whale.rules.registry import LineRule
+
+
+class NodeChoice:
+    """Strategies for the nodes of one graph that neither are decided already nor are loops or branches."""
+
+    def __init__(self, state: GraphState):
+        self.state = state
+        self._replicated: dict[tuple[int, int], Strategy] = {}
+
+    def strategy(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        """How the node runs whose operands lie as ``current``.
+
+        Raises:
+          NeededWhole: an operand cannot be brought to where the node needs it.
+        """
+        if not node.stateful and all(type(p) is Broadcast for p in current) and not self._may_be_divided(node):
+            return self.all_broadcast(node)
+        return self.choose(node, current)
+
+    def all_broadcast(self, node: Node) -> Strategy:
+        """Of whole operands what is whole, on every rank."""
+        key = (len(node.inputs), len(node.outputs))
+        found = self._replicated.get(key)
+        if found is None:
+            found = self._replicated[key] = Strategy((B,) * key[0], (B,) * key[1], "replicated")
+        if rule_of(node.op) is None:
+            self.state.layout.unruled.append(node.name)
+        elif getattr(rule_of(node.op), "produces_any", False):
+            self.state.remakable.update(node.refs())
+        return found
+
+    def choose(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        """The cheapest strategy that the node's rule allows; on the first rank, where there is none."""
+        rule = rule_of(node.op)
+        op = view(self.state.program, node, self.state.parts)
+        if handles_lists(node) and FIRST not in current:
+            return self._of_lists(node, current)
+        if any(p == FIRST and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
+            return self.state.on_first_rank(node, "reads what only the first rank has")
+        if rule is None:
+            self.state.layout.unruled.append(node.name)
+            # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
+            # run everywhere it does the same on all ranks.
+            options = [replicated(op)] if not node.stateful or holds_variable(self.state.program, node) else []
+        else:
+            options = self.state.per_rank.options(rule, op, current)
+            if getattr(rule, "produces_any", False):
+                self.state.remakable.update(node.refs())
+        if self.state.axis.whole and any(self.state.is_whole(r) for r in node.refs()):
+            options = [
+                o for o in options if not any(self.state.is_whole(r) and p != B for r, p in zip(node.refs(), o.outputs))
+            ]
+        if not options:
+            why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
+            return self.state.on_first_rank(node, why)
+        touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
+        flops = matmul_flops(node, op.inputs)
+        if flops:
+            # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
+            # because its gradient would be cheaper to make twice than to move.
+            options = [o for o in options if _divides(o)] or self._divided(node, rule, op) or options
+        best, best_cost = None, INFINITE
+        for option in options:
+            cost = self.cost(node, option, touched, flops)
+            if cost < best_cost:
+                best, best_cost = option, cost
+        if best is None:
+            return self.state.on_first_rank(node, "no placement that its operands can be brought to")
+        return best
+
+    def _may_be_divided(self, node: Node) -> bool:
+        """Whether it is divided for its own sake: a product of something made from the batch, random rows."""
+        if self.state.per_rank.draws(node):
+            return True
+        if not any(r in self.state.origins for r in node.inputs):
+            return False
+        return matmul_flops(node, [self.state.program.type_of(r) for r in node.inputs]) > 0
+
+    def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
+        """Ways to divide a product whose operands are whole or partial, but made from the batch."""
+        found: dict[Strategy, None] = {}
+        for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
+            if rule is None or ref not in self.state.origins or not t.is_static:
+                continue
+            for dim, size in enumerate(static_shape(t)):
+                as_before = next((s for s in self.state.origins[ref] if s.extent == size), None)
+                cut = (
+                    split(dim, as_before.sizes, as_before.blocks)
+                    if as_before
+                    else split(dim, even_sizes(size, self.state.parts))
+                )
+                current: list[Placement] = [B] * len(op.inputs)
+                current[i] = cut
+                found.update((o, None) for o in rule.strategies(op, current) if _divides(o))
+        return list(found)
+
+    def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        """Lists passed on, zeroed or added element by element: one placement for operands and result."""
+        if all(r in self.state.remakable for r in node.inputs):
+            self.state.remakable.update(node.refs())
+        made = {p for r, p in zip(node.inputs, current) if r not in self.state.remakable} or set(current)
+        wanted = next(iter(made)) if len(made) == 1 and not any(map(self.state.is_whole, node.refs())) else B
+        for ref in node.inputs:
+            self.state.need(ref, wanted, node)
+        return Strategy(
+            (wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place"
+        )
+
+    def cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
+        """What an option costs: its work on the rank that has most, what has to move, and partial sums to be reduced.
+
+        Args:
+          touched: bytes of operands and results; flops: of the product, if it is one.
+        """
+        cost = compute_cost(option, touched, flops)
+        counted: set[tuple[Ref, Placement]] = set()
+        for ref, wanted in zip(node.inputs, option.inputs):
+            if (ref, wanted) in counted:
+                continue
+            counted.add((ref, wanted))
+            cost += self.state.reshard_cost(ref, wanted)
+            source = self.state.layout.produced[ref]
+            kept = type(self.state.layout.preferred.get(ref)) is PerRank
+            if type(wanted) is Partial and type(source) is Partial and not kept:
+                cost -= self._potential(self.state.program.type_of(ref).bytes, source)
+        for out, placement in zip(node.outputs, option.outputs):
+            if type(placement) is Partial:
+                cost += self._potential(out.bytes, placement)
+        return cost
+
+    def _potential(self, tensor_bytes: int, placement: Placement) -> float:
+        return move_cost(placement, B, max(1, tensor_bytes), self.state.parts)
+
+
+def _divides(option: Strategy) -> bool:
+    return any(type(p) is Split for p in option.inputs + option.outputs)

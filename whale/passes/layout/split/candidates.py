@@ -1,0 +1,158 @@
+"""What the nodes and variables of split scopes may do.
+
+Candidates spread from where weights can be cut and from how tensors arrive at the scopes' borders: each placement of a
+tensor brings about options of the nodes around it, and these bring placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
+from whale.ir.program import Node, Ref
+from whale.passes.facts.rank_groups import sizes_within
+from whale.passes.layout.split.region import SplitRegion
+from whale.rules import rule_of
+from whale.rules.graph import takes, view
+
+_MOST_FORMS = 12  # candidates per tensor
+
+
+class Candidates:
+    """Options of nodes and variables, and the placements of tensors that bring them about.
+
+    Attributes:
+      options: node or handle -> (operands, results) -> the strategy.
+      forms: tensor -> placements that it may have beside being whole.
+    """
+
+    def __init__(self, region: SplitRegion, sequences: Mapping[Ref, Split]):
+        """
+        Args:
+          sequences: how activations between products are to lie (see ``whale.passes.layout.split.sequence``).
+        """
+        self.region, self.sequences = region, sequences
+        self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
+        self.forms: dict[Ref, dict[Placement, None]] = {}
+        self._seed()
+        self._spread()
+        self._settle_handles()
+
+    def keep(self, name: str, good: Callable[[Strategy], bool]) -> bool:
+        """Keeps the options of a node or handle that are ``good``, if there are any; whether there are."""
+        kept = {key: o for key, o in self.options[name].items() if good(o)}
+        if kept:
+            self.options[name] = kept
+        return bool(kept)
+
+    def _seed(self) -> None:
+        """Where weights can be cut, and how tensors arrive."""
+        weights: dict[str, dict[frozenset[int], None]] = {}
+        for reader, uses in self.region.weights.items():
+            for _, handle in uses:
+                weights.setdefault(handle, {})[self.region.group[reader]] = None
+        for name, variable in self.region.handles.items():
+            if name in self.region.known:
+                self._note(Ref(name), self.region.known[name])
+            for group in weights.get(name, ()) if name not in self.region.known else ():
+                for dim, size in enumerate(variable.type.shape or ()):
+                    if size is not None and size >= len(group):
+                        self._note(Ref(name), split(dim, sizes_within(size, group, self.region.parts)))
+        for name in self.region.weights:
+            if (cut := self.region.cut_of_image(name)) is not None:
+                self._note(Ref(name), cut)
+        for ref, cut in self.sequences.items():
+            self._note(ref, cut)
+        for node in self.region.nodes.values():
+            for ref in node.inputs:
+                if ref.node not in self.options:
+                    self._note(ref, self.region.outside.place(ref))
+                    self._note(ref, self.region.outside.produced[ref])
+
+    def _note(self, ref: Ref, placement: Placement) -> bool:
+        """Adds a candidate; False when it is none, or known already."""
+        if not isinstance(placement, Split | Partial):
+            return False
+        placement = placement.plain if isinstance(placement, Split) else placement
+        forms = self.forms.setdefault(ref, {})
+        if placement in forms or len(forms) >= _MOST_FORMS:
+            return False
+        if isinstance(placement, Split) and not any(self._within(placement, group) for group in self.region.groups):
+            return False
+        forms[placement] = None
+        return True
+
+    def _within(self, placement: Split, group: frozenset[int]) -> bool:
+        """Whether the ranks of a group have a part each, and no others."""
+        return placement.smallest > 0 if len(group) == self.region.parts else placement.holders == group
+
+    def _spread(self) -> None:
+        """Each candidate of a tensor brings about options of the nodes around it, and these bring candidates."""
+        asked: set[tuple[str, int, Placement]] = set()
+        names = list(self.region.nodes)
+        for name in names:
+            self._ask(self.region.nodes[name], None, None)
+        changed = True
+        while changed:
+            changed = False
+            for name in names:
+                node = self.region.nodes[name]
+                tensors = [*node.inputs, *node.refs()]
+                for at, ref in enumerate(tensors):
+                    for placement in list(self.forms.get(ref, ())):
+                        if (name, at, placement) not in asked:
+                            asked.add((name, at, placement))
+                            changed |= self._ask(node, at, placement)
+            names.reverse()
+
+    def _ask(self, node: Node, at: int | None, placement: Placement | None) -> bool:
+        """Options of ``node`` when tensor ``at`` (operands, then outputs) lies as ``placement``; True: new forms."""
+        rule = rule_of(node.op)
+        assert rule is not None
+        current: list[Placement] = [B] * len(node.inputs)
+        wanted: list[Placement | None] = []
+        if at is not None and placement is not None:
+            if at < len(current):
+                current[at] = placement
+            elif rule.own_stream or not isinstance(placement, Split):
+                return False
+            else:
+                wanted = [*[None] * (at - len(current)), placement]
+        new = False
+        for option in rule.strategies(view(self.region.program, node, self.region.parts), current, wanted):
+            key = (option.inputs, option.outputs)
+            if key in self.options[node.name]:
+                continue
+            if any(not self._within(p, self.region.group[node.name]) for p in key[0] + key[1] if isinstance(p, Split)):
+                continue
+            self.options[node.name][key] = option
+            for ref, p in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+                if isinstance(p, Split) or ref.node == node.name:
+                    new |= self._note(ref, p)
+        return new
+
+    def _settle_handles(self) -> None:
+        """A variable may lie as all that read or write it can take it; their other options go."""
+        for name in self.region.handles:
+            ref = Ref(name)
+            given = self.region.known.get(name)
+            candidates: list[Placement] = [given] if given is not None else [B]
+            if given is None and self.region.at_rest:
+                candidates += [p for p in self.forms.get(ref, ()) if self._all_take(ref, p)]
+            for p in candidates:
+                self.options[name][(), (p,)] = Strategy((), (p,), "split scope: a variable")
+            for reader, i in self.region.program.consumers.get(ref, ()):
+                if reader.name in self.region.nodes:
+                    self.keep(reader.name, lambda o, i=i, c=candidates: o.inputs[i] in c)  # type: ignore[misc]
+
+    def _all_take(self, handle: Ref, placement: Placement) -> bool:
+        for node, i in self.region.program.consumers.get(handle, ()):
+            if node.name in self.region.nodes:
+                if not any(o.inputs[i] == placement for o in self.options[node.name].values()):
+                    return False
+                continue
+            current: list[Placement] = [B] * len(node.inputs)
+            current[i] = placement
+            if not takes(self.region.program, node, i, current, self.region.parts):
+                return False
+        return True

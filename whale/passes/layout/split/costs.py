@@ -1,0 +1,77 @@
+"""What the choice under split scopes costs: work of nodes by themselves, and changes of how tensors lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, Strategy
+from whale.ir.program import Ref
+from whale.ir.values import UNMOVABLE, TensorType
+from whale.passes.facts.cost import change_cost, compute_cost, fraction
+from whale.passes.layout.split.region import SplitRegion
+from whale.passes.layout.split.sequence import surcharge
+from whale.passes.layout.split.tensor_forms import TensorForms
+
+_WHOLE_VARIABLE = 1e-3  # what a variable costs that lies whole: it decides among layouts that cost the same
+_WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
+
+
+def node_costs(
+    region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy]
+) -> list[float]:
+    """What each option of a node, or of a variable's handle, costs by itself."""
+    node = region.nodes.get(name)
+    if node is None:
+        return [0.0 if isinstance(o.outputs[0], Split) else _WHOLE_VARIABLE for o in options]
+    flops, touched = region.flops(node), region.touched_bytes(node)
+    if any(region.communicates(r.node) for r in node.inputs):
+        return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
+    found = [_WORK * compute_cost(o, touched, flops) for o in options]
+    if sequences:
+        found = [c + surcharge(region.program, node, sequences, o) for c, o in zip(found, options)]
+    return found
+
+
+def tensor_forms(
+    region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]]
+) -> list[TensorForms]:
+    """The tensors that nodes of the region make or read.
+
+    Args:
+      number: node or handle -> its number in the choice.
+    """
+    found = []
+    fetched = dict(zip(region.program.outputs, region.outside.outputs))
+    for producer in region.program.nodes:
+        chosen = options.get(producer.name)
+        for ref in producer.refs():
+            uses = [(r, i) for r, i in region.program.consumers.get(ref, ()) if chosen or r.name in options]
+            if not uses and not (chosen and ref in fetched):
+                continue
+            if chosen is None and isinstance(region.outside.produced[ref], Broadcast):
+                if region.program.type_of(ref).dtype not in UNMOVABLE:
+                    continue  # whole tensors are cut for nothing
+            forms = tuple(o.outputs[ref.index] for o in chosen) if chosen else (region.outside.produced[ref],)
+            readers: list[tuple[int | None, tuple[Placement, ...]]] = []
+            for reader, i in uses:
+                if reader.name in options:
+                    readers.append((number[reader.name], tuple(o.inputs[i] for o in options[reader.name])))
+                elif region.program.type_of(ref).dtype not in UNMOVABLE:
+                    wanted = region.outside.strategies[reader.name].inputs[i]
+                    readers.append((None, (B if isinstance(wanted, FirstRank | PerRank) else wanted,)))
+            if ref in fetched:
+                readers.append((None, (fetched[ref],)))
+            tensor = region.program.type_of(ref)
+            price = partial(_price, tensor, region.parts)
+            found.append(TensorForms(forms, number[producer.name] if chosen else None, tuple(readers), price))
+    return found
+
+
+def _price(tensor: TensorType, parts: int, source: Placement, wanted: Placement) -> float:
+    if source == wanted:
+        return 0.0
+    if tensor.dtype in UNMOVABLE:
+        return math.inf
+    return change_cost(tensor, source, wanted, parts)

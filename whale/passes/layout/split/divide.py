@@ -1,0 +1,85 @@
+"""Split scopes: layouts for the nodes under ``wh.split``, and for the variables that they use.
+
+Outside of split scopes the batch is divided, by propagation. The nodes of split scopes (forward, backward and update)
+may be divided along any dimension that their rules allow:
+
+    region       the nodes and variables that the choice is about
+    candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
+    insist       what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding reads)
+                 is split, and what reads it takes it split; every product that can be divided is
+    costs        changes of layout, and among equals more of the work divided
+    choose       one option for each node, so that all together cost least
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.program import Program, Ref
+from whale.passes.facts.scopes import has_split_scopes, sequence_of
+from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.split.candidates import Candidates
+from whale.passes.layout.split.choose import choose
+from whale.passes.layout.split.costs import node_costs, tensor_forms
+from whale.passes.layout.split.insist import insist
+from whale.passes.layout.split.region import SplitRegion
+from whale.passes.layout.split.sequence import along_sequence, check_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What was chosen: ``strategies`` of nodes (handles of split variables included), ``variables`` that lie split."""
+
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    variables: Mapping[str, Placement] = field(default_factory=dict)
+
+
+def divide(
+    program: Program,
+    outside: GraphLayout,
+    parts: int,
+    known: Mapping[str, Placement],
+    at_rest: bool,
+) -> Division:
+    """Strategies for the nodes of split scopes.
+
+    Args:
+      outside: how the program lies when no scope is split: tells what arrives at the scopes' borders, and is wanted.
+      known: placements of variables (by handle node) that earlier programs of the run have fixed.
+      at_rest: whether variables that are not known yet may lie split between steps.
+
+    Raises:
+      PlanError: nothing under a scope can be divided as asked.
+    """
+    held = {
+        v.node: Strategy((), (known[v.node],), "as the run holds it")
+        for v in program.variables
+        if isinstance(known.get(v.node), Split)
+    }
+    if parts > 1 and has_split_scopes(program):
+        region = SplitRegion(program, outside, parts, known, at_rest)
+        division = _chosen(region, {})
+        if any(sequence_of(n.scope) is not None for n in program.nodes):
+            shapes = {region.handles[h].type.shape or () for uses in region.weights.values() for _, h in uses}
+            wanted = along_sequence(program, region.nodes, region.group, parts, shapes, division.strategies)
+            division = _chosen(region, wanted)
+            if region.weights:
+                check_sequences(program, region.nodes.values(), wanted, division.strategies)
+        return division
+    return Division(held, {name: s.outputs[0] for name, s in held.items()})
+
+
+def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
+    """The choice for all split scopes, where ``sequences`` says how activations between products are to lie."""
+    candidates = Candidates(region, sequences)
+    insist(region, candidates)
+    names = list(candidates.options)
+    number = {name: i for i, name in enumerate(names)}
+    options = {name: list(candidates.options[name].values()) for name in names}
+    costs = [node_costs(region, sequences, name, options[name]) for name in names]
+    chosen = choose(costs, tensor_forms(region, number, options))
+    strategies = {name: options[name][i] for name, i in zip(names, chosen)}
+    variables = {name: strategies[name].outputs[0] for name in region.handles}
+    return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Split)})

@@ -1,0 +1,112 @@
+"""What stands under split scopes: the nodes whose layouts are chosen, their variables, and the weights among these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.ir.layout import Placement, Split, split
+from whale.ir.ops import HAS_BODIES
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import UNMOVABLE
+from whale.passes.facts.cost import LOOKUPS, matmul_flops
+from whale.passes.facts.rank_groups import sizes_within
+from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
+from whale.passes.layout.graph_layout import GraphLayout
+from whale.rules import rule_of
+
+_IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
+
+
+class SplitRegion:
+    """All split scopes of a program.
+
+    Attributes:
+      outside: how the program lies when no scope is split.
+      parts: number of ranks.
+      known: placements of variables, by handle node, that earlier programs of the run have fixed.
+      at_rest: whether variables that are not known yet may lie split between steps.
+      nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
+      weights: products and lookups -> (operand that is a variable of rank 2 or more, its handle).
+      group: node -> the ranks that divide it; groups: all of these, and that of all ranks.
+    """
+
+    def __init__(
+        self, program: Program, outside: GraphLayout, parts: int, known: Mapping[str, Placement], at_rest: bool
+    ):
+        self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
+        self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
+        lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
+        self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
+        self.weights = self._weights()
+        everyone = frozenset(range(parts))
+        self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
+        self.groups = {everyone, *self.group.values()}
+
+    def cut_of_image(self, name: str) -> Split | None:
+        """How a convolution's result lies where its scope names rows or columns, which leaves its weight whole."""
+        node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
+        shape = node.outputs[0].shape
+        if scope is None or scope[1] is None or shape is None or node.op not in _IMAGES:
+            return None
+        spatial = (
+            range(2, len(shape)) if str(node.attrs.get("data_format")).startswith("NC") else range(1, len(shape) - 1)
+        )
+        at = scope[1] + len(shape) if scope[1] < 0 else scope[1]
+        size = shape[at] if at in spatial else None
+        group = self.group[name]
+        return split(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
+
+    def touched_bytes(self, node: Node) -> int:
+        """Bytes of a node's operands and results."""
+        return sum(self.program.type_of(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
+
+    def flops(self, node: Node) -> int:
+        """FLOPs of a node that is a product; of others, 0."""
+        return matmul_flops(node, [self.program.type_of(r) for r in node.inputs])
+
+    def _can_choose(self, node: Node) -> bool:
+        """Whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and variables."""
+        program, rule = self.program, rule_of(node.op)
+        if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
+            return False
+        if node.name in program.variable_of or node.name in program.inputs:
+            return False
+        handles = [r.node for r in node.inputs if r.node in program.variable_of or self.communicates(r.node)]
+        tensors = [program.type_of(r) for r in node.inputs if r.node not in handles]
+        if any(t.dtype in UNMOVABLE for t in (*tensors, *node.outputs)):
+            return False
+        if node.stateful and not handles:
+            return False
+        return self.outside.strategies[node.name].once is False
+
+    def communicates(self, name: str) -> bool:
+        """Whether it is the communicator of ops over another mesh axis."""
+        return self.program.by_name[name].op == "WhaleCommunicator"
+
+    def _belongs(self, variable: Variable) -> bool:
+        """Whether a split scope may say how the variable lies: it is the scope's, or nothing else uses it."""
+        readers = {n.name for n, _ in self.program.consumers.get(Ref(variable.node), ())}
+        if split_scope(variable.scope):
+            return not readers.isdisjoint(self.nodes)
+        return not variable.scope and bool(readers) and readers <= self.nodes.keys()
+
+    def _weights(self) -> dict[str, list[tuple[int, str]]]:
+        """Products and lookups -> (operand that is a variable of rank 2 or more, its handle)."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for node in self.nodes.values():
+            lookup = node.op in LOOKUPS
+            if not lookup and not self.flops(node):
+                continue
+            for i, ref in enumerate(node.inputs[:1] if lookup else node.inputs):
+                handle = self._variable_behind(ref)
+                if handle is not None and len(self.handles[handle].type.shape or ()) >= 2:
+                    found.setdefault(node.name, []).append((i, handle))
+        return found
+
+    def _variable_behind(self, ref: Ref) -> str | None:
+        node = self.program.by_name[ref.node]
+        while node.name not in self.handles:
+            if node.op not in PASSED_ON or not node.inputs:
+                return None
+            node = self.program.by_name[node.inputs[0].node]
+        return node.name
