@@ -28,4 +28,5 @@ class GraphLayout:
     unruled: list[str] = field(default_factory=list)
 
     def place(self, ref: Ref) -> Placement:
+        """Where consumers find a tensor: in its preferred placement, or in that of its producer."""
         return self.preferred.get(ref) or self.produced[ref]

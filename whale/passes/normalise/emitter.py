@@ -22,6 +22,7 @@ class NodeEmitter:
         self.dtype = self.type_of(node.inputs[0]).dtype
 
     def type_of(self, ref: Ref) -> TensorType:
+        """Type of a tensor of the program, or of a node that was added."""
         return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
 
     def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
@@ -40,14 +41,17 @@ class NodeEmitter:
         return Ref(name)
 
     def const(self, suffix: str, value: np.ndarray) -> Ref:
+        """A constant with the value's own element type."""
         tensor = Tensor.of(value)
         attrs = {"dtype": DType(tensor.dtype), "value": tensor}
         return self.node_of(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
 
     def scalar(self, suffix: str, value: float) -> Ref:
+        """A constant of rank 0, of the type that is computed in."""
         return self.const(suffix, np.asarray(value, numpy_dtype(self.dtype)))
 
     def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
+        """An elementwise op; the result's shape is what its operands' shapes broadcast to."""
         x, y = self.type_of(a), self.type_of(b)
         shape: Dims
         if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
@@ -57,6 +61,7 @@ class NodeEmitter:
         return self.add(suffix, op, (a, b), shape)
 
     def cast(self, suffix: str, source: Ref, dtype: str) -> Ref:
+        """``source`` as ``dtype``; itself where it is that already."""
         own = self.type_of(source)
         if own.dtype == dtype:
             return source
