@@ -15,9 +15,8 @@ from cost_model.captured.execute import Sharing, run
 from cost_model.captured.graph import Graph, graph_of
 from cost_model.captured.liveness import Kinds, peaks
 from cost_model.captured.machine import GRAIN_BYTES
-from cost_model.captured.table import CONTRACTIONS
 from cost_model.ops.work import Work
-from whale.ir.ops import CALLS
+from whale.ir.ops import CALLS, CONTRACTIONS
 from whale.ir.program import Node, Program, Ref, function_refs
 
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.

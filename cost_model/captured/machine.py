@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cost_model.captured.execute import Sharing
-from cost_model.captured.table import CONTRACTIONS, Measured, Table
+from cost_model.captured.table import Measured, Table
 from cost_model.captured.traffic import Exchange
 from cost_model.formulas.collectives import COLLECTIVES, group, point_to_point_s
 from cost_model.formulas.compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
 from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
 from cost_model.ops.work import Work
+from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Program
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).

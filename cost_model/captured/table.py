@@ -18,17 +18,13 @@ from msgspec import Meta
 from cost_model.captured.signature import signature
 from cost_model.ops.work import Work
 from whale.errors import ClusterError
+from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Program
 
 FORMAT_VERSION = 3
 PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece
 Positive = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
-CONTRACTIONS = frozenset(
-    """MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D
-    Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter
-    DepthwiseConv2dNativeBackpropInput""".split()
-)
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whale.ir.ops import CONVOLUTIONS, MATMULS
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 
@@ -11,7 +12,7 @@ from whale.ir.values import TensorType
 def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
     """FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
     op = node.op
-    if op in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+    if op in MATMULS:
         shape = inputs[0].shape
         if not shape or len(shape) < 2:
             return 0
@@ -19,7 +20,7 @@ def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
         return 2 * node.outputs[0].elements * (shape[-2 if transposed else -1] or 1)
     if op == "Einsum":
         return _einsum_flops(node, inputs)
-    if op.startswith(("Conv2D", "Conv3D", "DepthwiseConv2dNative")):
+    if op in CONVOLUTIONS:
         if "BackpropFilter" in op:
             image, kernel = inputs[2], node.outputs[0]
         elif "BackpropInput" in op:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +150,70 @@ def test_updates_take_a_handle_and_lists_a_list(registered: dict[str, object]) -
 
 def test_the_op_library_says_the_same_of_what_communicates() -> None:
     assert frozenset(whale_ops.COMMUNICATING_OPS) == (ops.EXCHANGES | ops.MEETINGS) - {ops.HOROVOD_ALL_REDUCE}
+
+
+# -- no second home
+
+ROOT = Path(__file__).resolve().parents[2]
+# What may write out ops of a trait, by path: these say something of each op.
+WRITTEN_OUT = {
+    "whale/ir/ops.py": "the traits",
+    "whale/rules/math": "a rule's line for the ops it names",
+    "whale/rules/nn": "a rule's line for the ops it names",
+    "whale/rules/structure": "a rule's line for the ops it names",
+    "whale/passes/normalise/folding/arithmetic.py": "what to compute for each op",
+    "whale/passes/normalise/folding/shapes.py": "the shape of each op's result",
+    "whale/runtime/variables/initializer_recording.py": "the stateless twin of each op",
+    "cost_model/ops/work.py": "the formula of each op",
+}
+LEAST = 3  # names of one trait that make a table of it
+
+
+def written_out(source: str) -> Iterator[tuple[int, str, set[str]]]:
+    """(line, trait, names) where a literal lists ops of a trait: a collection, its keys, or words to be split."""
+    for node in ast.walk(ast.parse(source)):
+        items: Sequence[ast.AST | None] = ()
+        if isinstance(node, ast.Set | ast.List | ast.Tuple):
+            items = node.elts
+        elif isinstance(node, ast.Dict):
+            items = node.keys
+        words = [i.value for i in items if isinstance(i, ast.Constant) and isinstance(i.value, str)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = node.value.split()
+            if not all(re.fullmatch(r"_?[A-Z]\w+", word) for word in words):
+                continue  # a sentence
+        for trait, names in TRAITS.items():
+            if len(names & set(words)) >= LEAST:
+                yield getattr(node, "lineno", 0), trait, names & set(words)
+
+
+def test_a_trait_is_written_nowhere_else() -> None:
+    found, unused = [], set(WRITTEN_OUT)
+    for path in sorted(p for top in ("whale", "cost_model") for p in (ROOT / top).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        allowed = {prefix for prefix in WRITTEN_OUT if name == prefix or name.startswith(f"{prefix}/")}
+        for line, trait, names in written_out(path.read_text()):
+            unused -= allowed
+            if not allowed:
+                found.append(f"{name}:{line} lists {', '.join(sorted(names))}: use {trait}, or what it is built of")
+    assert found == []
+    assert unused == set(), "no longer needed"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'X = frozenset({"Identity", "StopGradient", "Snapshot"})',
+        'X = ("Cast", "Identity", "StopGradient", "Snapshot")',
+        'X = {"Identity": 1, "StopGradient": 1, "Snapshot": 2, **other}',
+        'X = "Cast Identity StopGradient Snapshot".split()',
+        'if node.op in ["Identity", "StopGradient", "Snapshot"]:\n    pass',
+    ],
+)
+def test_tables_are_seen_however_they_are_written(source: str) -> None:
+    assert {trait for _, trait, _ in written_out(source)} == {"IDENTITIES", "VIEWS", "ALIASES"}
+
+
+def test_what_is_no_table_is_left_alone() -> None:
+    assert not list(written_out('X = {"Identity", "StopGradient"} | SOMETHING'))
+    assert not list(written_out('"""Identity StopGradient and Snapshot hand their operand on."""'))

@@ -101,7 +101,7 @@ REF_UPDATES = (
 
 # -- lookups and products
 
-# Rows of a table (operand 0) are read, by one number each: of a variable, or of a tensor.
+# Rows of a table (operand 0) are read, by one number each, so the table may lie split: a variable, or a tensor.
 ROW_LOOKUPS = _named("Gather GatherV2 ResourceGather")
 # Rows or elements of a table (operand 0) are read: like products they are where a model uses a weight.
 LOOKUPS = ROW_LOOKUPS | READS_ROWS | {"GatherNd"}

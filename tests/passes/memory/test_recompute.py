@@ -23,8 +23,10 @@ def _step(view: str) -> Program:
     loss = b.reduce("Sum", square, 0, 1, name="loss")
     gradient = b.op("Mul", square, seen, name="gradient")  # of what lies behind the mark
     slope = b.op("Mul", made, gradient, name="slope")
-    program = b.build([loss, slope])
-    marks = {"seen": CHECKPOINT, "gradient": BACKWARD}
+    return _marked(b.build([loss, slope]), {"seen": CHECKPOINT, "gradient": BACKWARD})
+
+
+def _marked(program: Program, marks: dict[str, str]) -> Program:
     return program.with_nodes(
         tuple(replace(n, attrs={**n.attrs, marks[n.name]: True}) if n.name in marks else n for n in program.nodes)
     )
@@ -36,3 +38,19 @@ def test_what_a_mark_only_shows_is_held_too(view: str) -> None:
     program = recompute(_step(view), "collection")
     (slope,) = (n for n in program.nodes if n.name == "slope")
     assert slope.inputs[0].node == "made"
+
+
+@pytest.mark.parametrize("op", ["RandomUniform", "TruncatedNormal", "Multinomial"])
+def test_a_mask_of_random_numbers_is_held(op: str) -> None:
+    """It is small beside the numbers that it is made of, and those are not drawn twice."""
+    b = Builder()
+    x, shape = b.input("x", (8, 4)), b.ints(8, 4)
+    noise = b.node(op, (shape,), (b.types[x],), "noise", stateful=True, seed=0, seed2=0)
+    mask = b.op("Square", noise, name="mask")
+    made = b.op("Tanh", b.op("Mul", x, mask), name="made")
+    square = b.op("Square", made)
+    gradient = b.op("Mul", square, made, name="gradient")
+    slope = b.op("Mul", mask, gradient, name="slope")
+    program = b.build([b.reduce("Sum", square, 0, 1, name="loss"), slope])
+    again = recompute(_marked(program, {"made": CHECKPOINT, "gradient": BACKWARD}), "collection")
+    assert again.by_name["slope"].inputs[0] == mask

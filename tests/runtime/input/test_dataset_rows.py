@@ -88,6 +88,10 @@ def jitter(sample: Any) -> Any:
     return {"x": sample["x"] + tf.random.uniform([3], seed=4, dtype=tf.float64), "y": sample["y"]}
 
 
+def truncated() -> tf.Tensor:
+    return tf.raw_ops.ParameterizedTruncatedNormal(shape=[1], means=0.0, stdevs=1.0, minvals=-1.0, maxvals=1.0)
+
+
 def odd(sample: Any) -> Any:
     return sample["y"] % 2 == 1
 
@@ -212,6 +216,10 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
             "InterleaveDataset of ShuffleDatasetV3",
         ),
         (lambda: samples(9).filter(lambda s: tf.random.uniform([]) < 0.5).batch(4), "FilterDataset of RandomUniform"),
+        (
+            lambda: samples(9).filter(lambda s: truncated()[0] < 0.5).batch(4),
+            "FilterDataset of ParameterizedTruncatedNormal",
+        ),
     ],
 )
 def test_orders_that_would_differ_are_refused(make: Make, given: str) -> None:

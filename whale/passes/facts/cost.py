@@ -13,10 +13,7 @@ from cost_model.ops import matmul_flops
 from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, in_runs, moved_bytes
 from whale.ir.values import Dims, TensorType
 
-__all__ = ["LOOKUPS", "change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
-
-# Reads of rows of a table: like products they are where a model uses a weight, but they compute nothing.
-LOOKUPS = frozenset({"GatherV2", "Gather", "ResourceGather"})
+__all__ = ["change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
 
 LATENCY = 10_000.0  # 10 us: one more collective
 PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s

@@ -7,15 +7,17 @@ communication keeps), gradients (with the sums of micro-batches, and what update
 
 from __future__ import annotations
 
-from whale.ir.ops import RANK_REDUCTIONS, VIEWS
+from whale.ir.ops import BATCH_NORM_GRADIENTS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
 from whale.ir.program import Program, Ref
 from whale.passes.memory.zero import is_model, is_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
 # What makes a gradient of activations; what it reads is none.
-_MADE_BY = frozenset(
-    "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2DBackpropFilter Conv3DBackpropFilterV2 BiasAddGrad Sum "
-    "DepthwiseConv2dNativeBackpropFilter UnsortedSegmentSum FusedBatchNormGradV3 ReadVariableOp".split()
+_MADE_BY = (
+    MATMULS
+    | FILTER_GRADIENTS
+    | BATCH_NORM_GRADIENTS
+    | {"Einsum", "BiasAddGrad", "Sum", "UnsortedSegmentSum", "ReadVariableOp"}
 )
 
 

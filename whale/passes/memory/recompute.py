@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.ops import VIEWS
+from whale.ir.ops import RANDOM, VIEWS
 from whale.ir.program import (
     AGAIN,
     BACKWARD,
@@ -97,7 +97,7 @@ class _Forward:
         """What is made from random numbers only, a mask for dropout: it is small, and no part of the batch's rows."""
         found: set[str] = set()
         for node in self.program.nodes:
-            made = "Random" in node.op or (bool(node.inputs) and not node.stateful)
+            made = node.op in RANDOM or (bool(node.inputs) and not node.stateful)
             if (
                 made
                 and node.name not in self.fixed
@@ -111,7 +111,7 @@ class _Forward:
             return False
         if not node.inputs or node.stateful:
             return False
-        if "Random" in node.op or node.attrs.get(COMPILED) or any(True for _ in function_refs(node)):
+        if node.op in RANDOM or node.attrs.get(COMPILED) or any(True for _ in function_refs(node)):
             return False
         types = [*node.outputs, *map(self.program.type_of, node.inputs)]
         return not any(t.dtype in UNMOVABLE for t in types)

@@ -21,10 +21,10 @@ from itertools import chain
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
-from whale.ir.ops import HAS_BODIES
+from whale.ir.ops import HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.cost import LOOKUPS, matmul_flops
+from whale.passes.facts.cost import matmul_flops
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
 from whale.rules.graph import takes, view

@@ -11,14 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from whale.ir.ops import CONVOLUTIONS
 from whale.ir.program import COMPILED, Node, Program, function_refs
-
-_CONVOLUTIONS = frozenset(
-    f"{op}{part}{version}"
-    for op in ("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
-    for part in ("", "BackpropInput", "BackpropFilter")
-    for version in ("", "V2")
-)
 
 
 def asks_for_xla(call: Node) -> bool:
@@ -49,6 +43,6 @@ def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
 
 
 def _needs_xla(node: Node) -> bool:
-    if node.op in _CONVOLUTIONS or node.op.startswith("Xla"):
+    if node.op in CONVOLUTIONS or node.op.startswith("Xla"):
         return True
     return "Pool" in node.op and str(node.attrs.get("data_format", "")).startswith("NC")

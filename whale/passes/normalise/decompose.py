@@ -15,20 +15,19 @@ from dataclasses import replace
 import numpy as np
 
 from whale.errors import ProgramError
+from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, static_shape
 from whale.passes.normalise.arg_extremum import arg_extremum, is_arg_extremum
 from whale.passes.normalise.emitter import NodeEmitter
 from whale.passes.normalise.softmax import is_softmax, softmax
 
-_FORWARD = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
-_BACKWARD = frozenset({"FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"})
-
 
 def is_composite(node: Node) -> bool:
     """Whether ``node`` is a batch normalisation with the statistics of the batch, or its gradient."""
-    # An absent attribute is its default, and the default is training.
-    return (node.op in _FORWARD or node.op in _BACKWARD) and node.attrs.get("is_training", True) is not False
+    if node.op not in BATCH_NORMS and node.op not in BATCH_NORM_GRADIENTS:
+        return False
+    return node.attrs.get("is_training", True) is not False  # where the attribute is absent, it is its default
 
 
 def has_split_form(program: Program, node: Node) -> bool:
@@ -57,7 +56,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
     moved: dict[Ref, Ref] = {}
     nodes: dict[str, Node] = {}
     for node in program.nodes:
-        if node.op in _BACKWARD:
+        if node.op in BATCH_NORM_GRADIENTS:
             _check_pair(program, node, chosen)
         inputs = tuple([moved.get(r, r) for r in node.inputs])
         if inputs != node.inputs:
@@ -70,7 +69,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
             results = write(NodeEmitter(program, node, nodes, taken))
         else:
             emit = _Emitter(program, node, nodes, taken)
-            results = _forward(emit) if node.op in _FORWARD else _backward(emit)
+            results = _forward(emit) if node.op in BATCH_NORMS else _backward(emit)
         moved.update({Ref(node.name, i): r for i, r in enumerate(results)})
         # Whatever waits for the whole op still can.
         done = tuple(dict.fromkeys(r.node for r in results))
@@ -88,7 +87,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
 def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
     # Reserve space 1 is the fourth operand; what reaches a gradient through a loop's state has no forward node here.
     forward = program.by_name.get(gradient.inputs[3].node)
-    if forward is None or forward.op not in _FORWARD:
+    if forward is None or forward.op not in BATCH_NORMS:
         return
     if (forward.name in chosen) != (gradient.name in chosen):
         raise ProgramError(
@@ -111,7 +110,7 @@ class _Emitter(NodeEmitter):
 
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
         super().__init__(program, node, nodes, taken)
-        kind = self.type_of(node.inputs[0 if node.op in _FORWARD else 1])
+        kind = self.type_of(node.inputs[0 if node.op in BATCH_NORMS else 1])
         if not kind.is_static:
             raise ProgramError(
                 "batch normalisation over a batch of unknown size cannot be divided",
@@ -129,7 +128,7 @@ class _Emitter(NodeEmitter):
         self.last = channel == len(shape) - 1
         self.wide = tuple(d if i == channel else 1 for i, d in enumerate(shape))
         # Statistics, scale and offset are at least float32, whatever the activations are.
-        self.dtype = self.type_of(node.inputs[2 if node.op in _BACKWARD else 1]).dtype
+        self.dtype = self.type_of(node.inputs[2 if node.op in BATCH_NORM_GRADIENTS else 1]).dtype
         self.epsilon = node.attrs.get("epsilon", 1e-4)
 
     def reduce(self, suffix: str, op: str, source: Ref) -> Ref:

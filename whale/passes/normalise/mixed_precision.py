@@ -12,16 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from whale.ir.ops import VIEWS
+from whale.ir.ops import CONTRACTIONS, VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
 _WIDE = "float32"
-_PRODUCTS = frozenset(
-    "MatMul BatchMatMul BatchMatMulV2 Einsum Conv2D Conv2DBackpropInput Conv2DBackpropFilter Conv3D "
-    "Conv3DBackpropInputV2 Conv3DBackpropFilterV2 DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
-    "DepthwiseConv2dNativeBackpropFilter".split()
-)
+_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # of which both operands and the result have types of their own
 # All their float operands and results are of the type T.
 _BETWEEN = VIEWS | frozenset(
     "Add AddV2 AddN Sub Mul Neg BiasAdd Relu ReluGrad Relu6 Relu6Grad LeakyRelu LeakyReluGrad Tanh TanhGrad Sigmoid "

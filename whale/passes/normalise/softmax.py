@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from whale.ir.ops import SOFTMAXES
 from whale.ir.program import Node, Ref
 from whale.ir.values import DType, TensorType, static_shape
 from whale.passes.normalise.emitter import NodeEmitter
 
-_ALONE = frozenset({"Softmax", "LogSoftmax"})
 _SPARSE = "SparseSoftmaxCrossEntropyWithLogits"
 _DENSE = "SoftmaxCrossEntropyWithLogits"
 
 
 def is_softmax(node: Node) -> bool:
     """Whether ``softmax`` knows the node."""
-    return (node.op in _ALONE or node.op in (_SPARSE, _DENSE)) and all(t.is_static for t in node.outputs)
+    return (node.op in SOFTMAXES or node.op in (_SPARSE, _DENSE)) and all(t.is_static for t in node.outputs)
 
 
 def softmax(emit: NodeEmitter) -> list[Ref]:

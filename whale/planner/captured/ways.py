@@ -15,8 +15,8 @@ from dataclasses import replace
 import msgspec
 
 from cost_model.ops import matmul_flops
+from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
-from whale.passes.facts.cost import LOOKUPS
 from whale.passes.facts.scopes import PASSED_ON
 from whale.passes.normalise.annotate import annotate
 
@@ -97,9 +97,9 @@ def products(program: Program) -> dict[str, list[Node]]:
     """Handle of a variable of rank 2 or more -> products and lookups that read it, in order."""
     found: dict[str, list[Node]] = {}
     for node in program.nodes:
-        if node.op not in LOOKUPS and not matmul_flops(node, [program.type_of(r) for r in node.inputs]):
+        if node.op not in ROW_LOOKUPS and not matmul_flops(node, [program.type_of(r) for r in node.inputs]):
             continue
-        for ref in node.inputs[:1] if node.op in LOOKUPS else node.inputs:
+        for ref in node.inputs[:1] if node.op in ROW_LOOKUPS else node.inputs:
             handle = _behind(program, ref)
             if handle is not None and len(program.variable_of[handle].type.shape or ()) >= 2:
                 found.setdefault(handle, []).append(node)
@@ -142,7 +142,7 @@ def scoped(program: Program, choice: Choice) -> Program:
 def _between(program: Program, products: list[Node], handle: str) -> set[str]:
     first = products[0]
     targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
-    if first.op in LOOKUPS:
+    if first.op in ROW_LOOKUPS:
         return targets | _readers(program, handle)
     # What comes after the weight's last product (its operand's gradient) belongs to the layers before.
     ends = {n.name for n in products[1:]}

@@ -4,6 +4,7 @@ by batch is decomposed elsewhere), or each rank's own."""
 from __future__ import annotations
 
 from whale.ir.layout import P_SUM, B, PerRank, Placement, Split, Strategy
+from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.rules.base import OpView
 from whale.rules.nn.convolution import image
 from whale.rules.registry import rule
@@ -60,18 +61,14 @@ def fused_batch_norm_grad(op: OpView) -> str:
     return f"{x}, {x}, c, {', '.join(reserve)} -> {x.replace('+', '')}, c, c, =., =."
 
 
-_FORWARD = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
-_BACKWARD = frozenset({"FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"})
-
-
 def own_moments(op: OpView, rows: Placement) -> Strategy | None:
     """A training batch norm, or its gradient, whose statistics are those of each rank's rows; None for other ops."""
     if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not rows.run:
         return None
     own = PerRank(rows.sizes)
-    if op.node.op in _FORWARD:
+    if op.node.op in BATCH_NORMS:
         return Strategy((rows, B, B, B, B), (rows, *[own] * (len(op.outputs) - 1)), "statistics of its own rows")
-    if op.node.op in _BACKWARD:
+    if op.node.op in BATCH_NORM_GRADIENTS:
         saved = [own] * (len(op.inputs) - 3)
         return Strategy((rows, rows, B, *saved), (rows, P_SUM, P_SUM, P_SUM, P_SUM), "statistics of its own rows")
     return None

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from whale.errors import ProgramError
+from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
 
 Seeds = Callable[[], tuple[int, int]]
 Shares = Callable[[int], tuple[int, ...]]
@@ -29,13 +30,7 @@ _MOVES = ("_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset")
 _MAPS = ("_MapDataset", "_ParallelMapDataset")
 _BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
 # Stateful by TensorFlow's word, but equal inputs give equal outputs.
-_READS = frozenset(
-    {"Assert", "LookupTableFindV2", "LookupTableSizeV2", "StatefulPartitionedCall", "If", "While", "Case"}
-)
-_RANDOM = frozenset(
-    {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle", "Multinomial",
-     "RandomGammaGrad", "SampleDistortedBoundingBoxV2", "RandomGamma", "RandomPoissonV2"}
-)  # fmt: skip
+_REPEATS = HAS_BODIES | CALLS | {"Assert", "LookupTableFindV2", "LookupTableSizeV2"}
 
 
 class Unknown(Exception):
@@ -226,7 +221,7 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
     values_only = values_only and kind in (*_MAPS, *_MOVES, *_BATCHES, *_UNCHANGED)
     for graph in _graphs(dataset):
         for node in graph.values():
-            random = node.op in _RANDOM and not values_only and _draws_freely(node)
+            random = node.op in DRAWS and not values_only and _draws_freely(node)
             if random or (node.op.startswith(("ShuffleDataset", "RandomDataset")) and _has_zero_seeds(node, graph)):
                 raise _no_order(f"{name} of {node.op} without a seed", "give it a seed")
     for source in dataset._inputs():
@@ -274,9 +269,9 @@ def _state(made: Any) -> str:
     for graph in _graphs(made):
         for node in graph.values():
             definition = op_def_registry.get(node.op)
-            if definition is None or not definition.is_stateful or node.op in _READS:
+            if definition is None or not definition.is_stateful or node.op in _REPEATS:
                 continue
-            if node.op in _RANDOM and _draws_freely(node):
+            if node.op in DRAWS and _draws_freely(node):
                 continue  # nobody can say what one device would have drawn
             return node.op
     return ""

@@ -25,7 +25,7 @@ from cost_model.captured.unroll import unrolled
 from cost_model.ops import work
 from cost_model.ops.work import Work
 from whale.errors import ProgramError
-from whale.ir.ops import VIEWS
+from whale.ir.ops import ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import lower_to_function
@@ -36,9 +36,7 @@ COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps fin
 MOST_COPIES = 8
 ROUNDS = 5
 LEAST_S = 1e-3  # a round is at least so long, by repeated calls
-_TAKES_INDICES = frozenset(
-    "GatherV2 ResourceGather UnsortedSegmentSum SparseSoftmaxCrossEntropyWithLogits ResourceScatterAdd".split()
-)
+_TAKES_INDICES = ROW_LOOKUPS | {"UnsortedSegmentSum", "SparseSoftmaxCrossEntropyWithLogits", "ResourceScatterAdd"}
 
 # What indices pass through on their way to a table; Keras adds the rows to those below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
@@ -180,7 +178,7 @@ def _operand(
     if i and t.elements <= 8 and node.op not in _TAKES_INDICES and len(types) > 1 and types[0].dtype != t.dtype:
         raise _NotMeasured("sizes or positions that are not constants")
     bound = 2
-    if node.op in ("GatherV2", "ResourceGather", "ResourceScatterAdd"):
+    if node.op in ROW_LOOKUPS or node.op == "ResourceScatterAdd":
         bound = (types[0].shape or (2,))[0] or 2
     elif node.op == "SparseSoftmaxCrossEntropyWithLogits":
         bound = (types[0].shape or (2,))[-1] or 2
@@ -252,7 +250,7 @@ def _bound(program: Program, ref: Ref) -> int:
         one = waiting.pop()
         for node, place in program.consumers.get(one, ()):
             first = program.type_of(node.inputs[0])
-            if node.op in ("GatherV2", "ResourceGather") and place == 1:
+            if node.op in ROW_LOOKUPS and place == 1:
                 variable = program.variable_of.get(node.inputs[0].node)
                 found.append((variable.type if variable else first).shape)
             elif node.op == "SparseSoftmaxCrossEntropyWithLogits" and place == 1:

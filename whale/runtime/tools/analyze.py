@@ -24,6 +24,7 @@ import whale_ops.memory
 from cost_model.captured.predict import covered_s
 from cost_model.captured.table import read
 from whale.errors import CommError, PlanError, ProgramError
+from whale.ir.ops import CALLS
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
@@ -35,7 +36,7 @@ from whale.runtime.tools.plan_prediction import Planned, predict_plan
 
 WARM, PROFILED = 5, 3
 _KERNEL = re.compile(r"([\w./\-]+):(_?[A-Za-z]\w*)")  # a node and its op, as TensorFlow's executor names its events
-_NO_KERNELS = ("Whale", "PartitionedCall", "StatefulPartitionedCall")
+_NO_KERNELS = ("Whale", *CALLS)
 
 
 class _Done(BaseException):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Split
+from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node
-from whale.passes.facts.cost import LOOKUPS
 from whale.passes.facts.scopes import ranks_of_scope, split_scope
 from whale.passes.layout.split.candidates import Candidates
 from whale.passes.layout.split.region import SplitRegion
@@ -35,7 +35,7 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
             if handle in whole:
                 continue
             taken = candidates.keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
-            if handle not in first and scope[1] is not None and node.op not in LOOKUPS:
+            if handle not in first and scope[1] is not None and node.op not in ROW_LOOKUPS:
                 _along(region, candidates, node, handle, scope[1])
                 read = {o.inputs[i] for o in candidates.options[name].values()}
                 if region.program.type_of(node.inputs[i]).shape == region.handles[handle].type.shape:

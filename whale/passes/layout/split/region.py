@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from whale.ir.layout import Placement, Split, split
-from whale.ir.ops import HAS_BODIES
+from whale.ir.ops import HAS_BODIES, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.cost import LOOKUPS, matmul_flops
+from whale.passes.facts.cost import matmul_flops
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
 from whale.passes.layout.graph_layout import GraphLayout
@@ -94,7 +94,7 @@ class SplitRegion:
         """Products and lookups -> (operand that is a variable of rank 2 or more, its handle)."""
         found: dict[str, list[tuple[int, str]]] = {}
         for node in self.nodes.values():
-            lookup = node.op in LOOKUPS
+            lookup = node.op in ROW_LOOKUPS
             if not lookup and not self.flops(node):
                 continue
             for i, ref in enumerate(node.inputs[:1] if lookup else node.inputs):

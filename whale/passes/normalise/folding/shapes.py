@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.ir.ops import IDENTITIES, MATMULS, REDUCTIONS, STREAM_DRAWS
+from whale.ir.ops import CROSS_ENTROPIES, IDENTITIES, MATMULS, REDUCTIONS, STREAM_DRAWS
 from whale.ir.program import Node, Ref
 from whale.ir.values import Dims, TensorType
 from whale.passes.normalise.folding.arithmetic import strided_index
@@ -263,9 +263,7 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
 
 
 # Of each output, for ops with several.
-STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(
-    ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"), _cross_entropy
-)
+STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(CROSS_ENTROPIES, _cross_entropy)
 
 
 def refined(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
