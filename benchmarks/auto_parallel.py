@@ -76,7 +76,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
             best_s = min(auto_s, *times.values())
             print(f"{size}: chosen {found.name} {1e3 * auto_s:.2f} ms; {text}; chosen / best {auto_s / best_s:.3f}")
             for way in ways:  # what differs between these two is not the choice
-                if replace(found, name=way.name, predicted_s=0.0) == way:
+                if replace(found, name=way.name, predicted_s=0.0, predicted_bytes=0) == way:
                     print(f"  the chosen way, built and measured a second time: {times[way.name] / auto_s:.3f} of that")
             sys.stdout.flush()
         del steps
