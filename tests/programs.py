@@ -17,7 +17,7 @@ from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.propagate import propagate
 
 
@@ -162,7 +162,7 @@ def layouts_of(
     layouts = propagate(program, size, placed)
     if not reduced:
         return layouts
-    return {g: place_reductions(program if g == "" else program.functions[g], x, size) for g, x in layouts.items()}
+    return {g: reduce_partial_sums(program if g == "" else program.functions[g], x, size) for g, x in layouts.items()}
 
 
 def plan_of(program: Program, layouts: Mapping[str, GraphLayout], size: int, placed: Mapping[str, Placement],

@@ -17,7 +17,7 @@ from tests.programs import Builder
 from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.facts.rank_groups import RowGroups
+from whale.passes.facts.rank_groups import RankGroups
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.graph_state import Axis, GraphState
 from whale.passes.layout.node_choice import NodeChoice
@@ -239,7 +239,7 @@ class RandomChoice(NodeChoice):
 
 def random_layouts(program: Program, parts: int, placed: Mapping[str, Placement], seed: int) -> dict[str, GraphLayout]:
     """Layouts with a random legal strategy at every node."""
-    main = GraphState(Axis(program, parts, Semantics(), {}, RowGroups(program, parts, {}), (), {}), "")
+    main = GraphState(Axis(program, parts, Semantics(), {}, RankGroups(program, parts, {}), (), {}), "")
     layout = main.layout
     for name in program.inputs:
         layout.strategies[name] = Choice((), (B,), "input")

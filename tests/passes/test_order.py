@@ -105,9 +105,9 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
         ({"precision__matmul_dtype": "bfloat16"}, ["mixed_precision"]),
         ({"precision__matmul_dtype": "float16"}, ["skip_overflow", "mixed_precision"]),
         ({"memory__recompute": "auto"}, ["recompute"]),
-        ({"memory__offload": "v0"}, ["hoist_reads", "separate_uses"]),
+        ({"memory__offload": "v0"}, ["hoist_reads", "gather_at_use"]),
         ({"zero__level": 1}, ["merge_reads"]),
-        ({"zero__level": 3}, ["merge_reads", "hoist_reads", "separate_uses"]),
+        ({"zero__level": 3}, ["merge_reads", "hoist_reads", "gather_at_use"]),
         ({"exchange__backend": "horovod"}, ["give_to_horovod"]),
         ({"exchange__backend": "nccl", "exchange__wire_dtype": "bfloat16"}, ["give_to_device", "narrow"]),
     ],
@@ -115,7 +115,7 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
 def test_which_passes_run_when(changes: dict[str, Any], more: list[str]) -> None:
     settings = TWO.but(**changes)
     usual = ["inline", "fold", "specialise", "unpack", "annotate"]
-    usual += ["place_reductions", "make_in_place", "explicit_reshards", "fuse_all_reduces"]
+    usual += ["reduce_partial_sums", "make_in_place", "explicit_reshards", "fuse_all_reduces"]
     names = [step.name for step in NORMALISE if step.when(settings)]
     names += [step.name for step in PLAN if step.when(settings)]
     assert [name for name in names if name in usual] == usual

@@ -17,7 +17,7 @@ from whale.passes.dump import dump
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import split_scope
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.propagate import NOTHING, propagate
 from whale.passes.layout.settle import settled_layouts
 from whale.passes.layout.split.divide import divide
@@ -84,7 +84,7 @@ def lay_out(program: Program, settings: PlanSettings) -> Draft:
         variables.update(state)
         outside = {name: p for name, p in variables.items() if name not in inside}
     if outside:
-        alike = place_reductions(expanded, layouts[""], settings.size)
+        alike = reduce_partial_sums(expanded, layouts[""], settings.size)
         strategies.update(update_strategies(expanded, alike, outside, settings.size))
     if strategies:
         layouts = layouts_of(expanded, batch, settings, strategies, outside)

@@ -27,8 +27,8 @@ from whale.passes.judge.summary import exceptions, split_and_total_flops, unrule
 from whale.passes.lay_out import Draft, expand, lay_out, layouts_of
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
-from whale.passes.layout.partial_sums import place_reductions
-from whale.passes.memory.gather_at_use import separate_uses
+from whale.passes.layout.partial_sums import reduce_partial_sums
+from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalise.annotate import annotate, task_graphs
@@ -116,7 +116,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
     Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, s.zero.min_bytes)),
-    Pass("separate_uses", _gathers_weights, lambda p, s: separate_uses(p, s.zero.min_bytes, s.zero.ahead)),
+    Pass("gather_at_use", _gathers_weights, lambda p, s: gather_at_use(p, s.zero.min_bytes, s.zero.ahead)),
     Pass(
         "mixed_precision",
         lambda s: bool(s.precision.matmul_dtype),
@@ -126,7 +126,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
 
 # What the layouts of every graph go through, once the program is laid out.
 LAYOUTS: tuple[Pass[Draft], ...] = (
-    Pass("place_reductions", always, _on_every_graph(place_reductions)),
+    Pass("reduce_partial_sums", always, _on_every_graph(reduce_partial_sums)),
     Pass("make_in_place", always, _on_every_graph(make_in_place)),
 )
 

@@ -139,7 +139,7 @@ def as_whole(placement: Placement) -> Placement:
     return B if type(placement) is PerRank else placement
 
 
-def with_own(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
+def with_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
     """``option``, which takes some operands whole, for operands that each rank has as its own value.
 
     Any op without side effects may do that: what it makes of whole operands is then each rank's own as well, what it

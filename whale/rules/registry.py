@@ -43,7 +43,7 @@ class LineRule:
       produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
       any_partial: the output is right as a partial of any kind (empty lists).
       halo: gives operands of a strategy what neighbours have as well; None: the strategy is none.
-      own_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
+      local_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
         own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
     """
 
@@ -57,13 +57,13 @@ class LineRule:
     known: Known | None = field(default=None, repr=False)
     produces_any: bool = False
     any_partial: bool = False
-    own_stream: str = ""
+    local_stream: str = ""
     halo: Callable[[OpView, Strategy], Strategy | None] | None = field(default=None, repr=False)
 
     def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
         """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
-        if self.own_stream and any(isinstance(p, Split) for p in outputs):
-            return self.own_stream
+        if self.local_stream and any(isinstance(p, Split) for p in outputs):
+            return self.local_stream
         return self.spec if isinstance(self.spec, str) else self.spec(op)
 
     def strategies(
@@ -121,7 +121,7 @@ class LineRule:
                 words.append(f"{name}={'by op' if callable(value) else value}")
         words += [f"reduce={'by op' if callable(self.reduce) else self.reduce}"] * (self.reduce != "sum")
         words += ["halo"] * (self.halo is not None)
-        words += [n for n in ("produces_any", "any_partial", "own_stream") if getattr(self, n)]
+        words += [n for n in ("produces_any", "any_partial", "local_stream") if getattr(self, n)]
         return "  ".join(words)
 
 
@@ -137,12 +137,12 @@ def rule(
     known: Known | None = None,
     produces_any: bool = False,
     any_partial: bool = False,
-    own_stream: str = "",
+    local_stream: str = "",
     halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
 ) -> tuple[LineRule, ...]:
     """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
     return tuple(
-        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, own_stream, halo)
+        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo)
         for n in names.split()
     )
 

@@ -17,7 +17,7 @@ from whale.ir.program import Program, Ref
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.facts.cost import compute_cost, move_cost
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.partial_sums import reduce_partial_sums
 
 ROWS = 8
 
@@ -137,7 +137,7 @@ def test_no_assignment_is_cheaper(example: tuple[Program, GraphLayout, int]) -> 
     assume(len(names) <= 9)
     choices = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
     best = min(_cost(program, _assigned(program, layout, w), parts) for w in choices if _legal(program, w))
-    placed = place_reductions(program, layout, parts)
+    placed = reduce_partial_sums(program, layout, parts)
     assert _cost(program, placed, parts) == pytest.approx(best, rel=1e-9)
     for name in names:
         assert {type(p) for p in placed.strategies[name].outputs} <= {Broadcast, Partial}
@@ -147,12 +147,12 @@ def test_no_assignment_is_cheaper(example: tuple[Program, GraphLayout, int]) -> 
 @given(regions())
 def test_the_result_computes_the_same(example: tuple[Program, GraphLayout, int]) -> None:
     program, layout, parts = example
-    assert_equal_runs(program, plan_of(program, {"": place_reductions(program, layout, parts)}, parts, {}))
+    assert_equal_runs(program, plan_of(program, {"": reduce_partial_sums(program, layout, parts)}, parts, {}))
 
 
 def _placed(region: _Region, *outputs: Ref) -> tuple[GraphLayout, list[str]]:
     program, layout = region.finish(list(outputs))
-    placed = place_reductions(program, layout, region.parts)
+    placed = reduce_partial_sums(program, layout, region.parts)
     return placed, [str(r.ref) for r in explicit_reshards(program, {"": placed}, region.parts) if r.bytes]
 
 
@@ -199,4 +199,4 @@ def test_a_program_without_partial_sums_is_left_alone() -> None:
     program = b.build([b.op("Relu", b.input("x", (4,)))])
     layout = GraphLayout({n.name: Strategy((B,) * len(n.inputs), (B,), "") for n in program.nodes},
                          {r: B for n in program.nodes for r in n.refs()}, outputs=(B,))  # fmt: skip
-    assert place_reductions(program, layout, 2) is layout
+    assert reduce_partial_sums(program, layout, 2) is layout

@@ -38,12 +38,12 @@ def reshards_of_tensor(
 ) -> list[Reshard]:
     """The changes of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by whom)."""
     tensor = program.type_of(ref)
-    own = {t: why for t, why in targets.items() if type(t) is PerRank}
-    if own:
+    per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
+    if per_rank:
         # What each rank contributed, before any of it is reduced.
         rest = {t: why for t, why in targets.items() if type(t) is not PerRank}
         rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
-        return rows + [_row(graph, ref, source, t, 0, why) for t, why in own.items()]
+        return rows + [_row(graph, ref, source, t, 0, why) for t, why in per_rank.items()]
     if type(source) is PerRank:
         # As one value it is a weighted sum over the ranks.
         first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))

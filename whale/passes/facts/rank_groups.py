@@ -28,7 +28,7 @@ def named_ranks(program: Program) -> dict[str, frozenset[int]]:
     return {path: ranks for path, ranks in found if ranks is not None}
 
 
-class RowGroups:
+class RankGroups:
     """How the rows of the batch lie under ``wh.replica`` scopes, where some of these name ranks."""
 
     def __init__(self, program: Program, parts: int, rows: Mapping[int, Split]):
@@ -60,7 +60,7 @@ def _shared(whole: Split, ranks: Collection[int]) -> tuple[int, ...]:
     return proportional_sizes(whole.run, mine)
 
 
-def refuse_groups(program: Program, size: int, unable: Mapping[str, bool]) -> None:
+def refuse_rank_groups(program: Program, size: int, unable: Mapping[str, bool]) -> None:
     """Raises PlanError where the groups that scopes name cannot be had.
 
     Args:

@@ -30,7 +30,7 @@ from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
-from whale.passes.layout.partial_sums import place_reductions
+from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.settle import settled_layouts
 from whale.rules.graph import called_functions
 
@@ -122,7 +122,7 @@ def _layouts(
     result = {}
     for graph, layout in settled_layouts(program, parts, rows, statistics, streams, fixed=fixed).items():
         body = program if graph == "" else program.functions[graph]
-        result[graph] = make_in_place(body, place_reductions(body, _computed_once(layout), parts), parts)
+        result[graph] = make_in_place(body, reduce_partial_sums(body, _computed_once(layout), parts), parts)
     return result
 
 

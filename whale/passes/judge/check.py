@@ -23,9 +23,9 @@ from whale.passes.exchange.device_sums import device_can
 from whale.passes.exchange.horovod import horovod_can
 from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
-from whale.rules.base import as_whole, with_own
+from whale.rules.base import as_whole, with_per_rank
 from whale.rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
-from whale.rules.nn.norm import own_moments
+from whale.rules.nn.norm import per_rank_moments
 
 _AGAIN = "make the plan again with `whale plan`"
 
@@ -243,8 +243,9 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan) -
     op = view(program, node, parts)
     options = rule.strategies(op, [as_whole(p) for p in strategy.inputs], [as_whole(p) for p in strategy.outputs])
     if any(isinstance(p, PerRank) for p in strategy.inputs + strategy.outputs) and not node.stateful:
-        moments = own_moments(op, strategy.inputs[0]) if strategy.inputs else None
-        options = [found for o in options if (found := with_own(o, strategy.inputs))] + ([moments] if moments else [])
+        moments = per_rank_moments(op, strategy.inputs[0]) if strategy.inputs else None
+        options = [found for o in options if (found := with_per_rank(o, strategy.inputs))]
+        options += [moments] if moments else []
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
         raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
 

@@ -28,7 +28,7 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
         n
         for n in program.nodes
         if (rule := rule_of(n.op)) is not None
-        and rule.own_stream
+        and rule.local_stream
         and any(type(p) is Split for p in layout.strategies[n.name].outputs)
     ]
     fused = sum("Grad" not in n.op for n in statistics)

@@ -9,9 +9,9 @@ from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Stra
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import change_cost
-from whale.passes.facts.rank_groups import RowGroups
+from whale.passes.facts.rank_groups import RankGroups
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.per_rank import OwnRows, Semantics
+from whale.passes.layout.per_rank import PerRankRows, Semantics
 from whale.passes.layout.unmovable import NeededWhole
 
 INFINITE = float("inf")
@@ -35,7 +35,7 @@ class Axis:
     parts: int
     semantics: Semantics
     rows: Mapping[int, Split]
-    groups: RowGroups
+    groups: RankGroups
     whole: Collection[tuple[str, Ref]]
     layouts: dict[str, GraphLayout]
 
@@ -55,7 +55,7 @@ class GraphState:
         self.axis, self.name, self.parts = axis, name, axis.parts
         self.program = axis.root.functions[name] if name else axis.root
         mine = replace(axis.semantics, statistics=None) if name else axis.semantics
-        self.per_rank = OwnRows(self.program, axis.parts, mine, axis.rows, axis.groups)
+        self.per_rank = PerRankRows(self.program, axis.parts, mine, axis.rows, axis.groups)
         self.layout = GraphLayout()
         self.remakable: set[Ref] = set()
         self.origins: dict[Ref, tuple[Split, ...]] = {}

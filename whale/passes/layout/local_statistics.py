@@ -45,7 +45,7 @@ class Moments:
 
 
 @dataclass
-class OwnStatistics:
+class LocalStatistics:
     """The moments of a program, by the tensors and nodes that propagation meets.
 
     Attributes:
@@ -57,7 +57,7 @@ class OwnStatistics:
     spread: dict[str, Moments] = field(default_factory=dict)
 
 
-def own_statistics(program: Program, without: Collection[Ref] = ()) -> OwnStatistics:
+def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> LocalStatistics:
     """The moments of ``program``, but for those whose mean is among ``without``.
 
     Of its main graph: moments in the bodies of loops and branches stay those of the whole batch. So do those whose
@@ -66,7 +66,7 @@ def own_statistics(program: Program, without: Collection[Ref] = ()) -> OwnStatis
     found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
     pairs = {mean: variance for mean, variance in found if mean is not None}
     known = {*pairs, *pairs.values()}
-    result = OwnStatistics()
+    result = LocalStatistics()
     for mean, variance in pairs.items():
         if mean in without:
             continue
@@ -194,7 +194,7 @@ def _spread_behind(program: Program, ref: Ref) -> str | None:
             return None
 
 
-def half_own(program: Program, layout: GraphLayout, statistics: OwnStatistics) -> set[Ref]:
+def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistics) -> set[Ref]:
     """Means of moments of which something is made whole for the rows to read: a gradient written in another form.
 
     The forward pass would use each rank's own statistics and the gradient those of the whole batch, so these moments

@@ -27,7 +27,7 @@ _SOURCE, _SINK = "source", "sink"
 _NEVER = 1e30  # the cost of what cannot be done
 
 
-def place_reductions(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
+def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
     """``layout`` with the nodes of each linear region moved to the cheapest side (see the module's text)."""
     flexible = {
         n.name

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from whale.ir.layout import B, Partial, PerRank, Placement, Split, Strategy, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING
-from whale.passes.facts.rank_groups import RowGroups
-from whale.passes.layout.local_statistics import OwnStatistics
+from whale.passes.facts.rank_groups import RankGroups
+from whale.passes.layout.local_statistics import LocalStatistics
 from whale.rules import rule_of
-from whale.rules.base import OpView, as_whole, with_own
+from whale.rules.base import OpView, as_whole, with_per_rank
 from whale.rules.graph import view
-from whale.rules.nn.norm import own_moments
+from whale.rules.nn.norm import per_rank_moments
 from whale.rules.registry import LineRule
 
 
@@ -26,7 +26,7 @@ class Semantics:
       streams: random tensors that have the batch's rows are drawn by each rank from a stream of its own.
     """
 
-    statistics: OwnStatistics | None = None
+    statistics: LocalStatistics | None = None
     streams: bool = False
 
 
@@ -34,7 +34,7 @@ AS_ONE_DEVICE = Semantics()
 
 
 @dataclass
-class OwnRows:
+class PerRankRows:
     """The part of one graph's propagation that knows of ranks' own values.
 
     Attributes:
@@ -46,29 +46,29 @@ class OwnRows:
     parts: int
     semantics: Semantics
     rows: Mapping[int, Split]
-    groups: RowGroups
+    groups: RankGroups
     lies: dict[Ref, Split] = field(default_factory=dict)
 
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
         """What the rule allows, and the same for operands that are each rank's own."""
-        drawn = self._stream(rule, op, current) if self.semantics.streams and rule.own_stream else None
+        drawn = self._stream(rule, op, current) if self.semantics.streams and rule.local_stream else None
         if drawn is not None:
             return [drawn]
         if self.semantics.statistics is not None and current:
-            moments = own_moments(op, current[0])
+            moments = per_rank_moments(op, current[0])
             if moments is not None:
                 return [moments]
         options = rule.strategies(op, [as_whole(p) for p in current])
         if op.node.stateful or not any(type(p) is PerRank for p in current):
             return options
         floating = all(t.dtype in FLOATING for t in op.outputs)
-        lifted = [found for o in options if floating and (found := with_own(o, current)) is not None]
+        lifted = [found for o in options if floating and (found := with_per_rank(o, current)) is not None]
         return lifted + options
 
     def draws(self, node: Node) -> bool:
         """Whether each rank may draw its rows of this node's result."""
         rule = rule_of(node.op) if self.semantics.streams else None
-        return rule is not None and rule.own_stream != ""
+        return rule is not None and rule.local_stream != ""
 
     def kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
         """How the readers of a mean over rows see it that stays each rank's own."""
@@ -94,7 +94,7 @@ class OwnRows:
         rule = rule_of(node.op)
         assert rule is not None
         for option in rule.strategies(view(self.program, node, self.parts), [B] * len(mine), (rows,)):
-            found = with_own(option, mine)
+            found = with_per_rank(option, mine)
             if option.outputs == (rows,) and found is not None:
                 return found
         return None

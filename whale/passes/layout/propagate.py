@@ -16,7 +16,7 @@ from whale.ir.layout import FIRST, B, Placement, Split, Strategy
 from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.rank_groups import RowGroups
+from whale.passes.facts.rank_groups import RankGroups
 from whale.passes.layout.control_flow import branch, loop
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.graph_state import Axis, GraphState
@@ -74,7 +74,7 @@ def _propagate(
 ) -> dict[str, GraphLayout]:
     """``propagate``, given which tensors have to be made whole."""
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
-    axis = Axis(program, parts, semantics, rows, RowGroups(program, parts, rows), whole, {})
+    axis = Axis(program, parts, semantics, rows, RankGroups(program, parts, rows), whole, {})
     main = GraphState(axis, "")
     layout = main.layout
     for name in program.inputs:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from whale.ir.layout import Placement, Strategy
 from whale.ir.program import Program, Ref
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.local_statistics import half_own, own_statistics
+from whale.passes.layout.local_statistics import find_local_statistics, half_local
 from whale.passes.layout.per_rank import Semantics
 from whale.passes.layout.propagate import NOTHING, propagate
 
@@ -35,9 +35,9 @@ def settled_layouts(
     """
     whole: set[Ref] = set()
     while True:
-        statistics = own_statistics(program, whole) if local_statistics and batch else None
+        statistics = find_local_statistics(program, whole) if local_statistics and batch else None
         layouts = propagate(program, parts, batch, Semantics(statistics, local_streams), local, fixed, gathered)
-        mixed = half_own(program, layouts[""], statistics) if statistics is not None else set()
+        mixed = half_local(program, layouts[""], statistics) if statistics is not None else set()
         if not mixed:
             return layouts
         whole |= mixed

@@ -28,7 +28,7 @@ class _Use:
     operand: int
 
 
-def separate_uses(program: Program, min_bytes: int, ahead: int) -> Program:
+def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
     """``program`` in which each use of a variable's value has a copy of it.
 
     Args:

@@ -23,7 +23,7 @@ def seeded(op: OpView) -> str:
     return REPLICATED if op.attr("seed", 0) or op.attr("seed2", 0) else FIRST_RANK
 
 
-def own_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Another seed attribute on each rank; without any seed each rank draws as it likes."""
     seeds = op.attr("seed", 0), op.attr("seed2", 0)
     if not _divided(strategy) or coordinate == 0 or seeds == (0, 0):
@@ -31,7 +31,7 @@ def own_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     return Local(attrs={"seed2": (seeds[1] + coordinate * _GOLDEN[32]) & 0x7FFFFFFF or 1})
 
 
-def own_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def rank_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Another seed or key operand on each rank."""
     if not _divided(strategy) or coordinate == 0:
         return UNCHANGED
@@ -46,8 +46,8 @@ def _divided(strategy: Strategy) -> bool:
 
 
 RULES = (
-    rule("RandomUniform RandomStandardNormal TruncatedNormal", seeded, local=own_seed, own_stream="[out0] -> p*"),
-    rule("RandomUniformInt", seeded, local=own_seed, own_stream="[out0], ., . -> p*"),
+    rule("RandomUniform RandomStandardNormal TruncatedNormal", seeded, local=rank_seed, local_stream="[out0] -> p*"),
+    rule("RandomUniformInt", seeded, local=rank_seed, local_stream="[out0], ., . -> p*"),
     rule(
         "ParameterizedTruncatedNormal RandomShuffle RandomGamma RandomPoisson RandomPoissonV2 RandomCrop Multinomial "
         "UniformCandidateSampler AllCandidateSampler "
@@ -65,15 +65,15 @@ RULES = (
     rule(
         "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformFullInt",
         REPLICATED,
-        local=own_key,
-        own_stream="[out0], k^ -> p*",
+        local=rank_key,
+        local_stream="[out0], k^ -> p*",
     ),
-    rule("StatelessRandomUniformInt", REPLICATED, local=own_key, own_stream="[out0], k^, ., . -> p*"),
+    rule("StatelessRandomUniformInt", REPLICATED, local=rank_key, local_stream="[out0], k^, ., . -> p*"),
     rule(
         "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2 StatelessRandomUniformFullIntV2",
         REPLICATED,
-        local=own_key,
-        own_stream="[out0], k^, c^, . -> p*",
+        local=rank_key,
+        local_stream="[out0], k^, c^, . -> p*",
     ),
-    rule("StatelessRandomUniformIntV2", REPLICATED, local=own_key, own_stream="[out0], k^, c^, ., ., . -> p*"),
+    rule("StatelessRandomUniformIntV2", REPLICATED, local=rank_key, local_stream="[out0], k^, c^, ., ., . -> p*"),
 )

@@ -61,7 +61,7 @@ def fused_batch_norm_grad(op: OpView) -> str:
     return f"{x}, {x}, c, {', '.join(reserve)} -> {x.replace('+', '')}, c, c, =., =."
 
 
-def own_moments(op: OpView, rows: Placement) -> Strategy | None:
+def per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
     """A training batch norm, or its gradient, whose statistics are those of each rank's rows; None for other ops."""
     if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not rows.run:
         return None

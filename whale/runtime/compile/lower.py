@@ -16,7 +16,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
-from whale.passes.facts.rank_groups import refuse_groups
+from whale.passes.facts.rank_groups import refuse_rank_groups
 from whale.passes.facts.stages import stage_groups_of
 from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import CATEGORIES
@@ -43,7 +43,7 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
         f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,
         f"pipeline.num_micro_batch={settings.time.micro_batches}": settings.time.micro_batches > 1,
     }
-    refuse_groups(program, settings.size, unable)
+    refuse_rank_groups(program, settings.size, unable)
     on_host = offloaded(program, settings.memory.offload)
     if on_host and not settings.split.at_rest:
         raise PlanError(

@@ -114,7 +114,7 @@ class Candidates:
         if at is not None and placement is not None:
             if at < len(current):
                 current[at] = placement
-            elif rule.own_stream or not isinstance(placement, Split):
+            elif rule.local_stream or not isinstance(placement, Split):
                 return False
             else:
                 wanted = [*[None] * (at - len(current)), placement]
