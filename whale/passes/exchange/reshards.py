@@ -36,7 +36,11 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
 def reshards_of_tensor(
     graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
 ) -> list[Reshard]:
-    """The changes of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by whom)."""
+    """The changes of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by whom).
+
+    Args:
+      graph: name of the function body that the tensor is in; "" is the program; parts: size of the mesh axis.
+    """
     tensor = program.type_of(ref)
     per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
     if per_rank:

@@ -32,12 +32,20 @@ def fraction(placements: Sequence[Placement]) -> float:
 
 
 def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
-    """Cost of computing one node under ``strategy`` on the coordinate that has most to do."""
+    """Cost of computing one node under ``strategy`` on the coordinate that has most to do.
+
+    Args:
+      touched_bytes: of the whole operands and results; flops: of the whole node, if it is a product or convolution.
+    """
     return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
 
 
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:
-    """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change."""
+    """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change.
+
+    Args:
+      tensor: the whole of it; parts: size of the mesh axis.
+    """
     if source == wanted:
         return 0.0
     if isinstance(wanted, FirstRank):
@@ -60,7 +68,7 @@ def _fits(wanted: Split, shape: Dims | None) -> bool:
 
 
 def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
-    """Cost of one reshard: bytes per coordinate, and a latency when anything moves."""
+    """Cost of one reshard of a tensor of ``tensor_bytes``: bytes per coordinate, and a latency when anything moves."""
     moved = moved_bytes(source, target, tensor_bytes, parts)
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
         return 0.0

@@ -1,6 +1,6 @@
 """Stages: which part of a pipeline each node of a program belongs to, and which ranks run it.
 
-What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one home: the nodes that
+What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one stage: the nodes that
 take its handle are there, and the value that they read travels. What costs little and depends on inputs, constants and
 counters only is *free*: it is made again wherever it is read. Any assignment would compute the same, since a tensor
 that is made at one stage and read at another is sent; so the rest is inferred by bytes.
@@ -44,7 +44,7 @@ def stages_of(program: Program) -> tuple[str, ...]:
     found = sorted({s for s in stage.values() if s}, key=_entered_as)
     before: dict[str, set[str]] = {s: set() for s in found}  # what it reads of, directly or not
     handles, free = program.variable_of, free_nodes(program)
-    weights: set[str] = set()  # what is read from variables, whose homes say nothing about the order
+    weights: set[str] = set()  # what is read from variables, whose stages say nothing about the order
 
     for node in program.nodes:
         if any(r.node in handles for r in node.inputs) or (node.op in PASSED_ON and node.inputs[0].node in weights):
@@ -206,12 +206,12 @@ class _Assignment:
 
     def run(self) -> dict[str, str]:
         program = self.program
-        self._home()
+        self._put_what_stays_together()
         for name, stage in self.explicit.items():
             if name not in self.free:
                 self._put(name, stage)
         placed = set(self.stage)
-        reads: dict[str, str] = {}  # what is read from a variable -> its home; "": several stages read it
+        reads: dict[str, str] = {}  # what is read from a variable -> its stage; "": several stages read it
         for node in program.nodes:
             if any(r.node in program.variable_of for r in node.inputs):
                 several = len(set(self._marked(reader.name for reader in self._readers(node)))) > 1
@@ -264,7 +264,7 @@ class _Assignment:
             groups.setdefault(find(node.name), []).append(node.name)
         return {name: members for members in groups.values() if len(members) > 1 for name in members}
 
-    def _home(self) -> None:
+    def _put_what_stays_together(self) -> None:
         """Puts each group where it was annotated; a variable that rows are read of, where that happens."""
         by_name, handles = self.program.by_name, self.program.variable_of
         fetched = {r.node for r in self.program.outputs if self.program.type_of(r).dtype in UNMOVABLE}

@@ -216,7 +216,11 @@ def crossings(program: Program, cuts: Sequence[Cut], plan: Plan, rows: Mapping[R
 
 
 def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan, found: Crossings) -> tuple[Edge, ...]:
-    """What travels between stage groups in one step."""
+    """What travels between stage groups in one step, in logical bytes of all ranks together.
+
+    Args:
+      found: see ``crossings``.
+    """
     edges = []
     for k, part in enumerate(cuts):
         size = len(plan.stage_groups[k].ranks)

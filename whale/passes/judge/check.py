@@ -31,7 +31,14 @@ _AGAIN = "make the plan again with `whale plan`"
 
 
 def check(program: Program, plan: Plan) -> None:
-    """Raises PlanError, naming node and difference, unless ``plan`` is legal for ``program``."""
+    """Proves that ``plan`` is legal for ``program``, from these and the rules alone.
+
+    Args:
+      program: that the plan speaks of, its composite ops expanded (see ``whale.passes.lay_out.expand``).
+
+    Raises:
+      PlanError: it is not; names the node, what is, and what is expected.
+    """
     for graph in plan.strategies:
         if graph and graph not in program.functions:
             raise PlanError(

@@ -16,7 +16,15 @@ Walk = Callable[[str, Sequence[Placement], Sequence[bool]], GraphState]
 
 
 def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
-    """Fixpoint: the placement of each loop variable that its initial value can take and its body keeps."""
+    """Fixpoint: the placement of each loop variable that its initial value can take and its body keeps.
+
+    Args:
+      graph: that the loop is in; current: how its operands lie there; walk: the way through a body.
+
+    Raises:
+      NeededWhole: a variable that cannot be sent would have to be brought elsewhere.
+      PlanError: the placements do not settle.
+    """
     body, cond = node.attrs["body"], node.attrs["cond"]
     assert isinstance(body, Func) and isinstance(cond, Func)
     if any(p == FIRST for p, r in zip(current, node.inputs) if graph.program.type_of(r).dtype in UNMOVABLE):
@@ -66,7 +74,14 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
 
 
 def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
-    """Each branch with the operands as they lie; a result in what the branches agree on."""
+    """Each branch with the operands as they lie; a result in what the branches agree on.
+
+    Args:
+      graph, current, walk: as of ``loop``; the first operand says which branch is taken.
+
+    Raises:
+      NeededWhole: a result that cannot be sent would have to be brought elsewhere.
+    """
     root, functions = graph.axis.root, [f.name for f in called_functions(node)]
     arguments = [B if type(p) in (FirstRank, PerRank) else p for p in current[1:]]
     if any(p == FIRST and graph.program.type_of(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):

@@ -117,7 +117,11 @@ class _Forward:
         return not any(t.dtype in UNMOVABLE for t in types)
 
     def marked(self) -> dict[str, int]:
-        """The user's checkpoints, numbered in the order of the program; with what one of them only passes on."""
+        """The user's checkpoints, numbered in the order of the program; with what one of them only passes on.
+
+        Raises:
+          PlanError: the user marked both what is held and what is computed again.
+        """
         again = {name for name in self.twice if self.program.by_name[name].attrs.get(AGAIN)}
         found: dict[str, int] = {}
         names = [n.name for n in self.program.nodes if n.attrs.get(CHECKPOINT) and n.name not in self.backward]

@@ -105,7 +105,11 @@ class _Splice:
         self.nodes[node.name] = node
 
     def call(self, call: Node, body: Program) -> None:
-        """The body's nodes in place of ``call``."""
+        """The body's nodes in place of ``call``.
+
+        Raises:
+          ProgramError: the call does not fit the function.
+        """
         given = tuple(self.moved.get(r, r) for r in call.inputs)
         if len(given) != len(body.inputs):
             raise ProgramError(

@@ -57,7 +57,11 @@ def _simplified(tensor: TensorForms) -> TensorForms | None:
 
 
 def total_cost(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms], chosen: Sequence[int]) -> float:
-    """What an assignment costs, computed without the solver."""
+    """What an assignment costs, computed without the solver; infinite when it is none.
+
+    Args:
+      costs, tensors: as of ``choose``; chosen: per node the number of its option.
+    """
     total = sum(options[i] for options, i in zip(costs, chosen))
     for tensor in tensors:
         source = tensor.forms[0 if tensor.producer is None else chosen[tensor.producer]]

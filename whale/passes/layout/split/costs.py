@@ -21,7 +21,7 @@ _WORK = 0.01  # weight of work against movement: it decides among layouts that m
 def node_costs(
     region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy]
 ) -> list[float]:
-    """What each option of a node, or of a variable's handle, costs by itself."""
+    """What each option of a node, or of a variable's handle, costs by itself, in the unit of ``facts.cost``."""
     node = region.nodes.get(name)
     if node is None:
         return [0.0 if isinstance(o.outputs[0], Split) else _WHOLE_VARIABLE for o in options]

@@ -39,11 +39,13 @@ class _Columns:
     row_upper: list[float] = field(default_factory=list)
 
     def column(self, cost: float, upper: float = 1.0) -> int:
+        """The number of a new column, which is between 0 and ``upper``."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        """A new row: ``lower`` <= the sum over (column, factor) of ``terms`` <= ``upper``."""
         self.row_start.append(len(self.row_index))
         self.row_index += [i for i, _ in terms]
         self.row_value += [v for _, v in terms]
