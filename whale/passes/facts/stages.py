@@ -1,8 +1,8 @@
 """Stages: which part of a pipeline each node of a program belongs to, and which ranks run it.
 
-What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one stage: the nodes that
-take its handle are there, and the value that they read travels. What costs little and depends on inputs, constants and
-counters only is *free*: it is made again wherever it is read. Any assignment would compute the same, since a tensor
+What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one stage: the nodes
+that take its handle are there, and the value that they read travels. What costs little and depends on inputs, constants
+and counters only is *free*: it is made again wherever it is read. Any assignment would compute the same, since a tensor
 that is made at one stage and read at another is sent; so the rest is inferred by bytes.
 """
 
