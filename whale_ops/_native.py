@@ -1,4 +1,4 @@
-"""The C ABI of libwhale_core.so (core/c_api.cc) through ctypes. Works without TensorFlow."""
+"""The C ABI of libwhale_core.so (core/c_api/c_api.cc) through ctypes. Works without TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from whale.errors import CommError
 from whale_ops import build
 
-# Numbers of core/types.h.
+# Numbers of core/base/types.h.
 KINDS = {
     "AllReduce": 0,
     "AllGather": 1,
@@ -47,7 +47,7 @@ _CODES = {1: "invalid argument", 2: "aborted", 3: "cancelled", 4: "unavailable",
 
 
 class OperationStruct(ctypes.Structure):
-    """WhaleOperation of core/c_api.cc."""
+    """WhaleOperation of core/c_api/c_api.cc."""
 
     _fields_ = [
         ("kind", ctypes.c_int32),
@@ -216,7 +216,7 @@ class HostOperation:
             handle: of the communicator.
             kind, dtype, reduction: names of `KINDS`, `DTYPES`, `REDUCTIONS`; dtype "raw" for data movement.
             text: must be equal on all ranks; named in the error when ranks disagree.
-            counts, recv_counts: elements, as core/algorithms.h says.
+            counts, recv_counts: elements, as core/collective/algorithms.h says.
             buffers: what owns the memory at the addresses.
 
         Raises:

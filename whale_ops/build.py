@@ -142,13 +142,12 @@ def _shown(folder: Path) -> str:
 
 
 def _targets() -> Iterable[Target]:
-    core = [path for path in sorted((PACKAGE / "core").rglob("*.cc")) if path.name != "mpi_transport.cc"]
-    yield Target(CORE_NAME, tuple(core), ("-ldl",), "", {})
+    yield Target(CORE_NAME, sources("core"), ("-ldl",), "", {})
     version = tensorflow_version()
     folder, library = _tensorflow_folder()
     yield Target(
         ops_name(version),
-        tuple(sorted((PACKAGE / "ops").rglob("*.cc"))),
+        sources("ops"),
         # Found by its name when the library is loaded, since TensorFlow has been imported by then.
         (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
@@ -167,12 +166,17 @@ def _targets() -> Iterable[Target]:
         return
     yield Target(
         MPI_NAME,
-        (PACKAGE / "core/mpi_transport.cc",),
+        sources("mpi"),
         tuple(mpi["link"]),
         mpi["identity"][0],
         {"mpi_folders": mpi["folders"]},
         include_folders=tuple(mpi["include"]),
     )
+
+
+def sources(part: str) -> tuple[Path, ...]:
+    """What the library of a part (core, ops, mpi) is compiled from."""
+    return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
 def describe() -> dict[str, Any]:
@@ -263,8 +267,8 @@ def _compile_object(source: Path, output: Path, target: Target, compiler: Sequen
     if output.exists():
         return
     temporary = output.with_suffix(".new")
-    # Headers of other projects: their warnings are not ours.
-    includes = [f"-isystem{folder}" for folder in target.include_folders]
+    # Headers of other projects: their warnings are not ours. Ours are named by their place in the project.
+    includes = [f"-iquote{PACKAGE.parent}", *(f"-isystem{folder}" for folder in target.include_folders)]
     # Messages that quote a file's name quote it without the folders of the machine that built it.
     includes += [_PREFIX_MAP.format(folder) for folder in (PACKAGE.parent, *target.include_folders)]
     _run([*compiler, *_FLAGS, *target.compile_flags, *includes, "-c", str(source), "-o", str(temporary)])

@@ -51,8 +51,9 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
         )
     output = Path(output_dir) / NAME
     output.parent.mkdir(parents=True, exist_ok=True)
-    sources = sorted(path for path in (PACKAGE / "cuda").iterdir() if path.suffix in (".cu", ".cc"))
+    sources = sorted(path for path in (PACKAGE / "cuda").rglob("*") if path.suffix in (".cu", ".cc"))
     command = [nvcc, *_FLAGS, "-Xcompiler", _HOST_FLAGS, f'-DWHALE_CORE_DIGEST="{core_digest()}"', "--threads", "2"]
+    command += ["-Xcompiler", f"-iquote,{PACKAGE.parent}"]
     command += ["-o", str(output), *map(str, sources)]
     if nccl is None:
         print("whale_ops: no NCCL found (the package nvidia-nccl-cu12): built with CUDA IPC only", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Programs on GPUs that add up their gradients themselves: only where there is a GPU, nvcc and (for NCCL) two GPUs.
 
 pip install nvidia-nccl-cu12
-python -m pytest -rs tests/whale_ops/test_cuda.py tests/distributed/test_gpu.py
+python -m pytest -rs tests/whale_ops/device/test_cuda.py tests/distributed/test_gpu.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many bytes an exchange has to move between ranks, whatever carries them.
 
-These are the logical bytes of plans, of predictions and of whale_ops' counters (core/algorithms.cc: logical_bytes).
+These are the logical bytes of plans, of predictions and of whale_ops' counters (its `logical_bytes`).
 
     collective_bytes   all ranks of a collective together, from the tensor's bytes
     rank_bytes         one rank's part, from its node

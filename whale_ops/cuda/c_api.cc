@@ -1,12 +1,12 @@
-// What this library offers to the core, and a C ABI for tests/whale_ops/cuda_rank.py: one rank with one GPU, its own computation's stream,
-// and host exchanges by callback. Functions of the latter return a status code (core/types.h); whale_cuda_last_error() is the message.
+// What this library offers to the core, and a C ABI for tests/whale_ops/device/cuda_rank.py: one rank with one GPU, its own computation's stream,
+// and host exchanges by callback. Functions of the latter return a status code (core/base/types.h); whale_cuda_last_error() is the message.
 #include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "reducer.h"
+#include "whale_ops/cuda/reducer.h"
 
 namespace {
 

@@ -2,8 +2,8 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
-#include "transport.h"
+#include "whale_ops/cuda/kernels.h"
+#include "whale_ops/cuda/transport.h"
 
 namespace whale::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels.h"
+#include "whale_ops/cuda/kernels.h"
 
 namespace whale::cuda {
 namespace {

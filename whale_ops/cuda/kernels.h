@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "../core/types.h"
+#include "whale_ops/core/base/types.h"
 
 namespace whale::cuda {
 

@@ -2,7 +2,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport.h"
+#include "whale_ops/cuda/transport.h"
 
 #if __has_include(<nccl.h>)
 #include <nccl.h>

@@ -1,4 +1,4 @@
-#include "reducer.h"
+#include "whale_ops/cuda/reducer.h"
 
 #include <string>
 #include <utility>

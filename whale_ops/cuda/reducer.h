@@ -5,9 +5,9 @@
 #include <mutex>
 #include <vector>
 
-#include "../core/device.h"
-#include "kernels.h"
-#include "transport.h"
+#include "whale_ops/core/device/device.h"
+#include "whale_ops/cuda/kernels.h"
+#include "whale_ops/cuda/transport.h"
 
 namespace whale::cuda {
 

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "../core/device.h"
+#include "whale_ops/core/device/device.h"
 
 namespace whale::cuda {
 

@@ -6,9 +6,9 @@
 #include <memory>
 #include <utility>
 
-#include "../core/arena.h"
 #include "tensorflow/core/common_runtime/bfc_allocator.h"
 #include "tensorflow/core/framework/allocator_registry.h"
+#include "whale_ops/core/transport/arena.h"
 
 namespace whale_ops {
 namespace {

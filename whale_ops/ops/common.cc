@@ -1,11 +1,11 @@
-#include "common.h"
+#include "whale_ops/ops/common.h"
 
 #include <cstring>
 
-#include "../core/engine.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/platform/threadpool.h"
+#include "whale_ops/core/engine/engine.h"
 
 namespace whale_ops {
 

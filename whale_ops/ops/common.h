@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "../core/endpoint.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
+#include "whale_ops/core/engine/endpoint.h"
 
 namespace whale_ops {
 

@@ -1,5 +1,5 @@
 // AllGather and AllToAll: laying out parts along a dimension.
-#include "common.h"
+#include "whale_ops/ops/common.h"
 
 namespace whale_ops {
 namespace {

@@ -3,9 +3,9 @@
 #include <map>
 #include <mutex>
 
-#include "../core/engine.h"
-#include "../core/exchange.h"
-#include "common.h"
+#include "whale_ops/core/engine/engine.h"
+#include "whale_ops/core/engine/exchange.h"
+#include "whale_ops/ops/common.h"
 
 namespace whale_ops {
 namespace {

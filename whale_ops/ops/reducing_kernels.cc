@@ -2,10 +2,10 @@
 #include <cstring>
 #include <mutex>
 
-#include "../core/device_rank.h"
-#include "../core/reduce.h"
-#include "common.h"
 #include "tensorflow/core/framework/cancellation.h"
+#include "whale_ops/core/collective/reduce.h"
+#include "whale_ops/core/device/device_rank.h"
+#include "whale_ops/ops/common.h"
 #if __has_include("xla/stream_executor/stream.h")
 #include "xla/stream_executor/stream.h"
 #else

@@ -1,6 +1,6 @@
 """communication.backend "nccl" and "cuda-ipc": programs whose sums the ranks' devices carry out, and refusals.
 
-The device is the host's memory (tests/whale_ops/host_device.cc); tests/distributed/test_gpu.py has GPUs.
+The device is the host's memory (tests/whale_ops/device/host_device.cc); tests/distributed/test_gpu.py has GPUs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
+from tests.whale_ops.device.host_device import build_host_device
 from tests.whale_ops.harness import ranks as communicators
-from tests.whale_ops.host_device import build_host_device
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.ir.plan_text import format_plan

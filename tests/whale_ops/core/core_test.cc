@@ -1,0 +1,30 @@
+// The core without Python. Bazel runs it, also under the thread and the address sanitizer (bazel test --config=tsan
+// //tests:core_cc_test), and tests/whale_ops/sanitize.py does.
+#include "tests/whale_ops/core/core_test.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "whale_ops/core/c_api/c_api.h"
+#include "whale_ops/core/transport/arena.h"
+
+void require(bool condition, const std::string& what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what.c_str());
+  std::exit(1);
+}
+
+int main() {
+  schedules();
+  for (const int size : {1, 2, 3, 5}) sums(size);
+  disagreement();
+  abort_while_waiting();
+  for (const int size : {1, 2, 3, 5}) one_order_of_starts(size);
+  starts_that_fail();
+  for (const int size : {1, 3}) devices_reduce(size);
+  for (const int size : {2, 3, 4}) shared_memory(size);
+  require(whale::Arena::open(256 << 20) == 0, "an arena can be made");
+  for (const int size : {2, 3, 4}) shared_memory(size);
+  whale_stop();
+  std::puts("core: all well");
+}

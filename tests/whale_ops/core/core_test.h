@@ -1,0 +1,24 @@
+// The parts of the core's test: each ends the program with an error where the core is wrong.
+#pragma once
+
+#include <string>
+
+constexpr double kTimeoutS = 30.0;
+
+void require(bool condition, const std::string& what);
+
+// core_test_schedules.cc: schedules whose messages fit together.
+void schedules();
+
+// core_test_ranks.cc: ranks as threads over the in-process transport.
+void sums(int size);
+void disagreement();
+void abort_while_waiting();
+
+// core_test_order.cc: operations of a device, which start in one order on all ranks.
+void one_order_of_starts(int size);
+void starts_that_fail();
+void devices_reduce(int size);
+
+// core_test_memory.cc: ranks as threads that share memory as processes do.
+void shared_memory(int size);

@@ -1,0 +1,133 @@
+"""What is built: libraries that hold nothing of the machine that built them, and clear refusals."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from whale.errors import CommError
+from whale_ops import _native, build
+
+pytestmark = pytest.mark.core
+ROOT = Path(__file__).resolve().parents[3]
+SYSTEM = {"libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+SYSTEM |= {"libdl.so.2", "libpthread.so.0"}  # parts of libc since 2.34
+
+
+def dynamic(path: Path) -> dict[str, list[str]]:
+    """The entries of the dynamic section that the loader reads names from."""
+    text = subprocess.run(["readelf", "-dW", str(path)], capture_output=True, text=True, check=True).stdout
+    found = defaultdict(list)
+    for kind, value in re.findall(r"\((NEEDED|SONAME|RPATH|RUNPATH)\).*\[(.*)\]", text):
+        found[kind].append(value)
+    return found
+
+
+def names() -> list[str]:
+    """Libraries that fit the sources; one for another TensorFlow may be older."""
+    return sorted(name for name, facts in _native.build_info().items() if facts["core"] == build.core_digest())
+
+
+def test_libraries_name_others_without_folders() -> None:
+    assert build.CORE_NAME in names() and build.MPI_NAME in names()
+    for name in names():
+        entries = dynamic(_native.library_path(name))
+        assert entries["SONAME"] == [name]
+        assert "RPATH" not in entries
+        ops = name not in (build.CORE_NAME, build.MPI_NAME)
+        assert entries["RUNPATH"] == (["$ORIGIN"] if ops else [])
+        others = {text for text in entries["NEEDED"] if text not in SYSTEM}
+        if ops:
+            assert others == {build.CORE_NAME, "libtensorflow_framework.so.2"}
+        elif name == build.MPI_NAME:
+            assert len(others) == 1 and re.fullmatch(r"libmpi\.so\.\d+", others.pop())
+        else:
+            assert others == set()
+
+
+def test_libraries_quote_no_folder_of_the_machine() -> None:
+    for name in names():
+        content = _native.library_path(name).read_bytes()
+        for folder in (str(ROOT), sys.prefix):
+            assert folder.encode() not in content, f"{name} contains {folder}"
+
+
+def test_what_is_told_to_bazel_is_what_is_built() -> None:
+    line = [sys.executable, "-m", "whale_ops.build", "--describe"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    described = {library["name"]: library for library in json.loads(done.stdout)["libraries"]}
+    assert next(iter(described)) == build.CORE_NAME and list(described)[2:] in ([], [build.MPI_NAME])
+    info = _native.build_info()
+    for name, library in described.items():
+        assert library["facts"].items() <= info[name].items()
+        assert all(Path(folder).is_dir() for folder in library["include_folders"])
+
+
+def bazel_rules() -> dict[str, dict[str, Any]]:
+    """What the BUILD file makes, by name: read as Python, with rules that only take notes."""
+    rules: dict[str, dict[str, Any]] = {}
+
+    def glob(patterns: list[str], exclude: Sequence[str] = ()) -> list[str]:
+        found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
+        left_out = {path for pattern in exclude for path in ROOT.glob(pattern)}
+        return sorted(str(path.relative_to(ROOT)) for path in found - left_out)
+
+    def note(name: str = "", **attributes: Any) -> None:
+        rules[name] = attributes
+
+    libraries = [
+        SimpleNamespace(name=library["name"], copts=[], linkopts=[], headers="")
+        for library in build.describe()["libraries"]
+    ]
+    names = dict(zip(("CORE", "OPS"), libraries), MPI=libraries[2:], FLAGS=[], glob=glob)
+    names |= dict.fromkeys(("load", "package", "exports_files"), lambda *_, **__: None)
+    exec((ROOT / "BUILD").read_text(), defaultdict(lambda: note, names))
+    return rules
+
+
+def test_bazel_compiles_what_pip_compiles() -> None:
+    rules = bazel_rules()
+    targets = list(build._targets())
+    assert {target.name for target in targets} >= {build.CORE_NAME, build.MPI_NAME}
+    headers = {str(path.relative_to(ROOT)) for path in build.core_headers()}
+    for target in targets:
+        rule = rules["core"] if target.name == build.CORE_NAME else rules[f"whale_ops/lib/{target.name}"]
+        files = set(rule["srcs"]) | set(rule.get("hdrs", ()))
+        sources = {str(path.relative_to(ROOT)) for path in target.sources}
+        assert {name for name in files if not name.endswith(".h")} == sources, target.name
+        assert files >= headers, target.name
+    compiled = {source for target in targets for source in target.sources}
+    there = {path for folder in ("core", "ops") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")}
+    assert compiled >= there
+
+
+@pytest.mark.parametrize("version", ["2.14.1", "2.22.0", None])
+def test_a_tensorflow_that_is_not_supported(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def installed(name: str) -> str:
+        if version is None or name != "tensorflow-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(build, "_compile", lambda *_: None)
+    with pytest.raises(CommError, match=r"expected: TensorFlow 2\.15 to 2\.21\n  next: ") as refused:
+        build.build(tmp_path, verbose=False)
+    assert (version or "no TensorFlow") in str(refused.value)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "absent-compiler -O0")
+    with pytest.raises(CommError, match=r"no C\+\+ compiler was found\n  given: absent-compiler -O0\n(.*\n)*  next: "):
+        build.build(tmp_path, verbose=False)

@@ -1,0 +1,81 @@
+"""Include arrows run one way: which room of the C++ code may include which, read from the sources."""
+
+from __future__ import annotations
+
+import graphlib
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.core
+ROOT = Path(__file__).resolve().parents[3]
+OURS = ROOT / "whale_ops"
+MOST_LINES, MOST_MODULES = 400, 15
+
+# Room -> the rooms that it includes. Nothing of TensorFlow, MPI or CUDA in the core: each has a library of its own.
+_CORE = ("base", "transport", "collective", "operation", "engine", "device", "c_api")
+INCLUDED: dict[str, set[str]] = {
+    "core/base": set(),
+    "core/transport": {"core/base"},
+    "core/collective": {"core/base"},
+    "core/operation": {"core/base", "core/transport", "core/collective"},
+    "core/engine": {"core/transport", "core/collective", "core/operation"},
+    "core/device": {"core/base", "core/engine"},
+    "core/c_api": {"core/base", "core/transport", "core/collective", "core/engine", "core/device"},
+    "mpi": {"core/transport"},
+    "cuda": {"core/base", "core/device"},
+    "ops": {"core/transport", "core/collective", "core/engine", "core/device"},
+}
+# Headers of others -> the only room that includes them.
+OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "ops", r"mpi\.h": "mpi", r"cuda|nccl": "cuda"}
+
+
+def sources() -> list[Path]:
+    return [path for suffix in ("h", "cc", "cu") for path in sorted(OURS.rglob(f"*.{suffix}"))]
+
+
+def room(path: Path) -> str:
+    return str(path.parent.relative_to(OURS))
+
+
+def includes(path: Path) -> list[tuple[str, str]]:
+    """(quote or bracket, what is named) of every include in a file."""
+    return re.findall(r'^\s*#\s*include\s+(["<])([^">]+)[">]', path.read_text(), re.MULTILINE)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_rooms_include_what_the_table_says() -> None:
+    found: dict[str, set[str]] = {room(path): set() for path in sources()}
+    for path in sources():
+        for quote, name in includes(path):
+            if (ROOT / name).exists():
+                assert quote == '"', f"{path}: {name} is ours"
+                found[room(path)].add(room(ROOT / name))
+                continue
+            assert quote == "<" or room(path) == "ops", f"{path}: {name} is not named by its place in the project"
+            for others, only in OTHERS.items():
+                assert room(path) == only or not re.match(others, name), f"{path} includes {name}"
+    assert {here: there - {here} for here, there in found.items()} == INCLUDED
+
+
+def test_no_circles() -> None:
+    assert circle(INCLUDED) == []
+    files = {str(path.relative_to(ROOT)): {name for _, name in includes(path)} for path in sources()}
+    assert circle({path: {name for name in names if name in files} for path, names in files.items()}) == []
+
+
+def test_folders_and_files_can_be_read_in_one_sitting() -> None:
+    modules: dict[str, set[str]] = defaultdict(set)
+    for path in sources():
+        modules[room(path)].add(path.stem)
+        assert path.read_text().count("\n") <= MOST_LINES, path
+    assert {folder: len(names) for folder, names in modules.items() if len(names) > MOST_MODULES} == {}

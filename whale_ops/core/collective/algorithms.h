@@ -1,0 +1,84 @@
+// Collectives as data: a pure function of (operation, rank, size, counts) gives the steps that one rank performs.
+#pragma once
+
+#include <vector>
+
+#include "whale_ops/core/base/types.h"
+
+namespace whale {
+
+// kWide: scratch memory whose elements are the float32 sums of 16-bit floats.
+enum class Buffer : uint8_t { kInput, kOutput, kScratch, kWide };
+
+// A run of elements inside one of the operation's buffers.
+struct Slice {
+  Buffer buffer = Buffer::kInput;
+  int64_t offset = 0;
+  int64_t count = 0;
+
+  bool operator==(const Slice& other) const { return buffer == other.buffer && offset == other.offset && count == other.count; }
+};
+
+// One message. Sender and receiver compute the same `id` for it; (sender, receiver, id) is unique in an operation.
+struct Transfer {
+  int peer = 0;
+  uint32_t id = 0;
+  Slice slice;
+};
+
+// dst = sources[0] (op) sources[1] ...; a single source is a copy.
+struct Local {
+  Slice dst;
+  std::vector<Slice> sources;
+};
+
+// All messages of a step are in flight together; `locals` run, in order, after all of them have completed. What arrives in
+// scratch memory is read by the locals of the same step only: it need not be copied there.
+struct Step {
+  std::vector<Transfer> sends;
+  std::vector<Transfer> recvs;
+  std::vector<Local> locals;
+};
+
+using Lane = std::vector<Step>;  // steps of one lane run one after the other
+
+// Lanes are independent of each other: while one reduces, another one transfers.
+struct Schedule {
+  const char* algorithm = "";
+  std::vector<Lane> lanes;
+  int64_t scratch_count = 0;  // elements
+  int64_t wide_count = 0;     // elements of kWide
+};
+
+// How all-reduces are carried out. kAuto: the one with the least predicted time.
+enum class Algorithm : uint8_t { kAuto = 0, kDirect = 1, kPairwise = 2, kRing = 3, kHalvingDoubling = 4, kTree = 5,
+                                kHierarchical = 6, kLeader = 7};
+
+struct Problem {
+  OpKind kind = OpKind::kBarrier;
+  int rank = 0;  // index in the group
+  int size = 1;
+  int root = 0;  // Broadcast: index of the source; Send, Recv: index of the other rank
+  int64_t element_bytes = 1;
+  bool narrow_float = false;  // 16-bit float: every sum is made in one go, so that it is rounded once
+
+  std::vector<int> hosts;     // of each rank, numbered from 0; empty: every rank has one of its own
+  Algorithm algorithm = Algorithm::kAuto;
+
+  // AllReduce, Broadcast, Send, Recv: {elements}. AllGather, ReduceScatter: elements per rank.
+  // AllToAll: elements to send to each rank. Barrier: {}.
+  std::vector<int64_t> counts;
+  std::vector<int64_t> recv_counts;  // AllToAll: elements to receive from each rank
+};
+
+WHALE_EXPORT const char* name_of(Algorithm algorithm);
+// Predicted seconds of an all-reduce; infinite where the algorithm cannot serve the problem.
+WHALE_EXPORT double all_reduce_s(const Problem& problem, Algorithm algorithm);
+
+WHALE_EXPORT Schedule make_schedule(const Problem& problem);
+
+// Bytes that this rank's part of the operation moves, by the reshard table of the design: the sum over the ranks is
+// 2(p-1)T for AllReduce, (p-1)T for AllGather, ReduceScatter and Broadcast, what changes its owner for AllToAll, T for Send.
+WHALE_EXPORT int64_t logical_bytes(const Problem& problem);
+
+}  // namespace whale

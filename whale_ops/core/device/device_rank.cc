@@ -1,0 +1,171 @@
+#include "whale_ops/core/device/device_rank.h"
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <map>
+#include <utility>
+
+#include "whale_ops/core/engine/exchange.h"
+
+namespace whale {
+namespace {
+
+constexpr auto kLookEvery = std::chrono::microseconds(20);  // at the device, while it reduces something
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::pair<std::string, int>, std::shared_ptr<DeviceRank>> ranks;
+};
+
+// Never destroyed, because TensorFlow's threads may still ask while the process exits.
+Registry& registry() {
+  static auto* made = new Registry();
+  return *made;
+}
+
+}  // namespace
+
+DeviceRank::DeviceRank(std::shared_ptr<Endpoint> endpoint)
+    : endpoint_(std::move(endpoint)), order_(std::make_shared<LaunchOrder>(endpoint_, "device")) {}
+
+DeviceRank::~DeviceRank() { stop(); }
+
+Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin& plugin, const char* transport, int ordinal,
+                        size_t buffer_bytes) {
+  const std::shared_ptr<DeviceRank> made(new DeviceRank(endpoint));
+  DeviceRank* self = made.get();  // the device lives as long as it
+  const DeviceGather gather = [self](const void* mine, size_t bytes, void* all) { return self->gather(mine, bytes, all); };
+  const Status status = plugin.open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes, gather, &made->device_);
+  if (!status.ok()) return status;
+  made->thread_ = std::thread([self] { self->run(); });
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().ranks[{endpoint->name(), endpoint->rank()}] = made;
+  return status;
+}
+
+std::shared_ptr<DeviceRank> DeviceRank::find(const std::string& communicator, int rank, Status* status) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = registry().ranks.find({communicator, rank});
+  if (found != registry().ranks.end()) return found->second;
+  *status = Status::Error(Code::kUnavailable, "rank " + std::to_string(rank) + " of communicator '" + communicator +
+                                                  "' has opened no device; set communication.backend before wh.init, and run the step before "
+                                                  "wh.shutdown");
+  return nullptr;
+}
+
+void DeviceRank::close(const Endpoint& endpoint) {
+  std::shared_ptr<DeviceRank> found;
+  {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto entry = registry().ranks.find({endpoint.name(), endpoint.rank()});
+    if (entry == registry().ranks.end()) return;
+    found = std::move(entry->second);
+    registry().ranks.erase(entry);
+  }
+  found->stop();
+}
+
+void DeviceRank::all_reduce(const std::string& key, const std::string& text, DeviceReduction what, void* stream, Done done) {
+  auto call = std::make_shared<Call>();
+  call->what = std::move(what);
+  call->done = std::move(done);
+  const Status marked = device_->mark(stream, &call->mark);
+  if (!marked.ok()) {
+    endpoint_->abort(marked);  // the others wait for this rank
+    return call->done(marked);
+  }
+  order_->ready(key, text, [self = shared_from_this(), call](const Status& status) {
+    call->turn = status;
+    {
+      const std::lock_guard<std::mutex> lock(self->mutex_);
+      if (!self->stopping_) {
+        self->turns_.push_back(std::move(*call));
+        self->changed_.notify_one();
+        return;
+      }
+    }
+    self->end(std::move(*call), status.ok() ? Status::Error(Code::kUnavailable, "the device was closed before this operation began") : status);
+  });
+}
+
+// Only the thread that opens or launches calls it, so that one gathering follows the other on every rank.
+Status DeviceRank::gather(const void* mine, size_t bytes, void* all) {
+  std::promise<Status> outcome;
+  gather_bytes(endpoint_, endpoint_->reserve(), "device/gather", "", "", {}, std::string(static_cast<const char*>(mine), bytes),
+               [&](Status status, std::vector<std::string> parts) {
+                 auto* to = static_cast<char*>(all);
+                 for (const std::string& part : parts) {
+                   if (part.size() != bytes) status = Status::Error(Code::kInternal, "the ranks' devices exchange data of different sizes");
+                 }
+                 for (size_t i = 0; status.ok() && i < parts.size(); ++i) std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);
+                 outcome.set_value(status);
+               });
+  return outcome.get_future().get();
+}
+
+void DeviceRank::run() {
+  for (;;) {
+    std::deque<Call> turns;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto has_turn = [this] { return stopping_ || !turns_.empty(); };
+      if (running_.empty()) {
+        changed_.wait(lock, has_turn);
+      } else if (turns_.empty()) {
+        changed_.wait_for(lock, kLookEvery);
+      }
+      turns = std::exchange(turns_, {});
+      if (turns.empty() && running_.empty() && stopping_) return;
+    }
+    for (Call& call : turns) begin(std::move(call));
+    look();
+  }
+}
+
+void DeviceRank::begin(Call call) {
+  const Status turn = call.turn;
+  if (!failure_.ok() || !turn.ok()) return end(std::move(call), failure_.ok() ? turn : failure_);
+  const Status status = device_->launch(call.what, call.mark);
+  running_.push_back(std::move(call));  // part of it may have been queued
+  if (!status.ok()) {
+    failure_ = status;
+    endpoint_->abort(status);  // the other ranks have queued it, or will
+  }
+}
+
+// Ends what the device has done, all of it after an error of this rank or another one.
+void DeviceRank::look() {
+  while (!running_.empty()) {
+    bool yes = false;
+    if (failure_.ok()) {
+      failure_ = device_->finished(running_.front().mark, &yes);
+      if (!failure_.ok()) endpoint_->abort(failure_);
+    }
+    if (yes) {
+      end(std::move(running_.front()), Status::Ok());
+      running_.pop_front();
+      continue;
+    }
+    if (failure_.ok()) failure_ = endpoint_->failure();
+    if (failure_.ok()) return;
+    device_->abandon();
+    for (Call& call : std::exchange(running_, {})) end(std::move(call), failure_);
+  }
+}
+
+void DeviceRank::end(Call call, const Status& status) {
+  device_->release(call.mark);
+  call.done(status);
+}
+
+void DeviceRank::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    changed_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace whale

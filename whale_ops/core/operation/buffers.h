@@ -1,0 +1,52 @@
+// Where the elements of an operation's slices lie: in the caller's tensors, one or several, and in scratch memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "whale_ops/core/collective/algorithms.h"
+#include "whale_ops/core/operation/request.h"
+#include "whale_ops/core/operation/scratch_pool.h"
+
+namespace whale {
+
+constexpr int64_t kPieceElements = 2048;  // that are copied or added at a time, so that they stay in the first-level cache
+
+class Buffers {
+ public:
+  // Elements that lie one behind the other.
+  struct Run {
+    char* data = nullptr;
+    int64_t count = 0;
+  };
+
+  // What is given must live as long as this, and may change until prepare().
+  Buffers(const Request* request, const Problem* problem, ScratchPool* pool) : request_(request), problem_(problem), pool_(pool) {}
+
+  // Takes the scratch memory that the schedule needs.
+  void prepare(const Schedule& schedule);
+  void return_scratch();
+
+  size_t element_of(Buffer buffer) const;  // bytes
+  size_t bytes_of(const Slice& slice) const { return static_cast<size_t>(slice.count) * element_of(slice.buffer); }
+  // The slice's elements from `begin` on, as far as they lie in one place.
+  Run run_at(const Slice& slice, int64_t begin) const;
+  // Null where the slice lies in several places.
+  char* address(const Slice& slice) const;
+  void gather(const Slice& slice, void* to) const;
+  void scatter(const void* from, const Slice& slice) const;
+  // Memory for a slice that lies in several places, to be sent from or received into as a whole.
+  char* mirror(const Slice& slice);
+
+ private:
+  const Request* const request_;
+  const Problem* const problem_;
+  ScratchPool* const pool_;
+  std::vector<int64_t> piece_begins_;  // of the request's pieces, in elements
+  ScratchPool::Block scratch_;
+  ScratchPool::Block mirror_;  // as large as all pieces; taken when it is needed
+  size_t wide_offset_ = 0;     // of Buffer::kWide in the scratch memory
+};
+
+}  // namespace whale

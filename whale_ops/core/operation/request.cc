@@ -1,0 +1,25 @@
+#include "whale_ops/core/operation/request.h"
+
+namespace whale {
+
+std::string counter_name(const Request& request) {
+  switch (request.kind) {
+    case OpKind::kSend: return "send " + std::to_string(request.root) + " " + request.key;
+    case OpKind::kRecv: return "recv " + std::to_string(request.root) + " " + request.key;
+    default: return "group " + request.key;
+  }
+}
+
+uint64_t operation_tag(const Request& request, int rank, uint64_t call) {
+  const bool p2p = is_point_to_point(request.kind);
+  const int64_t source = !p2p ? -1 : request.kind == OpKind::kSend ? rank : request.root;
+  const int64_t target = !p2p ? -1 : request.kind == OpKind::kSend ? request.root : rank;
+  const int64_t parts[3] = {static_cast<int64_t>(call), source, target};
+  return hash64(parts, sizeof(parts), hash64(request.key));
+}
+
+Status invalid(const Request& request, const std::string& what) {
+  return Status::Error(Code::kInvalidArgument, std::string(name_of(request.kind)) + " '" + request.key + "': " + what);
+}
+
+}  // namespace whale

@@ -1,0 +1,41 @@
+// What the engine's thread sleeps on: a word in shared memory that threads of this process and other processes ring.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "whale_ops/core/base/types.h"
+
+namespace whale {
+
+// Lies in memory that processes share. All zeros is a bell that nobody has rung.
+struct WHALE_EXPORT Bell {
+  std::atomic<uint32_t> rings;
+  std::atomic<uint32_t> asleep;
+
+  // Any thread of any process. What was written before is seen by the one who wakes.
+  void ring();
+};
+
+// The owner's side.
+class WHALE_EXPORT Doorbell {
+ public:
+  Doorbell();
+  Doorbell(const Doorbell&) = delete;
+
+  Bell* bell() const { return bell_; }
+  // File descriptor of the page that holds the bell, for other processes to map; -1 where the system has none.
+  int descriptor() const { return descriptor_; }
+  // A number to give to wait(): rings from now on end that wait.
+  uint32_t rings() const { return bell_->rings.load(std::memory_order_seq_cst); }
+  // Sleeps until the bell has been rung more often than `rings` says, at most `timeout_ns`.
+  void wait(uint32_t rings, int64_t timeout_ns);
+
+ private:
+  Bell local_{};  // where there is no shared memory: then no other process knows the bell either
+  Bell* bell_ = &local_;
+  int descriptor_ = -1;
+};
+
+}  // namespace whale

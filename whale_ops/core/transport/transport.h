@@ -1,0 +1,89 @@
+// What a communicator needs from a network: announced messages between ranks, in order per pair of ranks.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "whale_ops/core/base/types.h"
+
+namespace whale {
+
+// kLend: small, and says where memory of the sender lies that the receiver may read and write until it gives it back.
+enum class MessageKind : uint32_t { kData = 0, kAbort = 1, kLeave = 2, kLend = 3 };
+
+// Fixed-size head of every message, sent as it is between machines of one byte order.
+struct MessageHeader {
+  uint64_t tag = 0;         // which invocation of which operation
+  uint64_t descriptor = 0;  // hash of what the sender believes the operation to be
+  uint64_t bytes = 0;       // payload
+  uint32_t id = 0;          // which message of the operation; of an abort: the status code
+  MessageKind kind = MessageKind::kData;
+};
+
+// A message whose head has arrived. Small payloads come with it; others wait at the sender until receive().
+struct Arrival {
+  int source = 0;
+  MessageHeader header;
+  std::string note;            // of an operation's first message: its descriptor in words; of an abort: the message
+  bool inlined = false;
+  std::string payload;         // when inlined
+  uint64_t token = 0;          // the transport's own, when not inlined
+};
+
+// Who is told about progress: the communicator's endpoint.
+class TransportSink {
+ public:
+  virtual void arrived(Arrival&& arrival) = 0;
+  virtual void transferred(uint64_t cookie) = 0;  // a send's buffer is free again, or a receive's data is there
+  virtual void dropped(uint64_t cookie) = 0;  // what was lent is free again, and nobody can say in which state it is
+  virtual void failed(const std::string& what) = 0;
+
+ protected:
+  ~TransportSink() = default;
+};
+
+// One rank's end of a communicator. All calls are made by the engine's thread.
+// Messages of one pair of ranks arrive in the order in which they were sent.
+class Transport {
+ public:
+  static constexpr size_t kInlineBytes = 4096;  // payloads up to this size travel with the header
+  static constexpr size_t kMaxNoteBytes = 4096;
+
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // `payload` stays valid until sink.transferred(cookie). Cookie 0: nobody waits (abort, leave), no payload. Of kLend, that comes
+  // when the receiver gives back what was lent, and sink.dropped(cookie) when it discards it.
+  virtual void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
+                    TransportSink* sink) = 0;
+  // Pulls the payload of an announced message into `dst`; sink.transferred(cookie) follows.
+  virtual void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) = 0;
+  // Memory for the payload of one message to each of these peers that is then sent without a copy; null where there is none. It
+  // must be sent, and belongs to the transport from then on.
+  virtual void* stage(size_t /* bytes */, const std::vector<int>& /* peers */) { return nullptr; }
+  // Where the payload of an announced message can be read in place, until discard(arrival); null where it cannot, or where
+  // its sender would wait for that.
+  virtual const void* view(const Arrival& /* arrival */) { return nullptr; }
+  // Where a place in the arena of a rank that shares its tensors is mapped.
+  virtual char* at(int /* peer */, uint64_t /* offset */, uint64_t /* bytes */) { return nullptr; }
+  // Ends the use of what was lent: all is done with it that its owner waits for.
+  virtual void give_back(const Arrival& /* arrival */) {}
+  // Ends the use of an announced message that is not received: its sender is not held up.
+  virtual void discard(const Arrival& arrival) = 0;
+  // Reports what happened since the last call; true when anything did.
+  virtual bool progress(TransportSink* sink) = 0;
+  // Whether progress() must be called for messages from outside this process to be seen.
+  virtual bool needs_polling() const = 0;
+  // Whether messages come from other processes; then a short look-out before sleeping pays.
+  virtual bool between_processes() const = 0;
+  // Whether two ranks exchange data without a network. All ranks give the same answer.
+  virtual bool share_memory(int /* one */, int /* other */) const { return false; }
+  // Whether two ranks have mapped each other's arena (arena.h). All ranks give the same answer.
+  virtual bool share_tensors(int /* one */, int /* other */) const { return false; }
+  // Whether every send that was given to the network has left this rank's memory.
+  virtual bool drained() const = 0;
+};
+
+}  // namespace whale

@@ -1,0 +1,293 @@
+// MPI between processes, as a library of its own that the core loads when it is asked for.
+//
+// Every message is announced on one MPI tag; small payloads travel with the announcement, others follow under a tag that
+// the announcement names. So any number of operations may be in flight, in any order, without MPI's matching seeing them.
+#include <mpi.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <vector>
+
+#include "whale_ops/core/transport/mpi_plugin.h"
+
+namespace whale {
+namespace {
+
+constexpr int kAnnouncementTag = 1;
+constexpr int kFirstPayloadTag = 16;
+constexpr int kPayloadTags = 16384;               // in flight to one rank before a number comes again; below MPI's least tag limit
+constexpr size_t kMaxMessageBytes = 1u << 29;     // MPI counts are ints
+constexpr int kAnnouncementReceives = 32;
+
+struct Announcement {
+  MessageHeader header;
+  uint32_t payload_tag;
+  uint32_t note_bytes;
+};
+
+constexpr size_t kAnnouncementBytes = sizeof(Announcement) + Transport::kMaxNoteBytes + Transport::kInlineBytes;
+
+bool started_here = false;
+bool finalized_here = false;
+int open_transports = 0;
+
+std::string error_text(const char* call, int code) {
+  char text[MPI_MAX_ERROR_STRING];
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return std::string(call) + " failed: " + std::string(text, static_cast<size_t>(length));
+}
+
+class MpiTransport final : public Transport {
+ public:
+  explicit MpiTransport(MPI_Comm communicator) : communicator_(communicator) {
+    MPI_Comm_rank(communicator_, &rank_);
+    MPI_Comm_size(communicator_, &size_);
+    next_payload_.assign(size_, 0);
+    receives_.resize(size_ > 1 ? kAnnouncementReceives : 0);
+    for (Receive& receive : receives_) {
+      receive.buffer.resize(kAnnouncementBytes);
+      post(&receive);
+    }
+    ++open_transports;
+  }
+
+  ~MpiTransport() override {
+    for (Receive& receive : receives_) {
+      MPI_Cancel(&receive.request);
+      MPI_Wait(&receive.request, MPI_STATUS_IGNORE);
+    }
+    MPI_Comm_free(&communicator_);
+    --open_transports;
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  bool needs_polling() const override { return size_ > 1; }
+  bool between_processes() const override { return size_ > 1; }
+  bool drained() const override { return requests_.empty(); }
+
+  void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
+            TransportSink* sink) override {
+    const bool inlined = header.bytes <= kInlineBytes;
+    Announcement announcement{header, 0, static_cast<uint32_t>(note.size())};
+    if (!inlined) announcement.payload_tag = kFirstPayloadTag + next_payload_[peer]++ % kPayloadTags;
+    std::vector<char> message(sizeof(announcement) + note.size() + (inlined ? header.bytes : 0));
+    std::memcpy(message.data(), &announcement, sizeof(announcement));
+    if (!note.empty()) std::memcpy(message.data() + sizeof(announcement), note.data(), note.size());
+    if (inlined && header.bytes > 0) {
+      std::memcpy(message.data() + sizeof(announcement) + note.size(), payload, header.bytes);
+    }
+    start([&](MPI_Request* request) {
+      return MPI_Isend(message.data(), static_cast<int>(message.size()), MPI_BYTE, peer, kAnnouncementTag, communicator_, request);
+    }, 0, &message, sink, "MPI_Isend");
+    if (inlined) {
+      if (cookie != 0) sink->transferred(cookie);
+      return;
+    }
+    const char* position = static_cast<const char*>(payload);
+    parts(header.bytes, cookie, [&](size_t offset, int count, MPI_Request* request) {
+      return MPI_Isend(position + offset, count, MPI_BYTE, peer, static_cast<int>(announcement.payload_tag), communicator_, request);
+    }, sink, "MPI_Isend");
+  }
+
+  void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
+    char* position = static_cast<char*>(dst);
+    parts(arrival.header.bytes, cookie, [&](size_t offset, int count, MPI_Request* request) {
+      return MPI_Irecv(position + offset, count, MPI_BYTE, arrival.source, static_cast<int>(arrival.token), communicator_, request);
+    }, sink, "MPI_Irecv");
+  }
+
+  void discard(const Arrival& arrival) override {
+    // Kept in pieces of one message, so that dropping a large tensor does not take a large buffer.
+    for (size_t offset = 0; offset < arrival.header.bytes; offset += kMaxMessageBytes) {
+      std::vector<char> sink_buffer(std::min(kMaxMessageBytes, arrival.header.bytes - offset));
+      start([&](MPI_Request* request) {
+        return MPI_Irecv(sink_buffer.data(), static_cast<int>(sink_buffer.size()), MPI_BYTE, arrival.source,
+                         static_cast<int>(arrival.token), communicator_, request);
+      }, 0, &sink_buffer, nullptr, "MPI_Irecv");
+    }
+  }
+
+  bool progress(TransportSink* sink) override {
+    bool worked = complete_requests(sink);
+    // Buffers are filled in the order in which they were posted, so only the oldest is asked for: pairs of ranks keep order.
+    while (!receives_.empty() && !broken_) {
+      Receive& oldest = receives_[next_receive_];
+      int done = 0;
+      MPI_Status status;
+      const int code = MPI_Test(&oldest.request, &done, &status);
+      if (code != MPI_SUCCESS) {
+        broken_ = true;
+        sink->failed(error_text("receiving", code));
+        break;
+      }
+      if (!done) break;
+      worked = true;
+      next_receive_ = (next_receive_ + 1) % receives_.size();
+      int bytes = 0;
+      MPI_Get_count(&status, MPI_BYTE, &bytes);
+      Arrival arrival = parse(oldest.buffer.data(), static_cast<size_t>(bytes));
+      arrival.source = status.MPI_SOURCE;
+      post(&oldest);
+      sink->arrived(std::move(arrival));
+    }
+    return worked;
+  }
+
+ private:
+  struct Receive {
+    std::vector<char> buffer;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+  struct Tracked {
+    uint64_t cookie;            // 0: nobody waits
+    std::vector<char> buffer;   // what the request reads or writes, when nobody else keeps it
+  };
+
+  void post(Receive* receive) {
+    MPI_Irecv(receive->buffer.data(), static_cast<int>(receive->buffer.size()), MPI_BYTE, MPI_ANY_SOURCE, kAnnouncementTag,
+              communicator_, &receive->request);
+  }
+
+  static Arrival parse(const char* message, size_t bytes) {
+    Announcement announcement;
+    std::memcpy(&announcement, message, sizeof(announcement));
+    Arrival arrival;
+    arrival.header = announcement.header;
+    arrival.note.assign(message + sizeof(announcement), announcement.note_bytes);
+    arrival.inlined = announcement.header.bytes <= kInlineBytes;
+    arrival.token = announcement.payload_tag;
+    const size_t head = sizeof(announcement) + announcement.note_bytes;
+    if (arrival.inlined) arrival.payload.assign(message + head, bytes - head);
+    return arrival;
+  }
+
+  template <typename Start>
+  void start(const Start& begin, uint64_t cookie, std::vector<char>* buffer, TransportSink* sink, const char* call) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    const int code = begin(&request);
+    if (code != MPI_SUCCESS) {
+      if (sink != nullptr) sink->failed(error_text(call, code));
+      return;
+    }
+    requests_.push_back(request);
+    tracked_.push_back({cookie, {}});
+    if (buffer != nullptr) tracked_.back().buffer = std::move(*buffer);  // moving a vector keeps its memory in place
+  }
+
+  // One payload as messages that MPI can count. They share a tag: MPI keeps their order, and the last to be posted is not
+  // always the last to complete, so every part counts down.
+  template <typename Begin>
+  void parts(size_t bytes, uint64_t cookie, const Begin& begin, TransportSink* sink, const char* call) {
+    const size_t count = (bytes + kMaxMessageBytes - 1) / kMaxMessageBytes;
+    if (count > 1) outstanding_parts_.push_back({cookie, count});
+    for (size_t offset = 0; offset < bytes; offset += kMaxMessageBytes) {
+      const int size = static_cast<int>(std::min(kMaxMessageBytes, bytes - offset));
+      start([&](MPI_Request* request) { return begin(offset, size, request); }, cookie, nullptr, sink, call);
+    }
+  }
+
+  bool complete_requests(TransportSink* sink) {
+    if (requests_.empty() || broken_) return false;
+    finished_.resize(requests_.size());
+    int count = 0;
+    const int code = MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, finished_.data(), MPI_STATUSES_IGNORE);
+    if (code != MPI_SUCCESS) {
+      broken_ = true;
+      sink->failed(error_text("transferring", code));
+      return false;
+    }
+    if (count == MPI_UNDEFINED || count <= 0) return false;
+    // From the back, so that filling a hole with the last request moves none that is still to be looked at.
+    std::sort(finished_.begin(), finished_.begin() + count, std::greater<int>());
+    std::vector<uint64_t> cookies;
+    for (int i = 0; i < count; ++i) {
+      const auto index = static_cast<size_t>(finished_[i]);
+      if (tracked_[index].cookie != 0 && last_part(tracked_[index].cookie)) cookies.push_back(tracked_[index].cookie);
+      requests_[index] = requests_.back();
+      if (index + 1 != tracked_.size()) tracked_[index] = std::move(tracked_.back());
+      requests_.pop_back();
+      tracked_.pop_back();
+    }
+    for (const uint64_t cookie : cookies) sink->transferred(cookie);
+    return true;
+  }
+
+  bool last_part(uint64_t cookie) {
+    for (auto it = outstanding_parts_.begin(); it != outstanding_parts_.end(); ++it) {
+      if (it->first != cookie) continue;
+      if (--it->second > 0) return false;
+      outstanding_parts_.erase(it);
+      return true;
+    }
+    return true;
+  }
+
+  MPI_Comm communicator_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::vector<uint32_t> next_payload_;
+  std::vector<Receive> receives_;
+  size_t next_receive_ = 0;
+  bool broken_ = false;  // an error was reported; asking again would report it for ever
+  std::vector<MPI_Request> requests_;
+  std::vector<Tracked> tracked_;  // parallel to requests_, which MPI wants contiguous
+  std::vector<int> finished_;
+  std::deque<std::pair<uint64_t, size_t>> outstanding_parts_;
+};
+
+Status initialize() {
+  if (finalized_here) {
+    return Status::Error(Code::kUnavailable,
+                         "MPI was finalised when the last communicator of this process was left, and cannot start again; "
+                         "call wh.shutdown once, at the end of the program");
+  }
+  int flag = 0;
+  MPI_Initialized(&flag);
+  int provided = MPI_THREAD_SINGLE;
+  if (!flag) {
+    const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided);
+    if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Init_thread", code));
+    started_here = true;
+  } else {
+    MPI_Query_thread(&provided);
+  }
+  // Alone, all calls come from one thread; beside other users of MPI in this process they do not.
+  const int needed = started_here ? MPI_THREAD_SERIALIZED : MPI_THREAD_MULTIPLE;
+  if (provided < needed) {
+    return Status::Error(Code::kUnavailable,
+                         "MPI gives thread level " + std::to_string(provided) + ", expected at least " + std::to_string(needed) +
+                             "; initialise MPI with MPI_THREAD_MULTIPLE or let wh.init do it");
+  }
+  return Status::Ok();
+}
+
+Status open(std::unique_ptr<Transport>* transport) {
+  MPI_Comm communicator;
+  const int code = MPI_Comm_dup(MPI_COMM_WORLD, &communicator);
+  if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Comm_dup", code));
+  MPI_Comm_set_errhandler(communicator, MPI_ERRORS_RETURN);
+  *transport = std::make_unique<MpiTransport>(communicator);
+  return Status::Ok();
+}
+
+Status gather(const void* mine, size_t bytes, void* all) {
+  const int count = static_cast<int>(bytes);
+  const int code = MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, MPI_COMM_WORLD);
+  return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
+}
+
+Status finalize_if_last() {
+  if (!started_here || finalized_here || open_transports > 0) return Status::Ok();
+  finalized_here = true;
+  const int code = MPI_Finalize();
+  return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, "MPI_Finalize failed");
+}
+
+}  // namespace
+}  // namespace whale
+
+extern "C" WHALE_EXPORT const whale::MpiPlugin whale_mpi_plugin = {whale::initialize, whale::open, whale::gather, whale::finalize_if_last};
