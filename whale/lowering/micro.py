@@ -14,7 +14,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import identity_value
-from whale.ir.ops import ALL_REDUCES
+from whale.ir.ops import ALL_REDUCES, EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
 from whale.ir.values import DType, Func, Shape, numpy_dtype
@@ -22,6 +22,8 @@ from whale.lowering.alike import TIME, Kind, kinds_of, may_carry, with_own_bodie
 from whale.lowering.micro_body import Body, Function
 
 CALL = "WhaleCall"  # of a function that stays one
+# What makes one of the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
+_JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ class _Roller:
                 kind.region[node.name] = "each"
             elif known is not None and node.op != "Const":
                 kind.region[node.name] = "outer"
-            elif node.op.startswith("Whale") and node.op != "WhaleCommunicator":
-                if node.op not in ALL_REDUCES and node.op != "WhaleAllGather":
+            elif node.op in EXCHANGES:
+                if node.op not in _JOINS:
                     raise PlanError(
                         "micro-batches cannot exchange rows",
                         op=node.name,

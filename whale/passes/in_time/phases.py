@@ -155,7 +155,7 @@ def phases_of_rank(
     mine = [n for n in program.nodes if n.name in each]
     for node in mine:
         stage = stage_of(node.scope)
-        if node.name in kind and stage in stages and not node.op.startswith("WhaleRecv"):
+        if node.name in kind and stage in stages and node.op != "WhaleRecv":
             found[node.name] = number[f"{kind[node.name]}{stages[stage]}"]
     readers: dict[str, list[str]] = {}
     for node in mine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.ops import HOROVOD_ALL_REDUCE
+from whale.ir.ops import EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.program import Node, Program, Ref
 
 
@@ -18,7 +18,7 @@ def with_number(program: Program, number: int) -> Program:
             return Ref(renamed[ref.node], ref.index) if ref.node in renamed else ref
 
         def of_node(n: Node) -> Node:
-            if n.op.startswith("Whale") and "key" in n.attrs and n.op != "WhaleCheck":
+            if n.op in EXCHANGES and "key" in n.attrs:
                 n = replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
             if n.name in renamed or not renamed.keys().isdisjoint(r.node for r in n.inputs):
                 n = replace(n, name=renamed.get(n.name, n.name), inputs=tuple(map(of_ref, n.inputs)))

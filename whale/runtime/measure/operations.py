@@ -25,7 +25,7 @@ from cost_model.captured.unroll import unrolled
 from cost_model.ops import work
 from cost_model.ops.work import Work
 from whale.errors import ProgramError
-from whale.ir.ops import ROW_LOOKUPS, VIEWS
+from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import lower_to_function
@@ -37,7 +37,7 @@ MOST_COPIES = 8
 ROUNDS = 5
 LEAST_S = 1e-3  # a round is at least so long, by repeated calls
 _TAKES_INDICES = ROW_LOOKUPS | {"UnsortedSegmentSum", "SparseSoftmaxCrossEntropyWithLogits", "ResourceScatterAdd"}
-
+_NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
 # What indices pass through on their way to a table; Keras adds the rows to those below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 
@@ -50,7 +50,7 @@ def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
         for node in program.nodes:
             if node.op == "ReadVariableOp" and node.name not in copied:
                 continue
-            if node.op.startswith(("Whale", "Horovod", "TensorList")) or not _work(program, node).kernels:
+            if node.op.startswith("Whale") or node.op in _NOT_ALONE or not _work(program, node).kernels:
                 continue
             found.setdefault(signature(program, node), (program, node))
     return found
