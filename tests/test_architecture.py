@@ -41,12 +41,13 @@ def tables() -> str:
 
 
 def folders() -> set[str]:
-    """Every folder with sources."""
+    """Every folder with sources, and every folder of such folders."""
     found = set()
     for top in ("whale", "whale_ops", "cost_model"):
         for path in (ROOT / top).rglob("*"):
-            if path.suffix in (".py", ".cc") and "lib" not in path.relative_to(ROOT).parts:
-                found.add(f"{path.parent.relative_to(ROOT)}/")
+            names = path.relative_to(ROOT).parts
+            if path.suffix in (".py", ".cc", ".h") and "lib" not in names:
+                found |= {f"{'/'.join(names[:n])}/" for n in range(1, len(names))}
     return found
 
 
