@@ -1,6 +1,6 @@
 #include "whale_ops/ops/common.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/device_base.h"
@@ -12,7 +12,6 @@ namespace whale_ops {
 using tensorflow::DataType;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 
 namespace {
 
@@ -54,83 +53,50 @@ whale::DType to_core(DataType dtype) {
   }
 }
 
-absl::Status fixed_element_bytes(DataType dtype, size_t* bytes) {
-  const int size = tensorflow::DataTypeSize(dtype);
-  if (size <= 0) {
-    return absl::InvalidArgumentError(absl::StrCat("tensors of dtype ", tensorflow::DataTypeString(dtype),
-                                                   " have no fixed element size and cannot be sent; keep them on one rank"));
-  }
-  *bytes = static_cast<size_t>(size);
-  return absl::OkStatus();
-}
-
-absl::Status parse_reduction(const std::string& name, whale::Reduction* reduction) {
+void read_reduction(OpKernelConstruction* ctx, whale::Reduction* reduction) {
+  std::string name;
+  read(ctx, "reduction", &name);
   for (const auto candidate :
        {whale::Reduction::kSum, whale::Reduction::kMin, whale::Reduction::kMax, whale::Reduction::kProd}) {
-    if (name == whale::name_of(candidate)) {
-      *reduction = candidate;
-      return absl::OkStatus();
-    }
+    if (name != whale::name_of(candidate)) continue;
+    *reduction = candidate;
+    return;
   }
-  return absl::InvalidArgumentError(absl::StrCat("reduction is '", name, "'; expected sum, min, max or prod"));
+  ctx->SetStatus(absl::InvalidArgumentError(absl::StrCat("reduction is '", name, "'; expected sum, min, max or prod")));
 }
 
-AxisView view_around(const tensorflow::TensorShape& shape, int axis) {
-  AxisView view;
-  for (int d = 0; d < axis; ++d) view.outer *= shape.dim_size(d);
-  view.axis = shape.dim_size(axis);
-  for (int d = axis + 1; d < shape.dims(); ++d) view.inner *= shape.dim_size(d);
-  return view;
+void end(OpKernelContext* ctx, const whale::Status& status, const tensorflow::AsyncOpKernel::DoneCallback& done) {
+  if (!status.ok()) ctx->SetStatus(to_tensorflow(status));
+  done();
 }
 
-namespace {
-
-// `between`: called with (whole, parts, bytes) for every contiguous run.
-template <typename Between>
-void for_each_run(int64_t outer, const std::vector<int64_t>& sizes, int64_t inner_bytes, const Between& between) {
-  int64_t row_bytes = 0;
-  for (const int64_t size : sizes) row_bytes += size * inner_bytes;
-  int64_t part = 0, column = 0;
-  for (const int64_t size : sizes) {
-    const int64_t run = size * inner_bytes;
-    for (int64_t o = 0; o < outer && run > 0; ++o) between(o * row_bytes + column, part + o * run, static_cast<size_t>(run));
-    part += outer * run;
-    column += run;
-  }
+Cancellation::Cancellation(OpKernelContext* ctx) : manager_(ctx->cancellation_manager()) {
+  if (manager_ != nullptr) token_ = manager_->get_cancellation_token();
 }
 
-}  // namespace
-
-void pack_parts(const char* whole, char* parts, int64_t outer, const std::vector<int64_t>& sizes, int64_t inner_bytes) {
-  for_each_run(outer, sizes, inner_bytes, [&](int64_t w, int64_t p, size_t n) { std::memcpy(parts + p, whole + w, n); });
+bool Cancellation::attach(std::function<void()> cancel) const {
+  return manager_ == nullptr || manager_->RegisterCallback(token_, std::move(cancel));
 }
 
-void unpack_parts(const char* parts, char* whole, int64_t outer, const std::vector<int64_t>& sizes, int64_t inner_bytes) {
-  for_each_run(outer, sizes, inner_bytes, [&](int64_t w, int64_t p, size_t n) { std::memcpy(whole + w, parts + p, n); });
+void Cancellation::detach() const {
+  if (manager_ != nullptr) manager_->TryDeregisterCallback(token_);
 }
 
-std::string join_sizes(const std::vector<int64_t>& sizes) {
-  std::string out = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) out += (i > 0 ? "," : "") + std::to_string(sizes[i]);
-  return out + "]";
-}
-
-CommunicationOp::CommunicationOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-  OP_REQUIRES_OK(ctx, ctx->GetAttr("key", &key_));
-  OP_REQUIRES_OK(ctx, ctx->GetAttr("ranks", &ranks_));
-}
+CommunicationOp::CommunicationOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) { read(ctx, "key", &key_, "ranks", &ranks_); }
 
 void CommunicationOp::ComputeAsync(OpKernelContext* ctx, DoneCallback done) {
   tensorflow::core::RefCountPtr<CommunicatorResource> resource;
   OP_REQUIRES_OK_ASYNC(ctx, tensorflow::LookupResource(ctx, tensorflow::HandleFromInput(ctx, 0), &resource), done);
-  const EndpointPtr endpoint = resource->endpoint();
   OP_REQUIRES_OK_ASYNC(ctx, to_tensorflow(whale::Engine::check_not_forked()), done);
-  OP_REQUIRES_ASYNC(ctx, group_index(*endpoint) >= 0,
-                    absl::InvalidArgumentError(absl::StrCat("operation '", key_, "': rank ", endpoint->rank(),
-                                                            " is not one of the ranks ", whale::join_ranks(ranks_),
-                                                            "; build this op on those ranks only")),
+  Group group{resource->endpoint()};
+  const int rank = group.endpoint->rank();
+  group.size = ranks_.empty() ? static_cast<size_t>(group.endpoint->size()) : ranks_.size();
+  group.index = ranks_.empty() ? rank : static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
+  OP_REQUIRES_ASYNC(ctx, ranks_.empty() || group.index < static_cast<int>(ranks_.size()),
+                    absl::InvalidArgumentError(absl::StrCat("operation '", key_, "': rank ", rank, " is not one of the ranks ",
+                                                            whale::join_ranks(ranks_), "; build this op on those ranks only")),
                     done);
-  start(ctx, endpoint, std::move(done));
+  start(ctx, group, std::move(done));
 }
 
 whale::Request CommunicationOp::make_request(whale::OpKind kind, DataType dtype, std::string text) const {
@@ -145,81 +111,61 @@ whale::Request CommunicationOp::make_request(whale::OpKind kind, DataType dtype,
   return request;
 }
 
-int CommunicationOp::group_index(const whale::Endpoint& endpoint) const {
-  if (ranks_.empty()) return endpoint.rank();
-  for (size_t i = 0; i < ranks_.size(); ++i) {
-    if (ranks_[i] == endpoint.rank()) return static_cast<int>(i);
+void CommunicationOp::launch_with(OpKernelContext* ctx, const Group& group,
+                                  std::function<void(uint64_t, whale::BytesCallback)> submit, whale::BytesCallback then) const {
+  const uint64_t id = group.endpoint->reserve();
+  const Cancellation cancellation(ctx);
+  // Holds nothing of the kernel.
+  const bool attached = cancellation.attach([endpoint = group.endpoint, id] {
+    endpoint->cancel(id, whale::Status::Error(whale::Code::kCancelled, "TensorFlow cancelled the step"));
+  });
+  if (!attached) {
+    group.endpoint->release(id);
+    then(whale::Status::Error(whale::Code::kCancelled, "the step was cancelled before operation '" + key_ + "' started"), {});
+    return;
   }
-  return -1;
-}
-
-size_t CommunicationOp::group_size(const whale::Endpoint& endpoint) const {
-  return ranks_.empty() ? static_cast<size_t>(endpoint.size()) : ranks_.size();
-}
-
-void CommunicationOp::launch_with(
-    OpKernelContext* ctx, const EndpointPtr& endpoint,
-    std::function<void(uint64_t, std::function<void(const whale::Status&, std::vector<std::string>)>)> submit,
-    std::function<void(const whale::Status&, std::vector<std::string>)> then) const {
-  const uint64_t id = endpoint->reserve();
-  tensorflow::CancellationManager* manager = ctx->cancellation_manager();
-  tensorflow::CancellationToken token = 0;
-  if (manager != nullptr) {
-    token = manager->get_cancellation_token();
-    // Holds nothing of the kernel: TensorFlow may call it while, or after, the operation ends.
-    const bool registered = manager->RegisterCallback(token, [endpoint, id] {
-      endpoint->cancel(id, whale::Status::Error(whale::Code::kCancelled, "TensorFlow cancelled the step"));
-    });
-    if (!registered) {
-      endpoint->release(id);
-      then(whale::Status::Error(whale::Code::kCancelled, "the step was cancelled before operation '" + key_ + "' started"), {});
-      return;
-    }
-  }
-  submit(id, [manager, token, then = std::move(then)](const whale::Status& status, std::vector<std::string> parts) {
-    if (manager != nullptr) manager->TryDeregisterCallback(token);
+  submit(id, [cancellation, then = std::move(then)](const whale::Status& status, std::vector<std::string> parts) {
+    cancellation.detach();
     then(status, std::move(parts));
   });
 }
 
-void CommunicationOp::launch(OpKernelContext* ctx, const EndpointPtr& endpoint, whale::Request request, std::vector<Tensor> tensors,
+void CommunicationOp::launch(OpKernelContext* ctx, const Group& group, whale::Request request,
                              std::function<void(const whale::Status&)> then) const {
-  auto shared = std::make_shared<whale::Request>(std::move(request));
-  shared->owner = std::make_shared<std::vector<Tensor>>(std::move(tensors));
   launch_with(
-      ctx, endpoint,
-      [endpoint, shared](uint64_t id, std::function<void(const whale::Status&, std::vector<std::string>)> finished) {
+      ctx, group,
+      [endpoint = group.endpoint, shared = std::make_shared<whale::Request>(std::move(request))](uint64_t id,
+                                                                                                 whale::BytesCallback finished) {
         shared->done = [finished = std::move(finished)](const whale::Status& status) { finished(status, {}); };
         endpoint->submit(id, std::move(*shared));
       },
       [then = std::move(then)](const whale::Status& status, std::vector<std::string>) { then(status); });
 }
 
-void CommunicationOp::launch_last(OpKernelContext* ctx, const EndpointPtr& endpoint, whale::Request request,
-                                  std::vector<Tensor> tensors, int64_t finish_bytes, std::function<void()> finish,
-                                  DoneCallback done) const {
+void CommunicationOp::launch_last(OpKernelContext* ctx, const Group& group, whale::Request request, DoneCallback done,
+                                  int64_t finish_bytes, std::function<void()> finish) const {
   // What `finish` holds is given back before the kernel ends: what follows may start at once, on another thread.
   auto last = std::make_shared<std::function<void()>>(std::move(finish));
-  launch(ctx, endpoint, std::move(request), std::move(tensors),
-         [ctx, finish_bytes, last = std::move(last), done = std::move(done)](const whale::Status& status) {
-           const auto end = [last, done] {
-             if (*last != nullptr) (*last)();
-             *last = nullptr;
-             done();
-           };
-           if (!status.ok()) {
-             ctx->SetStatus(to_tensorflow(status));
-             *last = nullptr;
-             done();
-             return;
-           }
-           const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-           if (*last != nullptr && finish_bytes > kWorthAnotherThreadBytes && workers != nullptr) {
-             workers->workers->Schedule(end);
-             return;
-           }
-           end();
-         });
+  launch(ctx, group, std::move(request), [ctx, finish_bytes, last = std::move(last), done = std::move(done)](const whale::Status& status) {
+    const auto finish_and_end = [ctx, last, done, status] {
+      if (status.ok() && *last != nullptr) (*last)();
+      *last = nullptr;
+      end(ctx, status, done);
+    };
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+    if (status.ok() && *last != nullptr && finish_bytes > kWorthAnotherThreadBytes && workers != nullptr) {
+      workers->workers->Schedule(finish_and_end);
+      return;
+    }
+    finish_and_end();
+  });
+}
+
+TensorOp::TensorOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
+  read(ctx, "T", &dtype_);
+  OP_REQUIRES(ctx, tensorflow::DataTypeSize(dtype_) > 0,
+              absl::InvalidArgumentError(absl::StrCat("tensors of dtype ", tensorflow::DataTypeString(dtype_),
+                                                      " have no fixed element size and cannot be sent; keep them on one rank")));
 }
 
 }  // namespace whale_ops

@@ -9,6 +9,8 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "whale_ops/core/engine/endpoint.h"
+#include "whale_ops/core/engine/exchange.h"
+#include "whale_ops/ops/parts.h"
 
 namespace whale_ops {
 
@@ -29,6 +31,39 @@ class CommunicatorResource : public tensorflow::ResourceBase {
 absl::Status to_tensorflow(const whale::Status& status);
 whale::DType to_core(tensorflow::DataType dtype);
 
+// Attributes by name: read(ctx, "axis", &axis_, "sizes", &sizes_). The first that cannot be read is the kernel's error.
+inline void read(tensorflow::OpKernelConstruction*) {}
+template <typename Value, typename... More>
+void read(tensorflow::OpKernelConstruction* ctx, const char* name, Value* value, More... more) {
+  OP_REQUIRES_OK(ctx, ctx->GetAttr(name, value));
+  read(ctx, more...);
+}
+// The attribute `reduction`.
+void read_reduction(tensorflow::OpKernelConstruction* ctx, whale::Reduction* reduction);
+
+// The end of a kernel that was under way.
+void end(tensorflow::OpKernelContext* ctx, const whale::Status& status, const tensorflow::AsyncOpKernel::DoneCallback& done);
+
+// What is done when TensorFlow cancels the step while something is under way.
+class Cancellation {
+ public:
+  explicit Cancellation(tensorflow::OpKernelContext* ctx);
+  // False: the step was cancelled before. TensorFlow may call `cancel` while, or after, the operation ends.
+  bool attach(std::function<void()> cancel) const;
+  void detach() const;
+
+ private:
+  tensorflow::CancellationManager* manager_;
+  tensorflow::CancellationToken token_ = 0;
+};
+
+// The ranks that take part in an operation, as this rank sees them.
+struct Group {
+  EndpointPtr endpoint;
+  int index = 0;  // of this rank
+  size_t size = 0;
+};
+
 // Base of all kernels that communicate: attributes `key` and `ranks`.
 class CommunicationOp : public tensorflow::AsyncOpKernel {
  public:
@@ -40,28 +75,21 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
 
  protected:
   // Starts the operation; `done` is called exactly once, whatever happens.
-  virtual void start(tensorflow::OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) = 0;
+  virtual void start(tensorflow::OpKernelContext* ctx, const Group& group, DoneCallback done) = 0;
 
   whale::Request make_request(whale::OpKind kind, tensorflow::DataType dtype, std::string text) const;
-  // Index of the endpoint's rank in the group; -1 when it is not a member.
-  int group_index(const whale::Endpoint& endpoint) const;
-  size_t group_size(const whale::Endpoint& endpoint) const;
   int group_rank(int index) const { return ranks_.empty() ? index : ranks_[index]; }
 
-  // Runs one operation of the core with TensorFlow's cancellation attached. `tensors` stay alive until the network has let go.
-  // The caller hands over all of its references: its thread may lose its core to the engine at once, and what follows takes
-  // over the memory of tensors that nobody else refers to.
+  // Runs one operation of the core with TensorFlow's cancellation attached. Its owner stays alive until the network has let go.
   // `then` runs on the engine's thread: it must not block.
-  void launch(tensorflow::OpKernelContext* ctx, const EndpointPtr& endpoint, whale::Request request,
-              std::vector<tensorflow::Tensor> tensors, std::function<void(const whale::Status&)> then) const;
+  void launch(tensorflow::OpKernelContext* ctx, const Group& group, whale::Request request,
+              std::function<void(const whale::Status&)> then) const;
   // The same with an identifier for something that the core starts by itself.
-  void launch_with(tensorflow::OpKernelContext* ctx, const EndpointPtr& endpoint,
-                   std::function<void(uint64_t id, std::function<void(const whale::Status&, std::vector<std::string>)>)> submit,
-                   std::function<void(const whale::Status&, std::vector<std::string>)> then) const;
-  // launch(), then the end of the kernel: on success `finish` (null: nothing) and `done`.
-  void launch_last(tensorflow::OpKernelContext* ctx, const EndpointPtr& endpoint, whale::Request request,
-                   std::vector<tensorflow::Tensor> tensors, int64_t finish_bytes, std::function<void()> finish,
-                   DoneCallback done) const;
+  void launch_with(tensorflow::OpKernelContext* ctx, const Group& group,
+                   std::function<void(uint64_t id, whale::BytesCallback)> submit, whale::BytesCallback then) const;
+  // launch(), then the end of the kernel: on success `finish` (null: nothing), which goes over so many bytes, and `done`.
+  void launch_last(tensorflow::OpKernelContext* ctx, const Group& group, whale::Request request, DoneCallback done,
+                   int64_t finish_bytes = 0, std::function<void()> finish = nullptr) const;
 
   const std::string& key() const { return key_; }
   const std::vector<int>& ranks() const { return ranks_; }
@@ -71,36 +99,32 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
   std::vector<int> ranks_;
 };
 
-// Some tensors in a vector, of which no reference is left elsewhere (an initialiser list would keep one until the statement ends).
-template <typename... Tensors>
-std::vector<tensorflow::Tensor> together(Tensors... tensors) {
-  std::vector<tensorflow::Tensor> all;
-  all.reserve(sizeof...(tensors));
-  (all.push_back(std::move(tensors)), ...);
-  return all;
-}
+// Of those that move tensors: attribute `T`, a dtype of fixed element size.
+class TensorOp : public CommunicationOp {
+ public:
+  explicit TensorOp(tensorflow::OpKernelConstruction* ctx);
 
-// Element size; an error for dtypes without a fixed one.
-absl::Status fixed_element_bytes(tensorflow::DataType dtype, size_t* bytes);
-absl::Status parse_reduction(const std::string& name, whale::Reduction* reduction);
+ protected:
+  tensorflow::DataType dtype() const { return dtype_; }
+  whale::Request request_of(whale::OpKind kind, std::string text) const { return make_request(kind, dtype_, std::move(text)); }
 
-// A tensor seen as [outer, axis, inner] around one dimension.
-struct AxisView {
-  int64_t outer = 1;
-  int64_t axis = 1;
-  int64_t inner = 1;
+ private:
+  tensorflow::DataType dtype_ = tensorflow::DT_INVALID;
 };
-AxisView view_around(const tensorflow::TensorShape& shape, int axis);
 
-// Copies between a tensor [outer, sum(sizes), inner] and its parts [outer, sizes[r], inner] one behind the other.
-// Sizes in bytes for `inner`.
-void pack_parts(const char* whole, char* parts, int64_t outer, const std::vector<int64_t>& sizes, int64_t inner_bytes);
-void unpack_parts(const char* parts, char* whole, int64_t outer, const std::vector<int64_t>& sizes, int64_t inner_bytes);
-
-std::string join_sizes(const std::vector<int64_t>& sizes);
-
-inline char* data_of(const tensorflow::Tensor& tensor) {
-  return const_cast<char*>(static_cast<const char*>(tensor.data()));
+// The owner of a request: tensors, of which the caller hands over all of its references. Its thread may lose its core to the
+// engine at once, and what follows takes over the memory of tensors that nobody else refers to. (An initialiser list would keep
+// a reference until the statement ends.)
+inline std::shared_ptr<void> owner_of(std::vector<tensorflow::Tensor> tensors) {
+  return std::make_shared<std::vector<tensorflow::Tensor>>(std::move(tensors));
+}
+template <typename... Tensors>
+std::shared_ptr<void> owner_of(tensorflow::Tensor first, Tensors... more) {
+  std::vector<tensorflow::Tensor> all;
+  all.reserve(1 + sizeof...(more));
+  all.push_back(std::move(first));
+  (all.push_back(std::move(more)), ...);
+  return owner_of(std::move(all));
 }
 
 }  // namespace whale_ops

@@ -4,31 +4,24 @@
 namespace whale_ops {
 namespace {
 
-using tensorflow::DataType;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-class AllGatherOp : public CommunicationOp {
+class AllGatherOp : public TensorOp {
  public:
-  explicit AllGatherOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("axis", &axis_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &sizes_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    size_t bytes;
-    OP_REQUIRES_OK(ctx, fixed_element_bytes(dtype_, &bytes));
-  }
+  explicit AllGatherOp(OpKernelConstruction* ctx) : TensorOp(ctx) { read(ctx, "axis", &axis_, "sizes", &sizes_); }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     const Tensor& input = ctx->input(1);
     OP_REQUIRES_ASYNC(ctx, axis_ >= 0 && axis_ < input.dims(),
                       absl::InvalidArgumentError(absl::StrCat("AllGather '", key(), "': axis is ", axis_, " for an input of shape ",
                                                               input.shape().DebugString(), "; expected one of its dimensions")),
                       done);
     if (!sizes_.empty()) {
-      gather(ctx, endpoint, sizes_, std::move(done));
+      gather(ctx, group, sizes_, std::move(done));
       return;
     }
     // Sizes first. The exchanged numbers live until the network has let go of them.
@@ -38,137 +31,93 @@ class AllGatherOp : public CommunicationOp {
     };
     auto sizes = std::make_shared<Sizes>();
     sizes->own = input.dim_size(axis_);
-    sizes->all.assign(group_size(*endpoint), 0);
+    sizes->all.assign(group.size, 0);
     whale::Request request = make_request(whale::OpKind::kAllGather, tensorflow::DT_INT64, absl::StrCat("sizes along axis ", axis_));
     request.key += "/sizes";
     request.counts.assign(sizes->all.size(), 1);
     request.input = &sizes->own;
     request.output = sizes->all.data();
-    launch_with(
-        ctx, endpoint,
-        [endpoint, sizes, shared = std::make_shared<whale::Request>(std::move(request))](uint64_t id, auto finished) {
-          shared->owner = sizes;
-          shared->done = [finished = std::move(finished)](const whale::Status& status) { finished(status, {}); };
-          endpoint->submit(id, std::move(*shared));
-        },
-        [this, ctx, endpoint, sizes, done = std::move(done)](const whale::Status& status, std::vector<std::string>) {
-          if (status.ok()) {
-            gather(ctx, endpoint, sizes->all, done);
-          } else {
-            ctx->SetStatus(to_tensorflow(status));
-            done();
-          }
-        });
+    request.owner = sizes;
+    launch(ctx, group, std::move(request), [this, ctx, group, sizes, done = std::move(done)](const whale::Status& status) {
+      status.ok() ? gather(ctx, group, sizes->all, done) : end(ctx, status, done);
+    });
   }
 
  private:
-  void gather(OpKernelContext* ctx, const EndpointPtr& endpoint, const std::vector<int64_t>& sizes, DoneCallback done) {
+  void gather(OpKernelContext* ctx, const Group& group, const std::vector<int64_t>& sizes, DoneCallback done) {
     const Tensor& input = ctx->input(1);
-    const int index = group_index(*endpoint);
-    OP_REQUIRES_ASYNC(ctx, sizes.size() == group_size(*endpoint) && sizes[index] == input.dim_size(axis_),
+    OP_REQUIRES_ASYNC(ctx, sizes.size() == group.size && sizes[group.index] == input.dim_size(axis_),
                       absl::InvalidArgumentError(absl::StrCat(
-                          "AllGather '", key(), "' on rank ", endpoint->rank(), ": input of shape ", input.shape().DebugString(),
-                          " along axis ", axis_, ", sizes ", join_sizes(sizes), " for ", group_size(*endpoint),
-                          " ranks; expected one size per rank, this rank's own at index ", index)),
+                          "AllGather '", key(), "' on rank ", group.endpoint->rank(), ": input of shape ", input.shape().DebugString(),
+                          " along axis ", axis_, ", sizes ", join_sizes(sizes), " for ", group.size,
+                          " ranks; expected one size per rank, this rank's own at index ", group.index)),
                       done);
     TensorShape shape = input.shape();
-    int64_t sum = 0;
-    for (const int64_t size : sizes) sum += size;
-    shape.set_dim(axis_, sum);
+    shape.set_dim(axis_, total(sizes));
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, shape, &output), done);
-    const AxisView view = view_around(input.shape(), axis_);
-    whale::Request request = make_request(whale::OpKind::kAllGather, dtype_,
-                                          absl::StrCat(shape.DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes)));
-    const int64_t inner_bytes = view.inner * static_cast<int64_t>(request.element_bytes);
-    for (const int64_t size : sizes) request.counts.push_back(view.outer * size * view.inner);
+    const AxisView view(shape, axis_);
+    whale::Request request =
+        request_of(whale::OpKind::kAllGather, absl::StrCat(shape.DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes)));
+    request.counts = view.counts(sizes);
+    Tensor received;
+    std::function<void()> finish;
+    OP_REQUIRES_OK_ASYNC(ctx, for_parts(ctx, *output, view, sizes, &received, &finish), done);
     request.input = data_of(input);
-    if (view.outer == 1) {
-      request.output = data_of(*output);
-      launch_last(ctx, endpoint, std::move(request), together(input, *output), 0, nullptr, std::move(done));
-      return;
-    }
-    Tensor parts;
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype_, TensorShape({shape.num_elements()}), &parts), done);
-    request.output = data_of(parts);
-    const auto parts_bytes = static_cast<int64_t>(parts.TotalBytes());
-    std::vector<Tensor> tensors = together(input, parts);
-    std::function<void()> finish = [parts = std::move(parts), whole = *output, view, sizes, inner_bytes] {
-      unpack_parts(data_of(parts), data_of(whole), view.outer, sizes, inner_bytes);
-    };
-    launch_last(ctx, endpoint, std::move(request), std::move(tensors), parts_bytes, std::move(finish), std::move(done));
+    request.output = data_of(received);
+    const auto finish_bytes = static_cast<int64_t>(received.TotalBytes());
+    request.owner = owner_of(input, std::move(received));
+    launch_last(ctx, group, std::move(request), std::move(done), finish_bytes, std::move(finish));
   }
 
   int axis_ = 0;
   std::vector<int64_t> sizes_;
-  DataType dtype_;
 };
 
-class AllToAllOp : public CommunicationOp {
+class AllToAllOp : public TensorOp {
  public:
-  explicit AllToAllOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("split_axis", &split_axis_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("split_sizes", &split_sizes_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("concat_axis", &concat_axis_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("concat_sizes", &concat_sizes_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    size_t bytes;
-    OP_REQUIRES_OK(ctx, fixed_element_bytes(dtype_, &bytes));
+  explicit AllToAllOp(OpKernelConstruction* ctx) : TensorOp(ctx) {
+    read(ctx, "split_axis", &split_axis_, "split_sizes", &split_sizes_);
+    read(ctx, "concat_axis", &concat_axis_, "concat_sizes", &concat_sizes_);
   }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     const Tensor& input = ctx->input(1);
-    const size_t members = group_size(*endpoint);
-    const int index = group_index(*endpoint);
-    int64_t split_sum = 0, concat_sum = 0;
-    for (const int64_t size : split_sizes_) split_sum += size;
-    for (const int64_t size : concat_sizes_) concat_sum += size;
     const bool axes_fit = split_axis_ >= 0 && split_axis_ < input.dims() && concat_axis_ >= 0 && concat_axis_ < input.dims() &&
                           split_axis_ != concat_axis_;
     OP_REQUIRES_ASYNC(ctx,
-                      axes_fit && split_sizes_.size() == members && concat_sizes_.size() == members &&
-                          input.dim_size(split_axis_) == split_sum && input.dim_size(concat_axis_) == concat_sizes_[index],
+                      axes_fit && split_sizes_.size() == group.size && concat_sizes_.size() == group.size &&
+                          input.dim_size(split_axis_) == total(split_sizes_) &&
+                          input.dim_size(concat_axis_) == concat_sizes_[group.index],
                       absl::InvalidArgumentError(absl::StrCat(
-                          "AllToAll '", key(), "' on rank ", endpoint->rank(), ": input of shape ", input.shape().DebugString(),
+                          "AllToAll '", key(), "' on rank ", group.endpoint->rank(), ": input of shape ", input.shape().DebugString(),
                           ", split axis ", split_axis_, " sizes ", join_sizes(split_sizes_), ", concat axis ", concat_axis_,
-                          " sizes ", join_sizes(concat_sizes_), " for ", members,
+                          " sizes ", join_sizes(concat_sizes_), " for ", group.size,
                           " ranks; expected all of the split axis and this rank's share of the concat axis")),
                       done);
     TensorShape whole = input.shape(), shape = input.shape();
-    whole.set_dim(concat_axis_, concat_sum);
-    shape.set_dim(split_axis_, split_sizes_[index]);
-    shape.set_dim(concat_axis_, concat_sum);
+    whole.set_dim(concat_axis_, total(concat_sizes_));
+    shape.set_dim(split_axis_, split_sizes_[group.index]);
+    shape.set_dim(concat_axis_, total(concat_sizes_));
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, shape, &output), done);
     whale::Request request =
-        make_request(whale::OpKind::kAllToAll, dtype_,
-                     absl::StrCat(whole.DebugString(), " split axis ", split_axis_, " sizes ", join_sizes(split_sizes_),
-                                  " concat axis ", concat_axis_, " sizes ", join_sizes(concat_sizes_)));
-    const AxisView from = view_around(input.shape(), split_axis_);
-    const AxisView to = view_around(shape, concat_axis_);
-    const auto element_bytes = static_cast<int64_t>(request.element_bytes);
-    for (size_t i = 0; i < members; ++i) {
-      request.counts.push_back(from.outer * split_sizes_[i] * from.inner);
-      request.recv_counts.push_back(to.outer * concat_sizes_[i] * to.inner);
-    }
-    Tensor sent = input, received = *output;
-    if (from.outer > 1) {
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype_, TensorShape({input.NumElements()}), &sent), done);
-      pack_parts(data_of(input), data_of(sent), from.outer, split_sizes_, from.inner * element_bytes);
-    }
+        request_of(whale::OpKind::kAllToAll, absl::StrCat(whole.DebugString(), " split axis ", split_axis_, " sizes ",
+                                                          join_sizes(split_sizes_), " concat axis ", concat_axis_, " sizes ",
+                                                          join_sizes(concat_sizes_)));
+    const AxisView from(input.shape(), split_axis_), to(shape, concat_axis_);
+    request.counts = from.counts(split_sizes_);
+    request.recv_counts = to.counts(concat_sizes_);
+    Tensor sent, received;
     std::function<void()> finish;
-    if (to.outer > 1) {
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype_, TensorShape({shape.num_elements()}), &received), done);
-      finish = [received, result = *output, to, sizes = concat_sizes_, element_bytes] {
-        unpack_parts(data_of(received), data_of(result), to.outer, sizes, to.inner * element_bytes);
-      };
-    }
+    OP_REQUIRES_OK_ASYNC(ctx, in_parts(ctx, input, from, split_sizes_, &sent), done);
+    OP_REQUIRES_OK_ASYNC(ctx, for_parts(ctx, *output, to, concat_sizes_, &received, &finish), done);
     request.input = data_of(sent);
     request.output = data_of(received);
     const auto finish_bytes = static_cast<int64_t>(received.TotalBytes());
-    launch_last(ctx, endpoint, std::move(request), together(std::move(sent), std::move(received)), finish_bytes,
-                std::move(finish), std::move(done));
+    request.owner = owner_of(std::move(sent), std::move(received));
+    launch_last(ctx, group, std::move(request), std::move(done), finish_bytes, std::move(finish));
   }
 
  private:
@@ -176,7 +125,6 @@ class AllToAllOp : public CommunicationOp {
   int concat_axis_ = 0;
   std::vector<int64_t> split_sizes_;
   std::vector<int64_t> concat_sizes_;
-  DataType dtype_;
 };
 
 }  // namespace

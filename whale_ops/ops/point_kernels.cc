@@ -10,7 +10,6 @@
 namespace whale_ops {
 namespace {
 
-using tensorflow::DataType;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::PartialTensorShape;
@@ -19,10 +18,7 @@ using tensorflow::TensorShape;
 
 class CommunicatorOp : public tensorflow::OpKernel {
  public:
-  explicit CommunicatorOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("communicator", &name_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &rank_));
-  }
+  explicit CommunicatorOp(OpKernelConstruction* ctx) : OpKernel(ctx) { read(ctx, "communicator", &name_, "rank", &rank_); }
   void Compute(OpKernelContext* ctx) override {
     whale::Status status;
     const EndpointPtr endpoint = whale::Engine::instance().find(name_, rank_, &status);
@@ -74,15 +70,10 @@ std::vector<TensorShape> unpack_shapes(const std::string& bytes) {
   return shapes;
 }
 
-class BroadcastOp : public CommunicationOp {
+class BroadcastOp : public TensorOp {
  public:
-  explicit BroadcastOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("root", &root_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("shapes", &declared_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &count_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    size_t bytes;
-    OP_REQUIRES_OK(ctx, fixed_element_bytes(dtype_, &bytes));
+  explicit BroadcastOp(OpKernelConstruction* ctx) : TensorOp(ctx) {
+    read(ctx, "root", &root_, "shapes", &declared_, "N", &count_);
     known_ = static_cast<int>(declared_.size()) == count_;
     for (const PartialTensorShape& shape : declared_) {
       TensorShape full;
@@ -92,8 +83,8 @@ class BroadcastOp : public CommunicationOp {
   }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
-    const bool is_root = group_index(*endpoint) == root_;
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+    const bool is_root = group.index == root_;
     std::vector<TensorShape> own;
     for (int i = 0; i < count_ && is_root; ++i) {
       own.push_back(ctx->input(i + 1).shape());
@@ -104,29 +95,24 @@ class BroadcastOp : public CommunicationOp {
                         done);
     }
     if (known_) {
-      broadcast(ctx, endpoint, shapes_, std::move(done));
+      broadcast(ctx, group, shapes_, std::move(done));
       return;
     }
     launch_with(
-        ctx, endpoint,
-        [this, endpoint, own](uint64_t id, whale::BytesCallback finished) {
+        ctx, group,
+        [this, endpoint = group.endpoint, own](uint64_t id, whale::BytesCallback finished) {
           whale::broadcast_bytes(endpoint, id, key() + "/shapes", absl::StrCat("shapes of ", count_, " tensors"), "", ranks(), root_,
                                  pack_shapes(own), std::move(finished));
         },
-        [this, ctx, endpoint, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
-          if (status.ok()) {
-            broadcast(ctx, endpoint, unpack_shapes(parts[0]), done);
-          } else {
-            ctx->SetStatus(to_tensorflow(status));
-            done();
-          }
+        [this, ctx, group, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
+          status.ok() ? broadcast(ctx, group, unpack_shapes(parts[0]), done) : end(ctx, status, done);
         });
   }
 
  private:
   // The tensors travel side by side, each straight from and into its own memory.
-  void broadcast(OpKernelContext* ctx, const EndpointPtr& endpoint, const std::vector<TensorShape>& shapes, DoneCallback done) {
-    const bool is_root = group_index(*endpoint) == root_;
+  void broadcast(OpKernelContext* ctx, const Group& group, const std::vector<TensorShape>& shapes, DoneCallback done) {
+    const bool is_root = group.index == root_;
     std::vector<Tensor> outputs(count_);
     for (int i = 0; i < count_; ++i) {
       Tensor* output = nullptr;
@@ -152,69 +138,57 @@ class BroadcastOp : public CommunicationOp {
     auto countdown = std::make_shared<Countdown>();
     countdown->left = count_;
     for (int i = 0; i < count_; ++i) {
-      whale::Request request = make_request(whale::OpKind::kBroadcast, dtype_, shapes[i].DebugString());
+      whale::Request request = request_of(whale::OpKind::kBroadcast, shapes[i].DebugString());
       if (count_ > 1) request.key += "/" + std::to_string(i);
       request.root = root_;
       request.counts = {outputs[i].NumElements()};
       request.input = request.output = data_of(outputs[i]);
-      launch(ctx, endpoint, std::move(request), together(std::move(outputs[i])), [ctx, countdown, done](const whale::Status& status) {
+      request.owner = owner_of(std::move(outputs[i]));
+      launch(ctx, group, std::move(request), [ctx, countdown, done](const whale::Status& status) {
         {
           const std::lock_guard<std::mutex> lock(countdown->mutex);
           if (!status.ok() && countdown->status.ok()) countdown->status = status;
           if (--countdown->left > 0) return;
         }
-        if (!countdown->status.ok()) ctx->SetStatus(to_tensorflow(countdown->status));
-        done();
+        end(ctx, countdown->status, done);
       });
     }
   }
 
   int root_ = 0;
   int count_ = 1;
-  DataType dtype_;
   bool known_ = false;
   std::vector<PartialTensorShape> declared_;
   std::vector<TensorShape> shapes_;
 };
 
-class SendOp : public CommunicationOp {
+class SendOp : public TensorOp {
  public:
-  explicit SendOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("peer", &peer_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    size_t bytes;
-    OP_REQUIRES_OK(ctx, fixed_element_bytes(dtype_, &bytes));
-  }
+  explicit SendOp(OpKernelConstruction* ctx) : TensorOp(ctx) { read(ctx, "peer", &peer_); }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     const Tensor& input = ctx->input(1);
-    whale::Request request = make_request(whale::OpKind::kSend, dtype_, "");
+    whale::Request request = request_of(whale::OpKind::kSend, "");
     request.root = peer_;
     request.counts = {input.NumElements()};
     for (int d = 0; d < input.dims(); ++d) request.dims.push_back(input.dim_size(d));
     request.input = data_of(input);
-    launch_last(ctx, endpoint, std::move(request), together(input), 0, nullptr, std::move(done));
+    request.owner = owner_of(input);
+    launch_last(ctx, group, std::move(request), std::move(done));
   }
 
  private:
   int peer_ = 0;
-  DataType dtype_;
 };
 
-class RecvOp : public CommunicationOp {
+class RecvOp : public TensorOp {
  public:
-  explicit RecvOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("peer", &peer_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("shape", &shape_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    size_t bytes;
-    OP_REQUIRES_OK(ctx, fixed_element_bytes(dtype_, &bytes));
-  }
+  explicit RecvOp(OpKernelConstruction* ctx) : TensorOp(ctx) { read(ctx, "peer", &peer_, "shape", &shape_); }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
-    whale::Request request = make_request(whale::OpKind::kRecv, dtype_, "");
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+    whale::Request request = request_of(whale::OpKind::kRecv, "");
     request.root = peer_;
     request.counts = {0};
     auto held = std::make_shared<Tensor>();
@@ -236,24 +210,13 @@ class RecvOp : public CommunicationOp {
       *destination = data_of(*output);
       return whale::Status::Ok();
     };
-    auto shared = std::make_shared<whale::Request>(std::move(request));
-    shared->owner = std::move(held);
-    launch_with(
-        ctx, endpoint,
-        [endpoint, shared](uint64_t id, auto finished) {
-          shared->done = [finished = std::move(finished)](const whale::Status& status) { finished(status, {}); };
-          endpoint->submit(id, std::move(*shared));
-        },
-        [ctx, done = std::move(done)](const whale::Status& status, std::vector<std::string>) {
-          if (!status.ok()) ctx->SetStatus(to_tensorflow(status));
-          done();
-        });
+    request.owner = std::move(held);
+    launch_last(ctx, group, std::move(request), std::move(done));
   }
 
  private:
   int peer_ = 0;
   PartialTensorShape shape_;
-  DataType dtype_;
 };
 
 class BarrierOp : public CommunicationOp {
@@ -261,32 +224,30 @@ class BarrierOp : public CommunicationOp {
   using CommunicationOp::CommunicationOp;
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
-    launch_last(ctx, endpoint, make_request(whale::OpKind::kBarrier, tensorflow::DT_UINT8, ""), {}, 0, nullptr, std::move(done));
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+    launch_last(ctx, group, make_request(whale::OpKind::kBarrier, tensorflow::DT_UINT8, ""), std::move(done));
   }
 };
 
 class CheckOp : public CommunicationOp {
  public:
   explicit CheckOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("fingerprint", &fingerprint_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("what", &what_));
+    read(ctx, "fingerprint", &fingerprint_, "what", &what_);
   }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     launch_with(
-        ctx, endpoint,
-        [this, endpoint](uint64_t id, whale::BytesCallback finished) {
+        ctx, group,
+        [this, endpoint = group.endpoint](uint64_t id, whale::BytesCallback finished) {
           whale::gather_bytes(endpoint, id, key(), "fingerprints", "", ranks(), fingerprint_ + '\0' + what_, std::move(finished));
         },
-        [this, ctx, endpoint, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
+        [this, ctx, endpoint = group.endpoint, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
           whale::Status outcome = status;
           if (status.ok()) outcome = compare(parts);
           // Every rank of the group sees the difference; the abort reaches those that are not in it.
           if (status.ok() && !outcome.ok()) endpoint->abort(outcome);
-          if (!outcome.ok()) ctx->SetStatus(to_tensorflow(outcome));
-          done();
+          end(ctx, outcome, done);
         });
   }
 

@@ -1,8 +1,6 @@
 // AllReduce, in the host's memory and in a device's, and ReduceScatter.
-#include <cstring>
 #include <mutex>
 
-#include "tensorflow/core/framework/cancellation.h"
 #include "whale_ops/core/collective/reduce.h"
 #include "whale_ops/core/device/device_rank.h"
 #include "whale_ops/ops/common.h"
@@ -50,30 +48,29 @@ class ShapeText {
   std::string text_;
 };
 
-// The reduction, T and wire_dtype of a kernel that reduces tensors.
-absl::Status read_attributes(OpKernelConstruction* ctx, whale::Reduction* reduction, DataType* dtype, DataType* wire_dtype) {
-  std::string name, wire, key;
-  TF_RETURN_IF_ERROR(ctx->GetAttr("reduction", &name));
-  TF_RETURN_IF_ERROR(parse_reduction(name, reduction));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("T", dtype));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("wire_dtype", &wire));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("key", &key));
-  if (!wire.empty() && *dtype != tensorflow::DT_FLOAT) {
-    return absl::InvalidArgumentError(absl::StrCat("AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
-                                                   tensorflow::DataTypeString(*dtype), "; expected float32 tensors"));
+// What kernels that add up tensors are told: how, of which dtype, and of which one while they travel.
+struct Reducing {
+  explicit Reducing(OpKernelConstruction* ctx) {
+    std::string wire, key;
+    read_reduction(ctx, &reduction);
+    read(ctx, "T", &dtype, "wire_dtype", &wire, "key", &key);
+    OP_REQUIRES(ctx, wire.empty() || dtype == tensorflow::DT_FLOAT,
+                absl::InvalidArgumentError(absl::StrCat("AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
+                                                        tensorflow::DataTypeString(dtype), "; expected float32 tensors")));
+    wire_dtype = wire.empty() ? dtype : wire == "float16" ? tensorflow::DT_HALF : tensorflow::DT_BFLOAT16;
   }
-  *wire_dtype = wire.empty() ? *dtype : wire == "float16" ? tensorflow::DT_HALF : tensorflow::DT_BFLOAT16;
-  return absl::OkStatus();
-}
+
+  whale::Reduction reduction = whale::Reduction::kSum;
+  DataType dtype = tensorflow::DT_INVALID;
+  DataType wire_dtype = tensorflow::DT_INVALID;
+};
 
 class AllReduceOp : public CommunicationOp {
  public:
-  explicit AllReduceOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    OP_REQUIRES_OK(ctx, read_attributes(ctx, &reduction_, &dtype_, &wire_dtype_));
-  }
+  explicit AllReduceOp(OpKernelConstruction* ctx) : CommunicationOp(ctx), reducing_(ctx) {}
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     const int n = ctx->num_inputs() - 1;
     int64_t elements = 0;
     std::string text = shapes_.of(ctx, 1, n);
@@ -90,47 +87,45 @@ class AllReduceOp : public CommunicationOp {
       OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output), done);
       outputs[i] = *output;
     }
-    whale::Request request = make_request(whale::OpKind::kAllReduce, wire_dtype_, std::move(text));
-    request.reduction = reduction_;
+    whale::Request request = make_request(whale::OpKind::kAllReduce, reducing_.wire_dtype, std::move(text));
+    request.reduction = reducing_.reduction;
     request.counts = {elements};
-    if (wire_dtype_ == dtype_) {
+    if (reducing_.wire_dtype == reducing_.dtype) {
       for (int i = 0; i < n; ++i) {
         if (outputs[i].NumElements() == 0) continue;
         request.pieces.push_back({sources[i], data_of(outputs[i]), outputs[i].NumElements()});
         if (sources[i] != data_of(outputs[i])) outputs.push_back(ctx->input(i + 1));
       }
-      launch_last(ctx, endpoint, std::move(request), std::move(outputs), 0, nullptr, std::move(done));
-      return;
+      request.owner = owner_of(std::move(outputs));
+      return launch_last(ctx, group, std::move(request), std::move(done));
     }
     // What goes out in another dtype than the tensors have goes through a buffer that is reused from step to step.
     const int64_t bytes = elements * static_cast<int64_t>(request.element_bytes);
     Tensor staging;
     OP_REQUIRES_OK_ASYNC(ctx, take_staging(ctx, bytes, &staging), done);
     char* position = data_of(staging);
-    for (int i = 0; i < n; ++i) {
-      position += pack(sources[i], outputs[i], position);
-    }
+    for (int i = 0; i < n; ++i) position += pack(sources[i], outputs[i], position);
     request.input = request.output = data_of(staging);
-    std::vector<Tensor> tensors = together(staging);
+    request.owner = owner_of(staging);
     std::function<void()> finish = [this, staging = std::move(staging), outputs = std::move(outputs)] {
       const char* from = data_of(staging);
       for (const Tensor& output : outputs) from += unpack(from, output);
       give_staging(staging);
     };
-    launch_last(ctx, endpoint, std::move(request), std::move(tensors), bytes, std::move(finish), std::move(done));
+    launch_last(ctx, group, std::move(request), std::move(done), bytes, std::move(finish));
   }
 
  private:
   // Bytes of the tensor on the wire, which are at `wire` afterwards.
   size_t pack(const char* source, const Tensor& like, char* wire) const {
     const auto elements = static_cast<size_t>(like.NumElements());
-    whale::narrow_floats(to_core(wire_dtype_), reinterpret_cast<const float*>(source), wire, elements);
-    return elements * static_cast<size_t>(tensorflow::DataTypeSize(wire_dtype_));
+    whale::narrow_floats(to_core(reducing_.wire_dtype), reinterpret_cast<const float*>(source), wire, elements);
+    return elements * static_cast<size_t>(tensorflow::DataTypeSize(reducing_.wire_dtype));
   }
   size_t unpack(const char* wire, const Tensor& output) const {
     const auto elements = static_cast<size_t>(output.NumElements());
-    whale::widen_floats(to_core(wire_dtype_), wire, reinterpret_cast<float*>(data_of(output)), elements);
-    return elements * static_cast<size_t>(tensorflow::DataTypeSize(wire_dtype_));
+    whale::widen_floats(to_core(reducing_.wire_dtype), wire, reinterpret_cast<float*>(data_of(output)), elements);
+    return elements * static_cast<size_t>(tensorflow::DataTypeSize(reducing_.wire_dtype));
   }
   absl::Status take_staging(OpKernelContext* ctx, int64_t bytes, Tensor* staging) {
     {
@@ -148,9 +143,7 @@ class AllReduceOp : public CommunicationOp {
     free_.push_back(staging);
   }
 
-  DataType dtype_;
-  DataType wire_dtype_;
-  whale::Reduction reduction_ = whale::Reduction::kSum;
+  const Reducing reducing_;
   ShapeText shapes_;
   std::mutex mutex_;  // guards what follows
   std::vector<Tensor> free_;
@@ -159,11 +152,9 @@ class AllReduceOp : public CommunicationOp {
 // The same in a device's memory, which takes part by its rank's DeviceRank.
 class DeviceAllReduceOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit DeviceAllReduceOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx), placed_on_(ctx->device_type().type_string()) {
-    OP_REQUIRES_OK(ctx, read_attributes(ctx, &reduction_, &dtype_, &wire_dtype_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("communicator", &communicator_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &rank_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("key", &key_));
+  explicit DeviceAllReduceOp(OpKernelConstruction* ctx)
+      : AsyncOpKernel(ctx), placed_on_(ctx->device_type().type_string()), reducing_(ctx) {
+    read(ctx, "communicator", &communicator_, "rank", &rank_, "key", &key_);
   }
   bool IsExpensive() override { return false; }
 
@@ -177,9 +168,9 @@ class DeviceAllReduceOp : public tensorflow::AsyncOpKernel {
                           device->device().kind(), "; compute the step there (remove tf.device), or leave communication.backend out")),
                       done);
     const int n = ctx->num_inputs();
-    const std::string text = absl::StrCat(whale::name_of(reduction_), " of ", tensorflow::DataTypeString(dtype_), " as ",
-                                          tensorflow::DataTypeString(wire_dtype_), ": ", shapes_.of(ctx, 0, n));
-    whale::DeviceReduction what{{}, to_core(dtype_), to_core(wire_dtype_), reduction_};
+    const std::string text = absl::StrCat(whale::name_of(reducing_.reduction), " of ", tensorflow::DataTypeString(reducing_.dtype), " as ",
+                                          tensorflow::DataTypeString(reducing_.wire_dtype), ": ", shapes_.of(ctx, 0, n));
+    whale::DeviceReduction what{{}, to_core(reducing_.dtype), to_core(reducing_.wire_dtype), reducing_.reduction};
     for (int i = 0; i < n; ++i) {
       const Tensor& input = ctx->input(i);  // not kept: a second reference would keep its memory from being taken over below
       const TensorShape shape = input.shape();
@@ -192,16 +183,13 @@ class DeviceAllReduceOp : public tensorflow::AsyncOpKernel {
     // when they are written: what does not depend on them is computed meanwhile.
     const auto* context = ctx->op_device_context();
     void* stream = context == nullptr || context->stream() == nullptr ? nullptr : context->stream()->platform_specific_handle().stream;
-    tensorflow::CancellationManager* manager = ctx->cancellation_manager();
-    const tensorflow::CancellationToken token = manager == nullptr ? 0 : manager->get_cancellation_token();
+    const Cancellation cancellation(ctx);
     const auto cancelled = whale::Status::Error(whale::Code::kCancelled, "TensorFlow cancelled the step in AllReduce '" + key_ + "'");
-    const bool registered =
-        manager == nullptr || manager->RegisterCallback(token, [endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
-    OP_REQUIRES_ASYNC(ctx, registered, to_tensorflow(cancelled), done);
-    device->all_reduce(key_, text, std::move(what), stream, [ctx, manager, token, done](const whale::Status& outcome) {
-      if (manager != nullptr) manager->TryDeregisterCallback(token);
-      if (!outcome.ok()) ctx->SetStatus(to_tensorflow(outcome));
-      done();
+    const bool attached = cancellation.attach([endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
+    OP_REQUIRES_ASYNC(ctx, attached, to_tensorflow(cancelled), done);
+    device->all_reduce(key_, text, std::move(what), stream, [ctx, cancellation, done](const whale::Status& outcome) {
+      cancellation.detach();
+      end(ctx, outcome, done);
     });
   }
 
@@ -209,60 +197,47 @@ class DeviceAllReduceOp : public tensorflow::AsyncOpKernel {
   const std::string placed_on_;
   std::string communicator_, key_;
   int rank_ = 0;
-  DataType dtype_;
-  DataType wire_dtype_;
-  whale::Reduction reduction_ = whale::Reduction::kSum;
+  const Reducing reducing_;
   ShapeText shapes_;
 };
 
-class ReduceScatterOp : public CommunicationOp {
+class ReduceScatterOp : public TensorOp {
  public:
-  explicit ReduceScatterOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
-    std::string reduction;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("reduction", &reduction));
-    OP_REQUIRES_OK(ctx, parse_reduction(reduction, &reduction_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("axis", &axis_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &sizes_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+  explicit ReduceScatterOp(OpKernelConstruction* ctx) : TensorOp(ctx) {
+    read_reduction(ctx, &reduction_);
+    read(ctx, "axis", &axis_, "sizes", &sizes_);
   }
 
  protected:
-  void start(OpKernelContext* ctx, const EndpointPtr& endpoint, DoneCallback done) override {
+  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     const Tensor& input = ctx->input(1);
-    int64_t sum = 0;
-    for (const int64_t size : sizes_) sum += size;
     OP_REQUIRES_ASYNC(ctx,
-                      axis_ >= 0 && axis_ < input.dims() && sizes_.size() == group_size(*endpoint) && input.dim_size(axis_) == sum,
+                      axis_ >= 0 && axis_ < input.dims() && sizes_.size() == group.size && input.dim_size(axis_) == total(sizes_),
                       absl::InvalidArgumentError(absl::StrCat(
-                          "ReduceScatter '", key(), "' on rank ", endpoint->rank(), ": input of shape ", input.shape().DebugString(),
-                          ", axis ", axis_, ", sizes ", join_sizes(sizes_), " for ", group_size(*endpoint),
+                          "ReduceScatter '", key(), "' on rank ", group.endpoint->rank(), ": input of shape ", input.shape().DebugString(),
+                          ", axis ", axis_, ", sizes ", join_sizes(sizes_), " for ", group.size,
                           " ranks; expected one size per rank that add up to the input's dimension")),
                       done);
-    const int index = group_index(*endpoint);
     TensorShape shape = input.shape();
-    shape.set_dim(axis_, sizes_[index]);
+    shape.set_dim(axis_, sizes_[group.index]);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, shape, &output), done);
-    const AxisView view = view_around(input.shape(), axis_);
-    whale::Request request = make_request(
-        whale::OpKind::kReduceScatter, dtype_,
-        absl::StrCat(input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_)));
+    const AxisView view(input.shape(), axis_);
+    whale::Request request = request_of(whale::OpKind::kReduceScatter,
+                                        absl::StrCat(input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_)));
     request.reduction = reduction_;
-    for (const int64_t size : sizes_) request.counts.push_back(view.outer * size * view.inner);
-    Tensor parts = input;
-    if (view.outer > 1) {
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype_, TensorShape({input.NumElements()}), &parts), done);
-      pack_parts(data_of(input), data_of(parts), view.outer, sizes_, view.inner * static_cast<int64_t>(request.element_bytes));
-    }
+    request.counts = view.counts(sizes_);
+    Tensor parts;
+    OP_REQUIRES_OK_ASYNC(ctx, in_parts(ctx, input, view, sizes_, &parts), done);
     request.input = data_of(parts);
     request.output = data_of(*output);
-    launch_last(ctx, endpoint, std::move(request), together(*output, std::move(parts)), 0, nullptr, std::move(done));
+    request.owner = owner_of(*output, std::move(parts));
+    launch_last(ctx, group, std::move(request), std::move(done));
   }
 
  private:
   int axis_ = 0;
   std::vector<int64_t> sizes_;
-  DataType dtype_;
   whale::Reduction reduction_ = whale::Reduction::kSum;
 };
 

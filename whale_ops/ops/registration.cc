@@ -1,7 +1,11 @@
 // Names, attributes and shape functions of the ops. All are stateful; those that communicate take the communicator's handle first.
+#include <algorithm>
+#include <vector>
+
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "whale_ops/ops/parts.h"
 
 namespace whale_ops {
 namespace {
@@ -14,69 +18,69 @@ constexpr char kReduction[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'"
 constexpr char kReducible[] =
     "T: {half, bfloat16, float, double, int8, int16, int32, int64, uint8, uint16, uint32, uint64, bool, complex64, complex128}";
 
-int64_t total(const std::vector<int64_t>& sizes) {
-  int64_t sum = 0;
-  for (const int64_t size : sizes) sum += size;
-  return sum;
-}
+// A dimension of the input and its division among the ranks, as two attributes say.
+struct Division {
+  const char* axis_name;
+  const char* sizes_name;
+  int64_t axis = 0;
+  std::vector<int64_t> sizes = {};
 
-// A rank's own share along an axis: known when all shares are equal.
-DimensionHandle share(InferenceContext* c, const std::vector<int64_t>& sizes) {
-  for (const int64_t size : sizes) {
-    if (size != sizes[0]) return c->UnknownDim();
-  }
-  return sizes.empty() ? c->UnknownDim() : c->MakeDim(sizes[0]);
-}
-
-absl::Status check_axis(InferenceContext* c, const char* name, int64_t axis) {
-  const int32_t rank = c->Rank(c->input(1));
-  if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
-    return absl::InvalidArgumentError(absl::StrCat(name, " is ", axis, " for an input of shape ", c->DebugString(c->input(1)),
-                                                   "; expected a dimension of the input, counted from 0"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status check_sizes(const char* name, const std::vector<int64_t>& sizes) {
-  for (const int64_t size : sizes) {
-    if (size < 0) {
-      return absl::InvalidArgumentError(absl::StrCat(name, " contains ", size, "; expected one size >= 0 per rank"));
+  absl::Status read(InferenceContext* c) {
+    TF_RETURN_IF_ERROR(c->GetAttr(axis_name, &axis));
+    TF_RETURN_IF_ERROR(c->GetAttr(sizes_name, &sizes));
+    const int32_t rank = c->Rank(c->input(1));
+    if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
+      return absl::InvalidArgumentError(absl::StrCat(axis_name, " is ", axis, " for an input of shape ", c->DebugString(c->input(1)),
+                                                     "; expected a dimension of the input, counted from 0"));
     }
+    for (const int64_t size : sizes) {
+      if (size < 0) {
+        return absl::InvalidArgumentError(absl::StrCat(sizes_name, " contains ", size, "; expected one size >= 0 per rank"));
+      }
+    }
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
-}
 
-absl::Status replace_dim(InferenceContext* c, ShapeHandle shape, int64_t axis, DimensionHandle dim, ShapeHandle* out) {
-  if (!c->RankKnown(shape)) {
+  // A rank's own share: known when all shares are equal.
+  DimensionHandle share(InferenceContext* c) const {
+    for (const int64_t size : sizes) {
+      if (size != sizes[0]) return c->UnknownDim();
+    }
+    return sizes.empty() ? c->UnknownDim() : c->MakeDim(sizes[0]);
+  }
+
+  // The input's dimension must be the sum of the sizes.
+  absl::Status check_whole(InferenceContext* c) const {
+    const DimensionHandle dim = of_input(c);
+    if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
+      return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(c->input(1)),
+                                                     " has ", c->Value(dim), " elements, ", sizes_name, " add up to ", total(sizes),
+                                                     "; give sizes that add up to the input's dimension"));
+    }
+    return absl::OkStatus();
+  }
+
+  // The input's dimension must be one rank's size.
+  absl::Status check_part(InferenceContext* c) const {
+    const DimensionHandle dim = of_input(c);
+    if (sizes.empty() || !c->ValueKnown(dim)) return absl::OkStatus();
+    if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end()) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(c->input(1)),
+                                                   " is none of ", sizes_name, "; give each rank's own size"));
+  }
+
+  // The shape with another dimension in its place.
+  absl::Status replace(InferenceContext* c, ShapeHandle shape, DimensionHandle dim, ShapeHandle* out) const {
+    if (c->RankKnown(shape)) return c->ReplaceDim(shape, axis, dim, out);
     *out = c->UnknownShape();
     return absl::OkStatus();
   }
-  return c->ReplaceDim(shape, axis, dim, out);
-}
 
-// The input's dimension along `axis` must be the sum of the sizes.
-absl::Status check_whole(InferenceContext* c, int64_t axis, const char* name, const std::vector<int64_t>& sizes) {
-  if (!c->RankKnown(c->input(1))) return absl::OkStatus();
-  const DimensionHandle dim = c->Dim(c->input(1), axis);
-  if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
-    return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(c->input(1)),
-                                                   " has ", c->Value(dim), " elements, ", name, " add up to ", total(sizes),
-                                                   "; give sizes that add up to the input's dimension"));
+ private:
+  DimensionHandle of_input(InferenceContext* c) const {
+    return c->RankKnown(c->input(1)) ? c->Dim(c->input(1), axis) : c->UnknownDim();
   }
-  return absl::OkStatus();
-}
-
-// The input's dimension along `axis` must be one rank's size.
-absl::Status check_part(InferenceContext* c, int64_t axis, const char* name, const std::vector<int64_t>& sizes) {
-  if (!c->RankKnown(c->input(1)) || sizes.empty()) return absl::OkStatus();
-  const DimensionHandle dim = c->Dim(c->input(1), axis);
-  if (!c->ValueKnown(dim)) return absl::OkStatus();
-  for (const int64_t size : sizes) {
-    if (size == c->Value(dim)) return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(c->input(1)),
-                                                 " is none of ", name, "; give each rank's own size"));
-}
+};
 
 absl::Status same_shapes(InferenceContext* c) {
   for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->input(i + 1));
@@ -84,80 +88,53 @@ absl::Status same_shapes(InferenceContext* c) {
 }
 
 absl::Status all_gather_shape(InferenceContext* c) {
-  int64_t axis;
-  std::vector<int64_t> sizes;
-  TF_RETURN_IF_ERROR(c->GetAttr("axis", &axis));
-  TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
-  TF_RETURN_IF_ERROR(check_axis(c, "axis", axis));
-  TF_RETURN_IF_ERROR(check_sizes("sizes", sizes));
-  TF_RETURN_IF_ERROR(check_part(c, axis, "sizes", sizes));
+  Division division{"axis", "sizes"};
+  TF_RETURN_IF_ERROR(division.read(c));
+  TF_RETURN_IF_ERROR(division.check_part(c));
   ShapeHandle out;
-  const DimensionHandle dim = sizes.empty() ? c->UnknownDim() : c->MakeDim(total(sizes));
-  TF_RETURN_IF_ERROR(replace_dim(c, c->input(1), axis, dim, &out));
+  const DimensionHandle dim = division.sizes.empty() ? c->UnknownDim() : c->MakeDim(total(division.sizes));
+  TF_RETURN_IF_ERROR(division.replace(c, c->input(1), dim, &out));
   c->set_output(0, out);
   return absl::OkStatus();
 }
 
 absl::Status reduce_scatter_shape(InferenceContext* c) {
-  int64_t axis;
-  std::vector<int64_t> sizes;
-  TF_RETURN_IF_ERROR(c->GetAttr("axis", &axis));
-  TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
-  TF_RETURN_IF_ERROR(check_axis(c, "axis", axis));
-  TF_RETURN_IF_ERROR(check_sizes("sizes", sizes));
-  TF_RETURN_IF_ERROR(check_whole(c, axis, "sizes", sizes));
+  Division division{"axis", "sizes"};
+  TF_RETURN_IF_ERROR(division.read(c));
+  TF_RETURN_IF_ERROR(division.check_whole(c));
   ShapeHandle out;
-  TF_RETURN_IF_ERROR(replace_dim(c, c->input(1), axis, share(c, sizes), &out));
+  TF_RETURN_IF_ERROR(division.replace(c, c->input(1), division.share(c), &out));
   c->set_output(0, out);
   return absl::OkStatus();
 }
 
 absl::Status all_to_all_shape(InferenceContext* c) {
-  int64_t split_axis, concat_axis;
-  std::vector<int64_t> split_sizes, concat_sizes;
-  TF_RETURN_IF_ERROR(c->GetAttr("split_axis", &split_axis));
-  TF_RETURN_IF_ERROR(c->GetAttr("concat_axis", &concat_axis));
-  TF_RETURN_IF_ERROR(c->GetAttr("split_sizes", &split_sizes));
-  TF_RETURN_IF_ERROR(c->GetAttr("concat_sizes", &concat_sizes));
-  TF_RETURN_IF_ERROR(check_axis(c, "split_axis", split_axis));
-  TF_RETURN_IF_ERROR(check_axis(c, "concat_axis", concat_axis));
-  TF_RETURN_IF_ERROR(check_sizes("split_sizes", split_sizes));
-  TF_RETURN_IF_ERROR(check_sizes("concat_sizes", concat_sizes));
-  if (split_axis == concat_axis || split_sizes.size() != concat_sizes.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("split_axis is ", split_axis, " with ", split_sizes.size(), " sizes, concat_axis is ",
-                                                   concat_axis, " with ", concat_sizes.size(),
+  Division split{"split_axis", "split_sizes"}, concat{"concat_axis", "concat_sizes"};
+  TF_RETURN_IF_ERROR(split.read(c));
+  TF_RETURN_IF_ERROR(concat.read(c));
+  if (split.axis == concat.axis || split.sizes.size() != concat.sizes.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("split_axis is ", split.axis, " with ", split.sizes.size(), " sizes, concat_axis is ",
+                                                   concat.axis, " with ", concat.sizes.size(),
                                                    "; expected two different dimensions and one size per rank for both"));
   }
-  TF_RETURN_IF_ERROR(check_whole(c, split_axis, "split_sizes", split_sizes));
-  TF_RETURN_IF_ERROR(check_part(c, concat_axis, "concat_sizes", concat_sizes));
+  TF_RETURN_IF_ERROR(split.check_whole(c));
+  TF_RETURN_IF_ERROR(concat.check_part(c));
   ShapeHandle out;
-  TF_RETURN_IF_ERROR(replace_dim(c, c->input(1), split_axis, share(c, split_sizes), &out));
-  TF_RETURN_IF_ERROR(replace_dim(c, out, concat_axis, c->MakeDim(total(concat_sizes)), &out));
+  TF_RETURN_IF_ERROR(split.replace(c, c->input(1), split.share(c), &out));
+  TF_RETURN_IF_ERROR(concat.replace(c, out, c->MakeDim(total(concat.sizes)), &out));
   c->set_output(0, out);
   return absl::OkStatus();
 }
 
-absl::Status broadcast_shape(InferenceContext* c) {
+// The outputs' shapes, one by one from the attribute `shapes`; not known where that is empty and may be. `outputs`, `advice`: words
+// of the error about another number of them.
+absl::Status given_shapes(InferenceContext* c, bool may_be_empty, const char* outputs, const char* advice) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
-  if (!shapes.empty() && static_cast<int>(shapes.size()) != c->num_outputs()) {
-    return absl::InvalidArgumentError(absl::StrCat("shapes has ", shapes.size(), " entries for ", c->num_outputs(),
-                                                   " inputs; give one shape per input, or none"));
-  }
-  for (int i = 0; i < c->num_outputs(); ++i) {
-    ShapeHandle out = c->UnknownShape();
-    if (!shapes.empty()) TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &out));
-    c->set_output(i, out);
-  }
-  return absl::OkStatus();
-}
-
-absl::Status call_shapes(InferenceContext* c) {
-  std::vector<tensorflow::PartialTensorShape> shapes;
-  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+  if (shapes.empty() && may_be_empty) return tensorflow::shape_inference::UnknownShape(c);
   if (static_cast<int>(shapes.size()) != c->num_outputs()) {
-    return absl::InvalidArgumentError(absl::StrCat("shapes has ", shapes.size(), " entries for ", c->num_outputs(),
-                                                   " results; give one shape per result"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("shapes has ", shapes.size(), " entries for ", c->num_outputs(), " ", outputs, "; ", advice));
   }
   for (int i = 0; i < c->num_outputs(); ++i) {
     ShapeHandle out;
@@ -166,6 +143,10 @@ absl::Status call_shapes(InferenceContext* c) {
   }
   return absl::OkStatus();
 }
+
+absl::Status broadcast_shape(InferenceContext* c) { return given_shapes(c, true, "inputs", "give one shape per input, or none"); }
+
+absl::Status call_shapes(InferenceContext* c) { return given_shapes(c, false, "results", "give one shape per result"); }
 
 absl::Status recv_shape(InferenceContext* c) {
   tensorflow::PartialTensorShape shape;
