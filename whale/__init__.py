@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
+    from whale.frontends.keras.distribute import distribute as distribute
     from whale.runtime.checkpoint.export import export as export
     from whale.runtime.checkpoint.manager import CheckpointManager as CheckpointManager
     from whale.runtime.function import function as function
@@ -50,10 +51,11 @@ if TYPE_CHECKING:
     from whale.started import restarts as restarts
 
 _PUBLIC = {
-    "init": "whale.runtime.run.start",
+    "init": "whale.frontends.start",
     "rank": "whale.runtime.run.context",
     "size": "whale.runtime.run.context",
     "local_rank": "whale.runtime.run.context",
+    "distribute": "whale.frontends.keras.distribute",
     "shutdown": "whale.runtime.run.start",
     "check_replicas": "whale.runtime.run.start",
     "restarts": "whale.started",

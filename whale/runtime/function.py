@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,12 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.micro import CALL
+from whale.passes.facts.stages import has_stages
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.stage_groups import uses_of_stage_groups
 from whale.runtime.input.local_batches import local_arguments
+from whale.runtime.input.whole_batch import whole_batch
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current, unique
@@ -41,12 +43,25 @@ from whale_ops.memory import trim
 
 @dataclass(frozen=True)
 class _Step:
-    """One compiled specialisation: what to call and with what, and how long making it took after tracing."""
+    """One compiled specialisation: what to call and with what, and how long making it took after tracing.
+
+    ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
+    """
 
     call: Callable[[list[Any]], Any]
     captured: Captured
     compiled: Compiled
     seconds: Mapping[str, float]
+    gathers: bool
+
+    def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
+        """What the lowered step takes of the tensors of a call."""
+        if not self.gathers:
+            return [_own_rows(t, context) for t in tensors]
+        return [
+            whole_batch(t, name, context) if type(t) is ShardedTensor and _own_rows(t, context) is not t else t
+            for name, t in zip(self.captured.inputs, tensors)
+        ]
 
 
 class Function:
@@ -83,7 +98,7 @@ class Function:
             except AttributeError:
                 quick = step = None
             if step is not None:
-                return step.call([_own_rows(a, context) for a in args])
+                return step.call(step.own(args, context))
         arguments = take_apart(self._python_function, args, kwargs)
         step = self._steps.get(arguments.key)
         if step is None:
@@ -158,7 +173,11 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
       ProgramError: the ranks call different steps, or the step cannot be captured.
       PlanError: the batch cannot be split as asked.
     """
-    return functools.partial(function) if fn is None else Function(fn)
+    if fn is None:
+        return functools.partial(function)
+    if isinstance(fn, Function) or hasattr(fn, "_whale_run"):  # its steps are spread already
+        return fn
+    return Function(fn)
 
 
 @contextlib.contextmanager
@@ -175,7 +194,7 @@ def _tensors(arguments: Arguments, step: _Step, context: Context) -> list[Any]:
     specs = step.captured.function.structured_input_signature[0]
     return [
         t if isinstance(t, tf.Tensor) else tf.convert_to_tensor(t, dtype=spec.dtype)
-        for t, spec in zip((_own_rows(t, context) for t in arguments.tensors), specs)
+        for t, spec in zip(step.own(arguments.tensors, context), specs)
     ]
 
 
@@ -215,6 +234,11 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
         )
     captured = _with_scopes(captured)
     local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
+    # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
+    gathers = bool(local) and has_stages(captured.program)
+    if gathers:
+        local = {}
+        context.stages_seen = True
 
     def marked() -> Program:
         with captures_steps():
@@ -236,7 +260,7 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
         call = _callable(captured, compiled, context, uses)
     trim()
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
-    return _Step(call, captured, compiled, seconds)
+    return _Step(call, captured, compiled, seconds, gathers)
 
 
 def _with_scopes(captured: Captured) -> Captured:

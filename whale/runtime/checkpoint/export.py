@@ -12,12 +12,11 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
+from whale.runtime.checkpoint.gathering import whole_on_first_rank
 from whale.runtime.function import Function, captures_steps
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
-from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
-from whale.runtime.variables.deferred import make_whole
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
@@ -51,19 +50,15 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
         )
     with span(context.trace, "export", "checkpoint"):
         failure: Exception | None = None
-        gathered: list[Any] = []
         try:
             with captures_steps():
                 module = _module_of(what, specs) if is_function else what
-            gathered = _gather(module, context)
-            if context.rank == 0:
-                with captures_steps():
-                    _write(module, directory)
+            with whole_on_first_rank(ObjectGraphView(module).breadth_first_traversal()[0], context):
+                if context.rank == 0:
+                    with captures_steps():
+                        _write(module, directory)
         except (OSError, tf.errors.OpError) as error:
             failure = error
-        finally:
-            for variable in gathered:
-                variable._whale_parts.settle()
         _tell(failure, directory, context)
 
 
@@ -76,24 +71,6 @@ def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
     module.serve = tf.function(python_function, input_signature=list(specs), autograph=True)
     module.used = list(module.serve.get_concrete_function().graph.variables)
     return module
-
-
-def _gather(module: Any, context: Context) -> list[Any]:
-    """Whole values of the variables that lie split, on the first rank; returns these variables. Those of stages too."""
-    found: list[Any] = []
-    of_stages: list[Any] = []
-    for trackable in ObjectGraphView(module).breadth_first_traversal()[0]:
-        variable = variable_of(trackable)
-        make_whole(variable)  # if no step has used it
-        if variable is not None:
-            of_stages.append(variable)
-        if lies_split(variable) and not any(variable is other for other in found):
-            whole = variable._whale_parts.whole()
-            if context.rank == 0:
-                found.append(variable)
-                variable._whale_parts.hold(whole)
-    context.variables.bring_home(of_stages, context)
-    return found
 
 
 def _write(module: Any, directory: str) -> None:

@@ -35,12 +35,16 @@ Element = Any  # a structure of tensors, as the dataset yields it
 class ShardedDataset:
     """What ``shard`` returns: an iterable over batches; each iteration starts the dataset anew.
 
+    Args:
+      by: as of ``shard``.
+      told: whether the first rank says so where every rank reads all rows.
+
     Attributes:
       report: how the rows come to this rank, in one sentence.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, context: Context, by: str) -> None:
-        self._whole, self._context, self._by = dataset, context, by
+    def __init__(self, dataset: tf.data.Dataset, context: Context, by: str, told: bool = True) -> None:
+        self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
         self._own: OwnRows | None = None
         self._read: tf.data.Dataset = dataset
@@ -63,6 +67,11 @@ class ShardedDataset:
             reproducible="a shuffle without a seed" if shuffles_freely(dataset) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
         )
+
+    @property
+    def whole(self) -> tf.data.Dataset:
+        """The dataset of whole batches."""
+        return self._whole
 
     @property
     def element_spec(self) -> Any:
@@ -105,7 +114,7 @@ class ShardedDataset:
         except Unknown as reason:
             refuse_other_orders(self._whole)
             text = f"every rank reads all rows and keeps its own: {reason}"
-            if rank == 0:
+            if rank == 0 and self._told:
                 sys.stderr.write(f"whale: wh.shard: {text}\n")
             return text
         refuse_other_orders(self._whole, own.reseeded)
@@ -137,7 +146,10 @@ class ShardedDataset:
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
         rank, batches = self._context.rank, own.batch_sizes()
         before = sum(self._shares(rows)[rank] > 0 for rows in itertools.islice(batches, start))
-        rows_read = iter(_without(self._read, before))
+        return self._of_own_rows(iter(_without(self._read, before)), batches)
+
+    def _of_own_rows(self, rows_read: Iterator[Any], batches: Iterator[int]) -> Iterator[Element]:
+        rank = self._context.rank
         for rows in batches:
             sizes = self._shares(rows)
             if sizes[rank]:
@@ -147,8 +159,11 @@ class ShardedDataset:
             yield self._element([ShardedTensor(t, sizes, rank) for t in local])
 
     def _cut_elements(self, start: int) -> Iterator[Element]:
+        return self._cut(iter(_without(self._read, start)))
+
+    def _cut(self, elements: Iterator[Any]) -> Iterator[Element]:
         rank = self._context.rank
-        for element in _without(self._read, start):
+        for element in elements:
             leaves = tf.nest.flatten(element)
             rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
             if rows is None:
@@ -185,8 +200,10 @@ class ShardedDataset:
 
     def _elements_of_files(self, start: int) -> Iterator[Element]:
         """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
+        return self._of_files(iter(_without(self._read, start)))
+
+    def _of_files(self, own: Iterator[Any]) -> Iterator[Element]:
         rank, names = self._context.rank, [s.name or f"value {i}" for i, s in enumerate(self._leaves)]
-        own = iter(_without(self._read, start))
         local: list[Any] | None = []
         while True:
             try:

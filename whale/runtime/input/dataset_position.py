@@ -50,13 +50,15 @@ class ShardedIterator(Trackable):
         return self
 
     def __next__(self) -> Any:
-        if self._elements is None:
-            self._begin()
+        self.begin()
         element = next(self._elements)  # type: ignore[arg-type]
         self._position += 1
         return element
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begins now, if it has not: a shuffle that reshuffles goes on to its next order."""
+        if self._elements is not None:
+            return
         epochs = self._epochs
         if self._number is not None and epochs.reshuffles:
             if epochs.begun > self._number:

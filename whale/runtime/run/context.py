@@ -51,6 +51,7 @@ class Context(Ranks):
       elements: number of messages so far about what ranks read, equal on all ranks.
       scopes: paths of the scopes that are entered, the innermost last; scope_count: how many were entered so far.
       dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
+      stages_seen: whether a stage was: steps then take whole batches.
       predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
       offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
       loss_scale: of float16 steps; None before the first one.
@@ -69,6 +70,7 @@ class Context(Ranks):
     scopes: list[str] = field(default_factory=list)
     scope_count: int = 0
     dividing_scope_seen: bool = False
+    stages_seen: bool = False
     predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
     offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
     loss_scale: LossScale | None = None

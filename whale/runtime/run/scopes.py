@@ -141,8 +141,8 @@ def one_number(context: Context, paths: Iterable[str]) -> int:
 @contextmanager
 def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    # Numbered within a graph, so that tracing it again gives the same names.
-    number = getattr(graph, "_whale_scopes", 0) if graph is not None else context.scope_count
+    # Numbered within a graph, so that tracing it again gives the same names; behind those that layers were created in.
+    number = getattr(graph, "_whale_scopes", context.scope_count) if graph is not None else context.scope_count
     path = "/".join([*context.scopes[-1:], f"{kind}_{number}{settings}"])
     if graph is not None:
         graph._whale_scopes = number + 1
@@ -155,6 +155,7 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
         return variable
 
     context.dividing_scope_seen |= kind in ("split", "stage")
+    context.stages_seen |= kind == "stage"
     context.scopes.append(path)
     with ExitStack() as stack:
         stack.callback(context.scopes.pop)
@@ -181,6 +182,14 @@ def again() -> Iterator[None]:
             mark = {AGAIN: attr_value_pb2.AttrValue(b=True)}
             stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark))
         yield
+
+
+def joined_path(context: Context, path: str) -> str:
+    """The path of an earlier scope, of which code is built inside the scopes that are entered now."""
+    outer = "".join(context.scopes[-1:])
+    if not outer or outer == path or path.startswith(f"{outer}/"):
+        return path
+    return outer if stage_of(outer) and stage_of(path) else f"{outer}/{path}"
 
 
 @contextmanager

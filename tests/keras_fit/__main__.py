@@ -1,0 +1,37 @@
+"""Prints the table: ``python -m tests.keras_fit [--flavour tf_keras] [--ranks 2 4] [--plans ...] [--cases ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.keras_fit.cases import CASES, KERAS3_ONLY
+from tests.keras_fit.run import PLANS
+from tests.keras_fit.table import Row, compared, plain
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(prog="python -m tests.keras_fit")
+    arguments.add_argument("--flavour", default="keras", choices=("keras", "tf_keras"))
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
+    arguments.add_argument("--cases", nargs="+", choices=list(CASES))
+    asked = arguments.parse_args()
+    cases = asked.cases or [c for c in CASES if asked.flavour == "keras" or c not in KERAS3_ONLY]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        plain(asked.flavour, cases, Path(folder))
+        for ranks in asked.ranks:
+            for plan in asked.plans:
+                for row in compared(asked.flavour, plan, ranks, cases, Path(folder)):
+                    rows.append(row)
+                    said = f"{row.difference:.1e}  {row.where}" if not row.problem else row.problem[-600:]
+                    print(f"{'ok  ' if row.ok else 'NOT '} {row.ranks}  {row.plan:8} {row.case:24} {said}", flush=True)
+    print(f"{sum(row.ok for row in rows)} of {len(rows)} equal plain Keras to 1e-10")
+    return int(not all(row.ok for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Starts plain runs and runs under plans, and compares what they saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 1e-10
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case under a plan beside plain Keras.
+
+    Attributes:
+      difference: largest over all that was compared and all ranks, relative to the largest element of each value.
+      problem: what kept it from being compared; "" if nothing.
+    """
+
+    case: str
+    plan: str
+    ranks: int
+    difference: float = float("nan")
+    where: str = ""
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and self.difference <= LIMIT
+
+
+def plain(flavour: str, cases: Sequence[str], folder: Path, timeout_s: float = 900) -> None:
+    """Saves what plain Keras gives, in a process that never imports whale."""
+    command = [sys.executable, "-m", "tests.keras_fit.run", flavour, "plain", str(folder), *cases]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode != 0 or "cases done" not in done.stdout:
+        raise RuntimeError(f"plain Keras failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def compared(
+    flavour: str, plan: str, ranks: int, cases: Sequence[str], folder: Path, timeout_s: float = 900
+) -> list[Row]:
+    """The cases under a plan beside what ``plain`` saved."""
+    rows: list[Row] = []
+    rest = list(cases)
+    while rest:
+        said = _run(flavour, plan, ranks, rest, folder, timeout_s)
+        for i, name in enumerate(rest):
+            row = _row(name, plan, ranks, folder, said)
+            rows.append(row)
+            if row.problem:  # this one ended the run
+                rest = rest[i + 1 :]
+                break
+        else:
+            rest = []
+    return rows
+
+
+def _run(flavour: str, plan: str, ranks: int, cases: Sequence[str], folder: Path, timeout_s: float) -> str:
+    script = [str(ROOT / "tests/keras_fit/run.py"), flavour, plan, str(folder), *cases]
+    command = [sys.executable, "-m", "whale", "run", "-np", str(ranks), *script]
+    environment = _environment() | {"WHALE_TEST_RANKS": str(ranks)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return done.stdout + done.stderr
+
+
+def _environment() -> dict[str, str]:
+    added = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
+    return dict(os.environ) | added
+
+
+def _row(name: str, plan: str, ranks: int, folder: Path, said: str) -> Row:
+    reference = folder / f"plain_{name}" / "rank0.npz"
+    if not reference.exists():
+        return Row(name, plan, ranks, problem=f"plain: {(folder / f'plain_{name}' / 'rank0.json').read_text()}")
+    first = dict(np.load(reference, allow_pickle=False))
+    worst, where = 0.0, ""
+    for rank in range(ranks):
+        here = folder / f"{plan}_{name}"
+        if not (here / f"rank{rank}.npz").exists():
+            failed = here / f"rank{rank}.json"
+            text = json.loads(failed.read_text()) if failed.exists() else said[-1500:]
+            return Row(name, plan, ranks, problem=text)
+        other = dict(np.load(here / f"rank{rank}.npz", allow_pickle=False))
+        if sorted(first) != sorted(other):
+            return Row(name, plan, ranks, problem=f"other values: {sorted(set(first) ^ set(other))}")
+        for key, value in first.items():
+            if value.shape != other[key].shape:
+                return Row(name, plan, ranks, problem=f"{key} has shape {other[key].shape}, not {value.shape}")
+            gap = np.max(np.abs(value - other[key]), initial=0.0) / max(np.max(np.abs(value), initial=0.0), 1e-3)
+            if not gap <= worst:
+                worst, where = float(gap), f"{key}, rank {rank}"
+    return Row(name, plan, ranks, worst, where)

@@ -1,0 +1,115 @@
+"""A sample of the table, and what Keras users meet beside it. All of it: ``python -m tests.keras_fit``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.keras_fit.table import compared, plain
+from tests.launcher.helpers import Launcher
+
+KERAS = {
+    "replica": ["arrays", "two_inputs_two_outputs", "own_steps", "dataset", "steering_callbacks", "interrupted"],
+    "zero": ["saved_and_loaded", "steering_callbacks"],
+    "stages": ["attention", "saved_and_loaded"],
+    "split": ["attention", "steering_callbacks"],
+    "auto": ["own_steps"],
+}
+TF_KERAS = {"replica": ["arrays", "dataset", "two_inputs_two_outputs", "steering_callbacks", "saved_and_loaded"]}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with what plain Keras gives."""
+    found = {}
+    for flavour, plans in (("keras", KERAS), ("tf_keras", TF_KERAS)):
+        found[flavour] = tmp_path_factory.mktemp(flavour)
+        plain(flavour, sorted({c for cases in plans.values() for c in cases}), found[flavour])
+    return found
+
+
+@pytest.mark.parametrize("flavour, plan", [*(("keras", p) for p in KERAS), *(("tf_keras", p) for p in TF_KERAS)])
+def test_equals_plain_keras(flavour: str, plan: str, references: dict[str, Path]) -> None:
+    cases = (KERAS if flavour == "keras" else TF_KERAS)[plan]
+    rows = compared(flavour, plan, 2, cases, references[flavour])
+    assert len(rows) == len(cases)
+    assert [row for row in rows if not row.ok] == []
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    found = Launcher(tmp_path)
+    found.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    yield found
+    assert not found.left_behind()
+
+
+MODEL = """
+import numpy as np, keras, whale as wh
+wh.init()
+keras.utils.set_random_seed(1)
+x, y = np.random.default_rng(0).normal(size=(32, 4)), np.arange(32.0)
+model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+"""
+
+
+def test_a_model_that_runs_eagerly_is_refused(launcher: Launcher) -> None:
+    done = launcher.run(
+        "-np", "2", launcher.script(MODEL + "model.compile('sgd', 'mse', run_eagerly=True)\nmodel.fit(x, y)\n")
+    )
+    assert done.returncode != 0
+    assert "a model that runs eagerly cannot be distributed" in done.stderr
+    assert "next: compile the model without run_eagerly" in done.stderr
+
+
+def test_one_rank_shows_progress_and_what_ends_takes_the_hooks_back(launcher: Launcher) -> None:
+    """Before, in and after a run: the same model, whose functions are made anew each time."""
+    script = """
+import numpy as np, keras
+keras.utils.set_random_seed(1)
+x, y = np.random.default_rng(0).normal(size=(32, 4)), np.arange(32.0)
+model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(x, y, verbose=0)
+import whale as wh
+from whale.runtime.run.context import running
+wh.init()
+model.fit(x, y, verbose=2)
+assert running().programs == 1
+model.train_function = wh.function(model.train_function)  # it is spread already
+model.fit(wh.shard(__import__("tensorflow").data.Dataset.from_tensor_slices((x, y)).batch(8)), verbose=0)
+model.summary()
+wh.distribute(model).predict(x, verbose=1)
+wh.shutdown()
+model.fit(x, y, verbose=0)
+print("went on")
+"""
+    done = launcher.run("-np", "2", launcher.script(script))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert said.count("went on") == 2, said
+    assert said.count("s/step - loss") == 1, said
+    assert said.count("Total params") == 1, said
+
+
+def test_a_plan_of_fit_is_made_without_training(launcher: Launcher, tmp_path: Path) -> None:
+    csv = tmp_path / "log.csv"
+    script = launcher.script(
+        MODEL
+        + f"""
+model.compile("sgd", "mse")
+model.fit(x, y, callbacks=[keras.callbacks.CSVLogger({str(csv)!r})])
+print("went on")
+"""
+    )
+    command = [sys.executable, "-m", "whale", "plan", "-np", "2", script]
+    done = subprocess.run(command, env=launcher.environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Plan for train_step: 2 ranks" in done.stdout
+    assert "Epoch" not in done.stdout
+    assert "went on" not in done.stdout
+    assert not csv.exists()

@@ -1,0 +1,90 @@
+"""Callbacks on ranks other than the first: they see the same numbers and steer alike, and write nothing.
+
+All ranks have to reach what reads a variable that lies split, so a callback that writes is not left out where it can be
+given another place to write to: what it computes, every rank computes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+
+@contextmanager
+def as_on_other_ranks(callbacks: Any) -> Iterator[Any]:
+    """What to pass as ``callbacks`` on a rank that is not the first; the callbacks are as before when it ends.
+
+    Args:
+      callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
+    """
+    if callbacks is None or "CallbackList" in _kinds_of(callbacks):
+        yield callbacks
+        return
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    with ExitStack() as stack:
+        yield [c for c in given if _elsewhere(c, stack)]
+
+
+def _elsewhere(callback: Any, stack: ExitStack) -> bool:
+    """Lets a callback write elsewhere while ``stack`` is open; whether it is called at all."""
+    for kind, change in _CHANGES.items():
+        if kind in _kinds_of(callback):
+            return change(callback, stack)
+    return True
+
+
+def _kinds_of(callback: Any) -> set[str]:
+    """Names of Keras' own classes that a callback is one of."""
+    return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith(("keras.", "tf_keras."))}
+
+
+def _to_nowhere(attribute: str) -> Callable[[Any, ExitStack], bool]:
+    def change(callback: Any, stack: ExitStack) -> bool:
+        _set(callback, attribute, os.devnull, stack)
+        return True
+
+    return change
+
+
+def _to_temporary_folder(attribute: str) -> Callable[[Any, ExitStack], bool]:
+    def change(callback: Any, stack: ExitStack) -> bool:
+        _set(callback, attribute, stack.enter_context(tempfile.TemporaryDirectory()), stack)
+        return True
+
+    return change
+
+
+def _left_out(callback: Any, stack: ExitStack) -> bool:
+    return False
+
+
+def _backup(callback: Any, stack: ExitStack) -> bool:
+    """Restores as on the first rank, and takes part where that one saves."""
+    path = getattr(callback, "_weights_path", None)
+    if path is None:  # of tf_keras, which writes with a checkpoint manager of its own
+        return True
+    _set(callback, "_save_model", lambda: callback.model.save_weights(path), stack)
+    _set(callback, "delete_checkpoint", False, stack)
+    return True
+
+
+_CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
+    "CSVLogger": _to_nowhere("filename"),
+    "TensorBoard": _to_temporary_folder("log_dir"),
+    "BackupAndRestore": _backup,
+    "ProgbarLogger": _left_out,
+    "RemoteMonitor": _left_out,
+}
+
+
+def _set(callback: Any, attribute: str, value: Any, stack: ExitStack) -> None:
+    """An attribute of the callback itself, until ``stack`` is closed."""
+    own = vars(callback)
+    if attribute in own:
+        stack.callback(setattr, callback, attribute, own[attribute])
+    else:
+        stack.callback(delattr, callback, attribute)
+    setattr(callback, attribute, value)

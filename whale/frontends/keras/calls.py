@@ -1,0 +1,42 @@
+"""Calls of ``fit``, ``evaluate`` and ``predict``: one rank shows progress, and writes what callbacks write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from whale.frontends.keras import feeding
+from whale.frontends.keras.callbacks import as_on_other_ranks
+from whale.runtime.run.context import Context, running
+
+_DATA = ("x", "validation_data")
+
+
+def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``fit``, ``evaluate`` or ``predict`` of a model in a run."""
+    context = running()
+    assert context is not None
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    for name in _DATA:
+        if name in given.arguments:
+            given.arguments[name] = feeding.whole(given.arguments[name])
+    if is_first(context) and context.dry is None:
+        return original(*given.args, **given.kwargs)
+    given.arguments["verbose"] = 0
+    with as_on_other_ranks(given.arguments.get("callbacks")) as callbacks:
+        if callbacks is not None:
+            given.arguments["callbacks"] = callbacks
+        return original(*given.args, **given.kwargs)
+
+
+def shown_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Takes the place of ``print_msg`` and ``summary``: what Keras tells a person, the first rank does."""
+    context = running()
+    if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.dry is None):
+        original(*args, **kwargs)
+
+
+def is_first(context: Context) -> bool:
+    """Whether this process is the one that shows and writes."""
+    return context.rank == 0

@@ -1,0 +1,129 @@
+"""What a rank reads of the data that Keras is given: its rows of every batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.sharded import ShardedTensor
+from whale.passes.facts.batch import rows_of_ranks
+from whale.runtime.input.data import ShardedDataset
+from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.run.context import Context
+
+_UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
+
+
+def fed(dataset: Any, context: Context, of_script: bool) -> Fed:
+    """The batches of a dataset for this rank.
+
+    Args:
+      dataset: of global batches, or with ``batch.mode="local"`` of the rank's own.
+      of_script: whether the script made the dataset, and may want to hear what it costs to read it.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return Fed(dataset, rows_vary=False)
+    specs = [s for s in tf.nest.flatten(dataset.element_spec) if isinstance(s, tf.TensorSpec)]
+    rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
+    batches: Any = dataset
+    if context.between_processes and not context.local_batch and not _takes_whole_batches(context):
+        found = None if of_script else _of_arrays(dataset, context)
+        batches = found or ShardedDataset(dataset, context, "row", told=of_script)
+    return Fed(batches, rows_vary)
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a loop of Keras iterates over; each iteration is begun when it is asked for, as one over a dataset is.
+
+    Attributes:
+      rows_vary: whether plain Keras would not know the rows of a batch when it traces a step.
+    """
+
+    batches: Any
+    rows_vary: bool
+
+    def __iter__(self) -> FedIterator:
+        elements = iter(self.batches)
+        if isinstance(elements, ShardedIterator):
+            elements.begin()
+        return FedIterator(elements, self.rows_vary)
+
+
+@dataclass(frozen=True)
+class FedIterator:
+    """One iteration over ``Fed``."""
+
+    elements: Iterator[Any]
+    rows_vary: bool
+
+    def __iter__(self) -> FedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.elements)
+
+
+def _takes_whole_batches(context: Context) -> bool:
+    """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
+    return context.stages_seen or bool(context.config["auto_parallel"])
+
+
+def whole(data: Any) -> Any:
+    """The dataset of whole batches behind one that the script gave to ``wh.shard``; other data as it is."""
+    return data.whole if isinstance(data, ShardedDataset) else data
+
+
+@dataclass(frozen=True)
+class _ArrayBatches:
+    """Batches of which this rank takes its rows from the arrays, and no others.
+
+    ``dataset`` yields (rows of the whole batch, the rows of this rank).
+    """
+
+    dataset: tf.data.Dataset
+    context: Context
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._parts(iter(self.dataset))
+
+    def _parts(self, elements: Iterator[Any]) -> Iterator[Any]:
+        context = self.context
+        for rows, own in elements:
+            sizes = rows_of_ranks(int(rows), context.size, context.config["replica.shares"])
+            yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), own)
+
+
+def _of_arrays(dataset: Any, context: Context) -> _ArrayBatches | None:
+    """``dataset`` with fewer indices in each batch, if Keras made it from arrays by indices of their rows.
+
+    Keras zips batches of indices with the arrays, and a function takes these rows of each. One that reads otherwise is
+    read whole, and cut.
+    """
+    while type(dataset).__name__ in _UNCHANGED:
+        dataset = dataset._input_dataset
+    takes: Any = getattr(getattr(dataset, "_map_func", None), "_func", None)
+    if getattr(takes, "__name__", "") != "grab_batch" or type(dataset._input_dataset).__name__ != "_ZipDataset":
+        return None
+    indices, arrays = dataset._input_dataset._datasets
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not all(isinstance(s, tf.TensorSpec) and s.shape.rank for s in specs):
+        return None
+    shares = context.config["replica.shares"]
+
+    def bounds(rows: np.ndarray) -> np.ndarray:
+        sizes = rows_of_ranks(int(rows), context.size, shares)
+        return np.array([sum(sizes[: context.rank]), sum(sizes[: context.rank + 1])], np.int64)
+
+    def mine(indices: tf.Tensor, arrays: Any) -> Any:
+        rows = tf.size(indices)
+        begin, end = tf.unstack(tf.ensure_shape(tf.numpy_function(bounds, [rows], tf.int64, stateful=False), (2,)))
+        return rows, takes(indices[begin:end], arrays)
+
+    own = tf.data.Dataset.zip((indices, arrays)).map(mine, num_parallel_calls=tf.data.AUTOTUNE)
+    return _ArrayBatches(own.with_options(dataset.options()).prefetch(tf.data.AUTOTUNE), context)

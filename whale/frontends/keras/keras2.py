@@ -1,0 +1,89 @@
+"""Keras 2 and tf_keras: models' functions take their steps over the ranks, and epochs read this rank's rows."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from whale.frontends.keras import calls, feeding, saving, scopes
+from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, takes_over
+from whale.runtime.run.context import running
+
+
+def change(package: str) -> None:
+    """Puts the methods below in the place of those of ``keras`` or ``tf_keras``."""
+    training = importlib.import_module(f"{package}.src.engine.training")
+    layer = importlib.import_module(f"{package}.src.engine.base_layer").Layer
+    data_adapter = importlib.import_module(f"{package}.src.engine.data_adapter")
+    saving_api = importlib.import_module(f"{package}.src.saving.saving_api")
+    io_utils = importlib.import_module(f"{package}.src.utils.io_utils")
+    model = training.Model
+    for what in ("train", "test", "predict"):
+        name = f"{what}_function"
+        make = functools.partial(_make_function, what, training.concat)
+        replace_method(model, f"make_{name}", make, functools.partial(forget_ended, name=name))
+    replace_method(data_adapter.DataHandler, "_configure_dataset_and_inferred_steps", _configure_dataset)
+    replace_method(layer, "__init__", scopes.created)
+    replace_method(layer, "__call__", scopes.called)
+    for name in ("fit", "evaluate", "predict"):
+        replace_method(model, name, calls.call)
+    replace_function(io_utils, "print_msg", calls.shown_once)
+    replace_method(model, "summary", calls.shown_once)
+    for name in ("save", "save_weights", "export"):
+        replace_method(model, name, saving.save)
+    replace_function(saving_api, "save_model", saving.save)
+    replace_method(model, "load_weights", saving.load)
+    replace_function(saving_api, "load_model", saving.load_model)
+
+
+def _make_function(
+    what: str, concat: Callable[..., Any], original: Callable[..., Any], model: Any, force: bool = False
+) -> Any:
+    """``make_train_function``, ``make_test_function`` and ``make_predict_function``."""
+    name = f"{what}_function"
+    context = takes_over(model, name, getattr(model, name), force)
+    if context is None:
+        return getattr(model, name)
+    counter = getattr(model, f"_{what}_counter")
+    one_step = getattr(model, f"{what}_step")
+
+    def counted(batch: Any) -> Any:
+        outputs = one_step(batch)
+        counter.assign_add(1)
+        return outputs
+
+    step = BatchStep(f"{what}_step", counted, bool(model.jit_compile), autograph=True)
+
+    def joined(one: Any, other: Any) -> Any:
+        return tf.nest.map_structure(lambda a, b: concat([a, b]), one, other)
+
+    def function(iterator: Iterator[Any]) -> Any:
+        """As Keras 2 does, a number of batches at once; of what is predicted all, else what the last one gives."""
+        steps = model._steps_per_execution
+        found: list[Any] = []
+        for batch in itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item())):
+            found = [*found, step(batch)] if what == "predict" else [step(batch)]
+        if not found:
+            raise StopIteration
+        return functools.reduce(joined, found)
+
+    if what == "train":
+        model.train_tf_function = function
+    setattr(model, name, made_for(function, context))
+    return function
+
+
+def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> None:
+    """Which batches a loop of Keras reads; ``distribute=False`` is for layers that adapt, on all ranks alike."""
+    original(handler, *args, **kwargs)
+    context = running()
+    assert context is not None
+    if kwargs.get("distribute", args[4] if len(args) > 4 else True):
+        of_script = type(handler._adapter).__name__ == "DatasetAdapter"
+        handler._dataset = feeding.fed(handler._dataset, context, of_script)

@@ -1,0 +1,117 @@
+"""Keras 3: models' functions take their steps over the ranks, and epochs read this rank's rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from whale.frontends.keras import calls, feeding, saving, scopes
+from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
+from whale.runtime.run.context import running
+
+
+def change() -> None:
+    """Puts the methods below in the place of Keras 3's."""
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.layers.layer import Layer
+    from keras.src.models.model import Model
+    from keras.src.ops.operation import Operation
+    from keras.src.saving import saving_api
+    from keras.src.trainers.compile_utils import CompileLoss
+    from keras.src.utils import io_utils
+
+    models = trainer.TensorFlowTrainer
+    for what in ("train", "test", "predict"):
+        name = f"{what}_function"
+        make: Callable[..., Any] = functools.partial(_make_function, what)
+        if what == "predict":
+            make = functools.partial(_make_predict_function, trainer.concat)
+        replace_method(models, f"make_{name}", make, functools.partial(forget_ended, name=name))
+    replace_method(trainer.TFEpochIterator, "_get_iterator", _get_iterator)
+    for name in ("fit", "evaluate", "predict"):
+        replace_method(models, name, calls.call)
+    replace_method(Operation, "__init__", scopes.created)
+    for kind in (Operation, Layer):
+        replace_method(kind, "__call__", scopes.called)
+    replace_method(CompileLoss, "call", _compile_loss)
+    replace_function(io_utils, "print_msg", calls.shown_once)
+    replace_method(Model, "summary", calls.shown_once)
+    replace_method(Model, "export", saving.save)
+    replace_function(saving_api, "save_model", saving.save)
+    replace_function(saving_api, "save_weights", saving.save)
+    replace_function(saving_api, "load_weights", saving.load)
+    replace_function(saving_api, "load_model", saving.load_model)
+
+
+def _make_function(what: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
+    """``make_train_function`` and ``make_test_function``."""
+    name = f"{what}_function"
+    context = takes_over(model, name, getattr(model, name), force)
+    if context is None:
+        return getattr(model, name)
+    step = BatchStep(f"{what}_step", getattr(model, f"{what}_step"), model.jit_compile, autograph=False)
+
+    def function(iterator: Iterator[Any]) -> Any:
+        outputs, ended = None, True
+        rows_vary = getattr(iterator, "rows_vary", False)
+        for batch in itertools.islice(iterator, model.steps_per_execution):
+            outputs, ended = step(batch, rows_vary), False
+        if ended:
+            raise StopIteration
+        return outputs
+
+    setattr(model, name, made_for(function, context))
+    return function
+
+
+def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any, force: bool = False) -> Any:
+    context = takes_over(model, "predict_function", model.predict_function, force)
+    if context is None:
+        return model.predict_function
+    step = BatchStep("predict_step", model.predict_step, model.jit_compile, autograph=False)
+
+    def function(batches: list[Any]) -> Any:
+        outputs = step(batches[0])
+        for batch in batches[1:]:
+            outputs = tf.nest.map_structure(lambda one, other: concat([one, other]), outputs, step(batch))
+        return outputs
+
+    model.predict_function = made_for(function, context)
+    return function
+
+
+def _compile_loss(
+    original: Callable[..., Any], losses: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The sum of a model's losses; those of single outputs are averaged as plain Keras averages them."""
+    if not rows_unknown.get():
+        return original(losses, y_true, y_pred, *args, **kwargs)
+    if not losses.built:
+        losses.build(y_true, y_pred)
+    for metric in losses.metrics:
+        metric.update_state = functools.partial(_without_rows, metric.update_state)
+    try:
+        return original(losses, y_true, y_pred, *args, **kwargs)
+    finally:
+        for metric in losses.metrics:
+            vars(metric).pop("update_state", None)
+
+
+def _without_rows(update_state: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
+    return update_state(values, sample_weight=None if isinstance(sample_weight, int) else sample_weight)
+
+
+def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
+    """The batches of an epoch; a dataset is taken apart once, so that a shuffle goes on to its next order."""
+    context = running()
+    assert context is not None
+    known = getattr(epochs, "_whale_fed", None)
+    if known is None:
+        of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
+        known = epochs._whale_fed = feeding.fed(original(epochs), context, of_script)
+    return known

@@ -1,0 +1,46 @@
+"""Methods of Keras that do what they always did while no run of Whale goes on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from whale.runtime.run.context import running
+
+
+def replace_method(kind: type, name: str, new: Callable[..., Any], before: Callable[[Any], None] | None = None) -> None:
+    """During a run ``new(original, self, ...)`` answers where ``kind.name(self, ...)`` is called.
+
+    Args:
+      before: called with the object where no run goes on, before the method.
+    """
+    setattr(kind, name, _during_a_run(getattr(kind, name), new, before))
+
+
+def replace_function(module: Any, name: str, new: Callable[..., Any]) -> None:
+    """During a run ``new(original, ...)`` answers for a function, under every name by which Keras offers it."""
+    original = getattr(module, name)
+    answering = _during_a_run(original, new)
+    package = module.__name__.partition(".")[0]
+    for other in [m for key, m in list(sys.modules.items()) if key.partition(".")[0] == package and m is not None]:
+        for attribute, value in list(vars(other).items()):
+            if value is original:
+                setattr(other, attribute, answering)
+
+
+def _during_a_run(
+    original: Callable[..., Any], new: Callable[..., Any], before: Callable[[Any], None] | None = None
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        if running() is None:
+            if before is not None:
+                before(args[0])
+            return original(*args, **kwargs)
+        return new(original, *args, **kwargs)
+
+    answering.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Keras reads constructors'
+    return answering

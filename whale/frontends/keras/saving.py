@@ -1,0 +1,68 @@
+"""Models saved and loaded in a run: all ranks call it, the first writes, and whole values of what lies split."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from whale.frontends.keras.calls import is_first
+from whale.runtime.checkpoint.gathering import whole_on_first_rank
+from whale.runtime.function import captures_steps
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
+from whale.runtime.run.context import running
+
+_saving: list[Any] = []  # models that are being saved: one format calls another's functions
+_unseen: set[str] = set()  # paths that the first rank has written, which others might read too early
+
+
+def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of what writes a model or its weights to ``filepath``."""
+    context = running()
+    assert context is not None
+    if any(other is model for other in _saving):
+        return original(model, filepath, *args, **kwargs)
+    _saving.append(model)
+    try:
+        with whole_on_first_rank(_variables(model), context), captures_steps():
+            if context.between_processes:
+                _unseen.add(_key(filepath))
+            return original(model, filepath, *args, **kwargs) if is_first(context) else None
+    finally:
+        _saving.pop()
+
+
+def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of what reads weights into a model: after the first rank has written them."""
+    wait_until_written(filepath)
+    return original(model, filepath, *args, **kwargs)
+
+
+def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of what reads a model."""
+    wait_until_written(filepath)
+    return original(filepath, *args, **kwargs)
+
+
+def wait_until_written(filepath: Any) -> None:
+    """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since."""
+    context = running()
+    key = _key(filepath)
+    if context is None or not context.between_processes or key not in _unseen:
+        return
+    _unseen.clear()  # whatever was saved before is written now
+    context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, f"reading {key}, which rank 0 wrote")
+
+
+def _key(filepath: Any) -> str:
+    return os.path.abspath(os.fspath(filepath))
+
+
+def _variables(model: Any) -> list[Any]:
+    """The variables of a model and its optimizer, or what wraps them."""
+    found = list(model.variables)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        of_optimizer = optimizer.variables
+        found += of_optimizer() if callable(of_optimizer) else of_optimizer
+    return [getattr(v, "_variable", v) for v in found]  # tf_keras wraps those of mixed precision once more

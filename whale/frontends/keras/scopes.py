@@ -1,0 +1,42 @@
+"""Layers that are created, or put into a functional model, inside a scope of Whale run in that scope in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from whale.runtime.run.context import Context, running
+from whale.runtime.run.scopes import joined_path, on_path
+from whale.runtime.variables.deferred import capturing
+
+_PATH = "_whale_path"  # of a layer: the path of its scope
+
+
+def created(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Takes the place of a layer's ``__init__``."""
+    _remember(layer, _running())
+    original(layer, *args, **kwargs)
+
+
+def called(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of a layer's ``__call__``."""
+    context = _running()
+    if not capturing.get():
+        _remember(layer, context)
+        return original(layer, *args, **kwargs)
+    path = getattr(layer, _PATH, None)
+    if path is None:
+        return original(layer, *args, **kwargs)
+    with on_path(joined_path(context, path)):
+        return original(layer, *args, **kwargs)
+
+
+def _remember(layer: Any, context: Context) -> None:
+    if context.scopes and getattr(layer, _PATH, None) is None and not capturing.get():
+        object.__setattr__(layer, _PATH, context.scopes[-1])
+
+
+def _running() -> Context:
+    context = running()
+    assert context is not None
+    return context

@@ -1,0 +1,159 @@
+"""What Keras calls for a batch: the model's step as a ``wh.function`` of the batch's tensors."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.runtime.function import Function, function
+from whale.runtime.run.context import Context, running
+
+# Whether the step that is traced would not know the rows of its batch in plain Keras. Losses of single outputs are then
+# averaged over batches there, and not over rows.
+rows_unknown: contextvars.ContextVar[bool] = contextvars.ContextVar("rows_unknown", default=False)
+_PARTS = ("x", "y", "sample_weight")
+
+
+class BatchStep:
+    """A step over batches of one structure or several; for each it is a ``wh.function`` of the tensors.
+
+    Taking a nested batch apart for every call would cost more than calling the step.
+
+    Args:
+      name: what plans and messages call it.
+      step: takes a batch, returns a structure of tensors.
+      jit_compile: whether the step asks for XLA.
+      autograph: whether Python's control flow over tensors is rewritten, as this Keras does or does not.
+    """
+
+    def __init__(self, name: str, step: Callable[[Any], Any], jit_compile: bool, autograph: bool) -> None:
+        self._name, self._step, self._jit, self._autograph = name, step, jit_compile, autograph
+        self._made: list[tuple[Any, tuple[Any, ...], Function]] = []  # structure, (rows_vary, which are there), step
+
+    def __call__(self, batch: Any, rows_vary: bool = False) -> Any:
+        """Takes the step; collective.
+
+        Args:
+          rows_vary: whether plain Keras would have traced it without knowing the rows of a batch.
+        """
+        leaves = [None if isinstance(leaf, tf.experimental.Optional) else leaf for leaf in tf.nest.flatten(batch)]
+        present = tuple([leaf is not None for leaf in leaves])
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        kind = (rows_vary, present)
+        for structure, other, made in self._made:
+            if other == kind and _same_structure(structure, batch):
+                return made(*tensors)
+        structure = tf.nest.pack_sequence_as(batch, present)
+        self._made.append((structure, kind, self._make(structure, rows_vary)))
+        return self._made[-1][2](*tensors)
+
+    def _make(self, structure: Any, rows_vary: bool) -> Function:
+        step = self._step
+
+        def on_tensors(*tensors: Any) -> Any:
+            rest = iter(tensors)
+            batch = tf.nest.map_structure(lambda present: next(rest) if present else None, structure)
+            token = rows_unknown.set(rows_vary)
+            try:
+                return step(batch)
+            finally:
+                rows_unknown.reset(token)
+
+        on_tensors.__name__ = self._name
+        named = on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(on_tensors)
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        names = [name for name, present in _named(structure) if present]
+        signed: Any = named
+        signed.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        return function(tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named)
+
+
+def _same_structure(one: Any, other: Any) -> bool:
+    try:
+        tf.nest.assert_same_structure(one, other)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _named(structure: Any) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions behind."""
+    if isinstance(structure, tuple) and len(structure) <= len(_PARTS):
+        for name, part in zip(_PARTS, structure):
+            yield from _paths(name, part)
+    else:
+        yield from _paths("x", structure)
+
+
+def _paths(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(structure, Mapping):
+        for key in sorted(structure):
+            yield from _paths(f"{name}_{_identifier(key)}", structure[key])
+    elif isinstance(structure, (list, tuple)):
+        for i, item in enumerate(structure):
+            yield from _paths(f"{name}_{i}", item)
+    else:
+        yield name, structure
+
+
+def _identifier(key: object) -> str:
+    return "".join(c if c.isalnum() else "_" for c in str(key))
+
+
+def takes_over(model: Any, name: str, made_now: Any, force: bool) -> Context | None:
+    """The run for which the function ``name`` of a model is to be made; None: the one that it has is right.
+
+    Args:
+      made_now: the model's function; None where it has none.
+
+    Raises:
+      ProgramError: the model asks for something that has no distributed form.
+    """
+    context = running()
+    assert context is not None
+    if made_now is not None and not force and not _of_keras(made_now):
+        made_for = getattr(made_now, "_whale_run", None)  # one that the user made serves every run
+        if made_for is None or made_for() is context:
+            return None
+    if model.run_eagerly:
+        raise ProgramError(
+            "a model that runs eagerly cannot be distributed",
+            op=f"{type(model).__name__}.{name}",
+            given="run_eagerly=True, or tf.config.run_functions_eagerly(True)",
+            expected="a step that TensorFlow makes a graph of, which is what Whale divides",
+            action="compile the model without run_eagerly; to look into a step, run the script alone without wh.init()",
+        )
+    strategy = model.distribute_strategy
+    if not type(strategy).__name__.startswith("_DefaultDistribution"):
+        raise ProgramError(
+            "a model was made for a tf.distribute strategy, and Whale distributes it too",
+            op=f"{type(model).__name__}.{name}",
+            given=type(strategy).__name__,
+            expected="a model as for one device",
+            action="use wh.Strategy() in its place, or leave the strategy's scope out",
+        )
+    return context
+
+
+def made_for(function: Any, context: Context) -> Any:
+    """``function``, marked as one that takes its steps over the ranks of this run."""
+    function._whale_run = weakref.ref(context)
+    return function
+
+
+def forget_ended(model: Any, name: str) -> None:
+    """Lets a model make its function ``name`` anew, if it has one of a run that is over."""
+    if hasattr(getattr(model, name, None), "_whale_run"):
+        setattr(model, name, None)
+
+
+def _of_keras(made: Any) -> bool:
+    """Whether Keras made a function, before the run began, or in ``wh.function`` around it."""
+    python = getattr(made, "_python_function", getattr(made, "python_function", made))
+    return str(getattr(python, "__module__", "")).startswith(("keras.", "tf_keras."))

@@ -1,0 +1,37 @@
+"""Whole values on the first rank, for a writer that knows nothing of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from whale.runtime.run.context import Context
+from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
+from whale.runtime.variables.deferred import make_whole
+
+
+@contextmanager
+def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
+    """Inside, the first rank reads variables without the other ranks, whether they lie split or are those of stages.
+
+    Collective if any of them is not whole on every rank. What lies split is gathered one after the other.
+
+    Args:
+      holders: the variables, or objects of a checkpoint that may be or wrap one.
+    """
+    variables = list({id(v): v for v in map(variable_of, holders) if v is not None}.values())
+    gathered: list[Any] = []
+    try:
+        for variable in variables:
+            make_whole(variable)  # if no step has used it
+            if lies_split(variable):
+                whole = variable._whale_parts.whole()
+                if context.rank == 0:
+                    gathered.append(variable)
+                    variable._whale_parts.hold(whole)
+        context.variables.bring_home(variables, context)
+        yield
+    finally:
+        for variable in gathered:
+            variable._whale_parts.settle()
