@@ -19,6 +19,8 @@ import tensorflow as tf
 Found = dict[str, Any]
 CASES: dict[str, Callable[[Any, Any], Found]] = {}
 KERAS3_ONLY: set[str] = set()
+# Cases in which rounding shows, and how much of it.
+LIMITS: dict[str, float] = {"half_precision": 2e-2, "xla": 1e-10}
 BOARD = importlib.util.find_spec("tensorboard") is not None
 
 
@@ -50,12 +52,12 @@ def samples(count: int = 70, features: int = 6, classes: int = 3) -> tuple[np.nd
     return rng.normal(size=(count, features)), rng.integers(0, classes, count)
 
 
-def classifier(keras: Any, place: Any, features: int = 6, classes: int = 3, **options: Any) -> Any:
+def classifier(keras: Any, place: Any, classes: int = 3, activation: str = "relu") -> Any:
     layers = keras.layers
     model = keras.Sequential()
-    model.add(layers.Input((features,)))
+    model.add(layers.Input((6,)))
     with place.first():
-        model.add(layers.Dense(8, activation="relu", **options))
+        model.add(layers.Dense(8, activation=activation))
     with place.second(), place.wide():
         model.add(layers.Dense(classes, activation="softmax"))
     return model
@@ -462,3 +464,72 @@ def strings(keras: Any, place: Any) -> Found:
     model.compile(sgd(keras), "binary_crossentropy")
     data = tf.data.Dataset.from_tensor_slices((words, y)).batch(8)
     return found(model, model.fit(data, epochs=2, verbose=0))
+
+
+@case
+def half_precision(keras: Any, place: Any) -> Found:
+    """A policy of mixed precision, with the optimizer that scales losses. Without a kink, across which rounding throws."""
+    x, y = samples(64)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = classifier(keras, place, activation="tanh")
+    finally:
+        keras.mixed_precision.set_global_policy("float64")
+    model.compile(sgd(keras), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    assert "LossScale" in type(model.optimizer).__name__
+    return found(model, history)
+
+
+@case
+def xla(keras: Any, place: Any) -> Found:
+    x, y = samples(64)
+    model = classifier(keras, place)
+    model.compile(sgd(keras), "sparse_categorical_crossentropy", jit_compile=True)
+    return found(model, model.fit(x, y, batch_size=16, epochs=1, verbose=0))
+
+
+@case
+def two_optimizers(keras: Any, place: Any) -> Found:
+    """A generative adversarial network: two models, two optimizers, one step."""
+    layers = keras.layers
+    noise = np.random.default_rng(5).normal(size=(64, 3))
+    real, _ = samples(64)
+
+    class Gan(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker = keras.Sequential([layers.Input((3,)), layers.Dense(8, activation="relu"), layers.Dense(6)])
+            self.judge = keras.Sequential([layers.Input((6,)), layers.Dense(8, activation="relu"), layers.Dense(1)])
+            self.losses_seen = [keras.metrics.Mean(name="judged"), keras.metrics.Mean(name="made")]
+
+        @property
+        def metrics(self) -> list[Any]:
+            return self.losses_seen
+
+        def compile(self, one: Any, other: Any) -> None:
+            super().compile()
+            self.one, self.other = one, other
+            self.entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+        def train_step(self, data: Any) -> Any:
+            real, noise = data
+            with tf.GradientTape() as tape:
+                scores = tf.concat([self.judge(real), self.judge(self.maker(noise))], 0)
+                truth = tf.concat([tf.ones((tf.shape(real)[0], 1)), tf.zeros((tf.shape(noise)[0], 1))], 0)
+                loss = self.entropy(truth, scores)
+            weights = self.judge.trainable_weights
+            self.one.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            with tf.GradientTape() as tape:
+                made = self.entropy(tf.ones((tf.shape(noise)[0], 1)), self.judge(self.maker(noise)))
+            weights = self.maker.trainable_weights
+            self.other.apply_gradients(zip(tape.gradient(made, weights), weights))
+            self.losses_seen[0].update_state(loss)
+            self.losses_seen[1].update_state(made)
+            return {m.name: m.result() for m in self.metrics}
+
+    model = Gan()
+    model.compile(sgd(keras), keras.optimizers.Adam(0.01, epsilon=1e-5))
+    history = model.fit(real, noise, batch_size=16, epochs=2, verbose=0)
+    weights = {f"weight {i}": w for i, w in enumerate(model.maker.get_weights() + model.judge.get_weights())}
+    return {**weights, **{k: np.array(v) for k, v in history.history.items()}}

@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import tensorflow as tf
+
+from whale.frontends.keras.saving import wait_for_first_rank
+from whale.runtime.run.context import running
+
 
 @contextmanager
 def as_on_other_ranks(callbacks: Any) -> Iterator[Any]:
@@ -78,6 +83,22 @@ _CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
     "ProgbarLogger": _left_out,
     "RemoteMonitor": _left_out,
 }
+
+
+def restores(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
+    """Takes the place of what begins a training with BackupAndRestore: all ranks find what the first one wrote."""
+    wait_for_first_rank("the backup of an earlier training")
+    original(callback, *args, **kwargs)
+
+
+def training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+    """Takes the place of the constructor of what tf_keras backs up: other ranks write where nobody looks."""
+    original(state, *args, **kwargs)
+    context = running()
+    if context is not None and context.rank != 0:
+        state._whale_folder = tempfile.TemporaryDirectory()
+        manager = state.read_checkpoint_manager
+        state.write_checkpoint_manager = tf.train.CheckpointManager(manager.checkpoint, state._whale_folder.name, 1)
 
 
 def _set(callback: Any, attribute: str, value: Any, stack: ExitStack) -> None:

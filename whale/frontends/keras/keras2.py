@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.frontends.keras import calls, feeding, saving, scopes
+from whale.frontends.keras import callbacks, calls, feeding, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, takes_over
 from whale.runtime.run.context import running
@@ -22,6 +22,8 @@ def change(package: str) -> None:
     layer = importlib.import_module(f"{package}.src.engine.base_layer").Layer
     data_adapter = importlib.import_module(f"{package}.src.engine.data_adapter")
     saving_api = importlib.import_module(f"{package}.src.saving.saving_api")
+    backup = importlib.import_module(f"{package}.src.callbacks").BackupAndRestore
+    state = importlib.import_module(f"{package}.src.distribute.worker_training_state").WorkerTrainingState
     io_utils = importlib.import_module(f"{package}.src.utils.io_utils")
     model = training.Model
     for what in ("train", "test", "predict"):
@@ -35,6 +37,8 @@ def change(package: str) -> None:
         replace_method(model, name, calls.call)
     replace_function(io_utils, "print_msg", calls.shown_once)
     replace_method(model, "summary", calls.shown_once)
+    replace_method(backup, "on_train_begin", callbacks.restores)
+    replace_method(state, "__init__", callbacks.training_state)
     for name in ("save", "save_weights", "export"):
         replace_method(model, name, saving.save)
     replace_function(saving_api, "save_model", saving.save)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.frontends.keras import calls, feeding, saving, scopes
+from whale.frontends.keras import callbacks, calls, feeding, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
 from whale.runtime.run.context import running
@@ -18,6 +18,7 @@ from whale.runtime.run.context import running
 def change() -> None:
     """Puts the methods below in the place of Keras 3's."""
     from keras.src.backend.tensorflow import trainer
+    from keras.src.callbacks.backup_and_restore import BackupAndRestore
     from keras.src.layers.layer import Layer
     from keras.src.models.model import Model
     from keras.src.ops.operation import Operation
@@ -41,6 +42,7 @@ def change() -> None:
     replace_method(CompileLoss, "call", _compile_loss)
     replace_function(io_utils, "print_msg", calls.shown_once)
     replace_method(Model, "summary", calls.shown_once)
+    replace_method(BackupAndRestore, "on_train_begin", callbacks.restores)
     replace_method(Model, "export", saving.save)
     replace_function(saving_api, "save_model", saving.save)
     replace_function(saving_api, "save_weights", saving.save)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from whale.frontends.keras.calls import is_first
 from whale.runtime.checkpoint.gathering import whole_on_first_rank
 from whale.runtime.function import captures_steps
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
@@ -27,7 +26,7 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
         with whole_on_first_rank(_variables(model), context), captures_steps():
             if context.between_processes:
                 _unseen.add(_key(filepath))
-            return original(model, filepath, *args, **kwargs) if is_first(context) else None
+            return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
     finally:
         _saving.pop()
 
@@ -46,12 +45,21 @@ def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs
 
 def wait_until_written(filepath: Any) -> None:
     """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since."""
-    context = running()
     key = _key(filepath)
-    if context is None or not context.between_processes or key not in _unseen:
-        return
-    _unseen.clear()  # whatever was saved before is written now
-    context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, f"reading {key}, which rank 0 wrote")
+    if key in _unseen:
+        wait_for_first_rank(f"reading {key}, which rank 0 wrote")
+
+
+def wait_for_first_rank(what: str) -> None:
+    """All ranks wait until whatever the first one saved before is written; collective.
+
+    Args:
+      what: what they wait for, for the message if one does not come.
+    """
+    context = running()
+    _unseen.clear()
+    if context is not None and context.between_processes:
+        context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, what)
 
 
 def _key(filepath: Any) -> str:
