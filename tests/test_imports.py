@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
     | {"whale.lowering", "whale_ops", "cost_model"},
     "whale.frontends": _TOP | {"whale.annotations", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
+    "whale.horovod": {"whale.frontends"},
     "whale.launcher": {"whale.errors", "whale.started", "whale.config"},
     "whale.doctor": {"whale", "whale.errors", "whale.cgroup", "whale.launcher", "whale_ops"},
     "whale.cli": {
@@ -62,7 +63,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "compile", "function", "checkpoint", "session")
     + ("tools", "measure"),
-    "whale.frontends": ("keras", "start"),
+    "whale.frontends": ("keras", "horovod", "start"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),
 }

@@ -30,6 +30,21 @@ class DryRun:
     saved: str = ""
 
 
+@dataclass
+class OwnPrograms:
+    """Of a run whose ranks run a program each, which says itself what is exchanged, as scripts for Horovod do.
+
+    Nothing is spread then: batches are a rank's own, and so are random states.
+
+    Attributes:
+      local_ranks: of every rank, its number among those on its host.
+      exchanges: how many exchanges the script has asked for on this rank, or built into its graphs.
+    """
+
+    local_ranks: tuple[int, ...]
+    exchanges: int = 0
+
+
 class Meter(Protocol):
     """Looks at the steps of a run."""
 
@@ -61,6 +76,7 @@ class Context(Ranks):
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       saved: the plan that one of the programs runs under; None: all are planned.
       meter: what measures the steps of this run; None: nobody asks.
+      own_programs: None: the ranks run one program together, which is the usual case.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
@@ -80,6 +96,7 @@ class Context(Ranks):
     auto: Choice | None = None
     saved: SavedPlan | None = None
     meter: Meter | None = None
+    own_programs: OwnPrograms | None = None
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property

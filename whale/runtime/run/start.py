@@ -22,7 +22,7 @@ from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
-from whale.runtime.run.context import Context, DryRun, current, process
+from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
 from whale.runtime.variables import deferred
 from whale.started import ProcessPlace, process_place
@@ -56,6 +56,30 @@ def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLi
       PlanError: the saved plan cannot be read, or is for another number of ranks.
       ClusterError: the ranks cannot be connected, or ``init`` was called before.
     """
+    _begin(config, plan, own_programs=False)
+
+
+def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
+    """Starts Whale where each rank runs a program of its own, which says itself what is exchanged; collective.
+
+    As ``init``, but nothing is spread, and Python's, NumPy's and TensorFlow's random states stay a rank's own.
+
+    Raises:
+      ConfigError: as ``init``, and with several ranks in one process.
+      ClusterError: the ranks cannot be connected, or Whale runs.
+    """
+    config = config if isinstance(config, Config) else Config(config or {})
+    if _in_process(config) and config["cluster.ranks"] > 1:
+        raise ConfigError(
+            "the ranks of one process have no programs of their own",
+            given='communication.transport "in-process"',
+            expected="a process for each rank",
+            action="start the ranks with `whale run` or mpirun, and leave communication.transport out",
+        )
+    _begin(config, "", own_programs=True)
+
+
+def _begin(config: Config | Mapping[str, Any] | None, plan: str | os.PathLike[str], own_programs: bool) -> None:
     if process.context is not None:
         raise ClusterError(
             "wh.init was called twice",
@@ -74,6 +98,10 @@ def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLi
     try:
         with span(trace, "wh.init", "init"):
             context = process.context = _start(config, place, f"whale{process.runs}", trace)
+            if own_programs:
+                context.own_programs = OwnPrograms(_local_ranks(context))
+            elif context.between_processes:
+                _share_random_state(context)
             if path := (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]:
                 context.saved = read_saved_plan(path, context.planned_size)
                 context.auto = context.saved.choice
@@ -147,8 +175,6 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         config, place, size, ranks, comms, name, watch, trace,
         dry=process.dry, meter=process.meter, after_horovod=after_horovod,
     )  # fmt: skip
-    if context.between_processes:
-        _share_random_state(context)
     return context
 
 
@@ -250,6 +276,14 @@ def _end_trace(context: Context, reason: str) -> None:
         for comm in context.comms:
             comm.trace_stop()
         context.trace.stop(reason)
+
+
+def _local_ranks(context: Context) -> tuple[int, ...]:
+    """Of every rank, its number among those on its host."""
+    if not context.between_processes:
+        return (context.place.local_rank,)
+    said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
+    return tuple(map(int, said))
 
 
 def _share_random_state(context: Context) -> None:

@@ -1,0 +1,65 @@
+"""Where an exchange of a script meets those of the other ranks: under names.
+
+That is the name which the script gives, or that of the operation in its graph, which is equal where the ranks build
+equal graphs. What is exchanged at once and has no name meets in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.horovod.ranks import all_ranks_only, own
+from whale.runtime.run.context import Context
+from whale.runtime.variables.deferred import capturing
+
+
+def context_of(what: str, process_set: Any) -> Context:
+    """The run, for an exchange that ``what`` names.
+
+    Raises:
+      ClusterError: before ``hvd.init``.
+      ProgramError: among some of the ranks, or inside a step of ``wh.function``.
+    """
+    all_ranks_only(process_set, what)
+    context = own(what)[0]
+    if capturing.get():
+        raise ProgramError(
+            "a step of wh.function is one program of all ranks, which exchanges by itself",
+            op=what,
+            given="an exchange of Horovod inside it",
+            expected="none: batches, gradients and losses are global there",
+            action="use tf.function for the step, or remove what is Horovod's from it",
+        )
+    return context
+
+
+def key_of(context: Context, kind: str, name: str | None) -> str:
+    """Under which the ranks meet: equal on all of them where their scripts do the same."""
+    programs = context.own_programs
+    assert programs is not None
+    programs.exchanges += 1
+    if tf.executing_eagerly():
+        return f"hvd/{kind}/{name or ''}"
+    graph = tf.compat.v1.get_default_graph()
+    # Numbers at the end of a graph's name count what this process has built; other ranks may have built more.
+    function = re.sub(r"[\d_]+$", "", str(getattr(graph, "name", "")))
+    return f"hvd/{function}/{graph.unique_name(f'Whale_{kind}_{_legal(name)}')}"
+
+
+def _legal(name: str | None) -> str:
+    return re.sub(r"[^A-Za-z0-9_.\-/]", "_", name or "tensor")
+
+
+def check_root(context: Context, root_rank: int) -> None:
+    """Refuses a rank that does not exist."""
+    if not (isinstance(root_rank, int) and 0 <= root_rank < context.size):
+        raise ProgramError(
+            "this rank does not exist",
+            given=f"root_rank={root_rank!r}",
+            expected=f"a number from 0 to {context.size - 1}",
+            action="correct root_rank",
+        )

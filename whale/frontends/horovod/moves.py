@@ -1,0 +1,148 @@
+"""Tensors that go from rank to rank as they are: gathered, broadcast, dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.horovod.meeting import check_root, context_of, key_of
+from whale.frontends.horovod.reductions import divided
+from whale.runtime.ranks import tensors
+from whale.runtime.run.context import Context
+
+
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
+    """The ranks' tensors, one after the other along dimension 0, of which ranks may hold different sizes.
+
+    Raises:
+      ProgramError: a tensor without dimensions.
+    """
+    context = context_of("hvd.allgather()", process_set)
+    value = tf.convert_to_tensor(tensor)
+    if value.shape.rank == 0:
+        raise ProgramError(
+            "tensors are gathered along their first dimension",
+            given="a tensor without dimensions",
+            expected="at least one",
+            action="pass tf.reshape(tensor, [1])",
+        )
+
+    @tf.custom_gradient
+    def differentiable(part: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            rows = tensors.all_gather(context, tf.shape(part)[:1], key_of(context, "allgather", f"{name or ''}.rows"))
+            mean = _average(context, upstream, f"{name or 'allgather'}.gradient")
+            start = tf.reduce_sum(rows[: context.rank])
+            return mean[start : start + rows[context.rank]]
+
+        return tensors.all_gather(context, part, key_of(context, "allgather", name)), gradient
+
+    return differentiable(value)
+
+
+def grouped_allgather(
+    tensors_: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> list[Any]:
+    """As ``allgather`` for each."""
+    names = [f"{name}.{i}" if name else None for i in range(len(tensors_))]
+    return [allgather(tensor, named, ignore_name_scope, process_set) for tensor, named in zip(tensors_, names)]
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> Any:
+    """The root's tensor on every rank; the others' say its type, and its shape where that is known."""
+    context = context_of("hvd.broadcast()", process_set)
+    check_root(context, root_rank)
+
+    @tf.custom_gradient
+    def differentiable(part: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            mean = _average(context, upstream, f"{name or 'broadcast'}.gradient")
+            return mean if context.rank == root_rank else tf.zeros_like(mean)
+
+        (sent,) = tensors.broadcast(context, [part], root_rank, key_of(context, "broadcast", name))
+        return sent, gradient
+
+    return differentiable(tf.convert_to_tensor(tensor))
+
+
+def broadcast_group(variables: Sequence[Any], root_rank: int, name: str | None = None) -> list[Any]:
+    """The root's values of variables, in as many messages as there are types, in the variables' order."""
+    context = context_of("hvd.broadcast_variables()", None)
+    check_root(context, root_rank)
+    found: dict[int, Any] = {}
+    by_dtype: dict[Any, list[int]] = {}
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    for position, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(position)
+    for dtype, positions in by_dtype.items():
+        key = key_of(context, "broadcast", f"{name or 'variables'}.{dtype.name}")
+        found.update(zip(positions, tensors.broadcast(context, [values[p] for p in positions], root_rank, key)))
+    return [found[position] for position in range(len(values))]
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = None,
+) -> Any:
+    """Rows for each rank to rows from each rank, in order of ranks.
+
+    Args:
+      splits: how many rows go to each rank; None: as many to each.
+
+    Returns:
+      The rows that came; with ``splits`` also how many came from each rank.
+    """
+    context = context_of("hvd.alltoall()", process_set)
+    value = tf.convert_to_tensor(tensor)
+    if splits is None:
+        if value.shape.rank and value.shape[0] is not None and value.shape[0] % context.size:
+            raise ProgramError(
+                "the rows cannot be divided equally among the ranks",
+                given=f"{value.shape[0]} rows for {context.size} ranks",
+                expected="a multiple of the number of ranks, or splits",
+                action="pass splits, one number for each rank",
+            )
+        rows = tf.shape(value)[0] // context.size
+        return _dealt(context, value, tf.fill([context.size], rows), name)[0]
+    return _dealt(context, value, tf.cast(tf.convert_to_tensor(splits), tf.int32), name)
+
+
+def _dealt(context: Context, value: Any, splits: Any, name: str | None) -> tuple[Any, Any]:
+    """Parts of different sizes travel in room for the largest."""
+    came = tensors.all_to_all(context, splits, key_of(context, "alltoall", f"{name or ''}.splits"))
+
+    def dealt(rows: Any, sent: Any, received: Any, named: str) -> Any:
+        most = tensors.all_reduce(
+            context, [tf.reduce_max(sent)], key_of(context, "allreduce", f"{named}.most"), "max"
+        )[0]  # fmt: skip
+        ragged = tf.RaggedTensor.from_row_lengths(rows, sent)
+        shape = tf.concat([[context.size, most], tf.shape(rows)[1:]], axis=0)
+        padded = ragged.to_tensor(shape=tf.concat([[context.size, -1], tf.shape(rows)[1:]], axis=0))
+        room = most - tf.shape(padded)[1]
+        widths = tf.concat([[[0, 0], [0, room]], tf.zeros([tf.rank(rows) - 1, 2], tf.int32)], axis=0)
+        moved = tensors.all_to_all(
+            context, tf.reshape(tf.pad(padded, widths), shape), key_of(context, "alltoall", named)
+        )
+        return tf.boolean_mask(moved, tf.sequence_mask(received, most))
+
+    @tf.custom_gradient
+    def differentiable(rows: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            return dealt(upstream, came, splits, f"{name or 'alltoall'}.gradient")
+
+        return dealt(rows, splits, came, name or "alltoall"), gradient
+
+    return differentiable(value), came
+
+
+def _average(context: Context, tensor: Any, name: str) -> Any:
+    (summed,) = tensors.all_reduce(context, [tensor], key_of(context, "allreduce", name))
+    return divided(summed, context.size)

@@ -1,0 +1,82 @@
+"""What Horovod's modules for Keras have beside those for TensorFlow: values for tensors, and saved models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from whale.frontends.horovod import moves, sums
+from whale.frontends.horovod.callbacks import keras_of
+from whale.frontends.horovod.optimizers import DistributedOptimizer as _Distributed
+from whale.frontends.horovod.optimizers import make_distributed
+from whale.frontends.horovod.reductions import Average, Compression, ReduceOp
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As that of ``whale.horovod.tensorflow``, with its arguments in the order that Horovod has for Keras."""
+    return _Distributed(
+        optimizer, name, False, device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step,
+        op, gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
+        scale_local_gradients,
+    )  # fmt: skip
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """The average (or ``op``) of the ranks' values, as a NumPy value."""
+    found = sums.allreduce(
+        value, average, compression=compression, op=op, prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor, name=name,
+    )  # fmt: skip
+    return _value(found)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """The ranks' values along dimension 0, as a NumPy value."""
+    return _value(moves.allgather(value, name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """The root's value, as a NumPy value."""
+    return _value(moves.broadcast(value, root_rank, name))
+
+
+def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
+    """This rank's rows of the average of the ranks' values, as a NumPy value."""
+    return _value(sums.reducescatter(value, name=name, op=op))
+
+
+def load_model_with(keras: str, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: Any) -> Any:
+    """A saved model, whose optimizer averages gradients and has the state that it was saved with."""
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
+    model = keras_of(keras).models.load_model(filepath, custom_objects=objects or None)
+    if getattr(model, "optimizer", None) is not None:
+        make_distributed(model.optimizer, compression)
+    return model
+
+
+def _value(tensor: Any) -> Any:
+    return tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)

@@ -1,0 +1,220 @@
+"""Which ranks there are, as Horovod's API says it, and what of that API Whale has no counterpart for."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from whale.config import Config
+from whale.errors import ClusterError, ProgramError
+from whale.runtime.run import start
+from whale.runtime.run.context import Context, OwnPrograms, running
+
+
+def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
+    """Connects the ranks that `whale run`, mpirun or srun has started; collective. A second call does nothing.
+
+    Args:
+      comm: only None, which is all ranks.
+      process_sets: only None.
+      config: Whale's configuration, which Horovod's own ``init`` does not have.
+
+    Raises:
+      ClusterError: the ranks cannot be connected, or ``wh.init`` was called before.
+      ProgramError: some of the ranks are asked for.
+    """
+    if comm is not None or process_sets:
+        given = f"comm={comm!r}" if comm is not None else f"process_sets={process_sets!r}"
+        _refuse("hvd.init() connects all ranks", given, "hvd.init()", "start a run with only these ranks")
+    context = running()
+    if context is None:
+        start.init_own_programs(config)
+    elif context.own_programs is None:
+        raise ClusterError(
+            "wh.init() and hvd.init() mean different programs",
+            given="hvd.init() after wh.init()",
+            expected="wh.init() for one program of all ranks, or hvd.init() for a program of each rank",
+            action="remove one of the two",
+        )
+
+
+def shutdown() -> None:
+    """Ends Whale in this process; safe to repeat."""
+    start.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called, and ``shutdown`` not."""
+    context = running()
+    return context is not None and context.own_programs is not None
+
+
+def own(what: str) -> tuple[Context, OwnPrograms]:
+    """The run that ``init`` began.
+
+    Raises:
+      ClusterError: there is none; names ``what`` asked for it.
+    """
+    context = running()
+    if context is None or context.own_programs is None:
+        raise ClusterError(
+            f"{what} needs hvd.init()",
+            given="no run" if context is None else "a run that wh.init() began",
+            expected="hvd.init() before it",
+            action="call hvd.init() at the start of the script",
+        )
+    return context, context.own_programs
+
+
+def rank() -> int:
+    """Number of this process's rank."""
+    return own("hvd.rank()")[0].rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return own("hvd.size()")[0].size
+
+
+def local_rank() -> int:
+    """Number of this rank among those on its host."""
+    return own("hvd.local_rank()")[0].place.local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return own("hvd.local_size()")[0].place.local_size
+
+
+def cross_rank() -> int:
+    """Number of this host among those that have a rank of this local rank."""
+    context, programs = own("hvd.cross_rank()")
+    return programs.local_ranks[: context.rank].count(context.place.local_rank)
+
+
+def cross_size() -> int:
+    """Number of hosts that have a rank of this local rank."""
+    context, programs = own("hvd.cross_size()")
+    return programs.local_ranks.count(context.place.local_rank)
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many ranks."""
+    ranks = own("hvd.is_homogeneous()")[1].local_ranks
+    return len({ranks.count(number) for number in set(ranks)}) == 1
+
+
+class ProcessSet:
+    """All ranks, which is the only set of them there is here."""
+
+    process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of all ranks."""
+        return list(range(size()))
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return size()
+
+    def rank(self) -> int:
+        """Number of this process's rank."""
+        return rank()
+
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
+        return True
+
+
+global_process_set = ProcessSet()
+
+
+def all_ranks_only(process_set: Any, what: str) -> None:
+    """Refuses another set of ranks than all of them."""
+    if process_set is not None and not isinstance(process_set, ProcessSet):
+        _refuse(f"{what} is among all ranks", f"process_set={process_set!r}", "hvd.global_process_set", "leave it out")
+
+
+def add_process_set(process_set: Any) -> NoReturn:
+    """Refused: exchanges are among all ranks."""
+    _refuse("ranks have no sets", "hvd.add_process_set()", "exchanges among all ranks", "leave it out")
+
+
+def remove_process_set(process_set: Any) -> NoReturn:
+    """Refused: exchanges are among all ranks."""
+    _refuse("ranks have no sets", "hvd.remove_process_set()", "exchanges among all ranks", "leave it out")
+
+
+def join(device: int = -1) -> NoReturn:
+    """Refused: a rank that ends early would have to guess what the others exchange."""
+    _refuse(
+        "a rank cannot stand aside while the others go on",
+        "hvd.join()",
+        "as many steps on every rank",
+        "give every rank as many batches, for example with dataset.repeat() and steps_per_epoch",
+    )
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
+    """Refused: Whale writes its own trace."""
+    _refuse("Horovod's timeline is not written", f"hvd.start_timeline({file_path!r})", "Whale's trace",
+            "start the script with `whale run --trace FILE`")  # fmt: skip
+
+
+def stop_timeline() -> NoReturn:
+    """Refused: Whale writes its own trace."""
+    _refuse("Horovod's timeline is not written", "hvd.stop_timeline()", "Whale's trace",
+            "start the script with `whale run --trace FILE`")  # fmt: skip
+
+
+class Refused:
+    """Stands for a module of Horovod that Whale does not have: every name of it is refused, with the reason."""
+
+    def __init__(self, name: str, message: str, expected: str, action: str) -> None:
+        self._said = message, name, expected, action
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        message, module, expected, action = self._said
+        _refuse(message, f"{module}.{name}", expected, action)
+
+
+elastic = Refused(
+    "hvd.elastic",
+    "the number of ranks of a run does not change",
+    "checkpoints, and a run that is started again from them",
+    "save with tf.train.CheckpointManager on rank 0 and start with `whale run --max-restarts N`",
+)
+
+
+def mpi_threads_supported() -> bool:
+    """True: Whale's transport asks MPI for threads."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """True: ranks of several hosts talk through MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """True: ranks of several hosts talk through MPI."""
+    return True
+
+
+def _not_built() -> bool:
+    """False: these exchanges do not go through it."""
+    return False
+
+
+gloo_enabled = gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = _not_built
+
+
+def nccl_built() -> int:
+    """0: these exchanges go through the host's memory."""
+    return 0
+
+
+def _refuse(message: str, given: str, expected: str, action: str) -> NoReturn:
+    raise ProgramError(message, given=given, expected=expected, action=action)

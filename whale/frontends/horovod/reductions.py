@@ -1,0 +1,129 @@
+"""How tensors of the ranks become one, and in which type they travel: ``hvd.Average`` and ``hvd.Compression``."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+
+
+class ReduceOp(enum.Enum):
+    """A reduction over the ranks; the value is what Whale's exchanges call it."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "prod"
+    ADASUM = "adasum"
+
+
+Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX
+Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
+
+
+def reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[ReduceOp, ...] = ()) -> ReduceOp:
+    """The reduction that ``op`` and the older ``average`` ask for: ``Average`` unless one of them says otherwise.
+
+    Raises:
+      ProgramError: both are given, it is no reduction, it is ``Adasum``, or not one of ``allowed``.
+    """
+    if op is not None and average is not None:
+        raise ProgramError(
+            "a reduction is given twice", given=f"op={op}, average={average}", expected="op", action="remove average"
+        )
+    if average is not None:
+        op = Average if average else Sum
+    found = Average if op is None else op
+    if not isinstance(found, ReduceOp):
+        raise ProgramError(
+            "this is no reduction",
+            given=f"op={op!r}",
+            expected="hvd.Average, Sum, Min, Max or Product of whale.horovod",
+            action="import hvd from whale.horovod everywhere in the script",
+        )
+    if found is Adasum:
+        raise ProgramError(
+            "Adasum is not built",
+            given="op=hvd.Adasum",
+            expected="hvd.Average or hvd.Sum",
+            action="use hvd.Average, with the learning rate times hvd.size() where Adasum left it as it was",
+        )
+    if allowed and found not in allowed:
+        raise ProgramError(
+            "this reduction cannot be had here",
+            given=f"op={found.name}",
+            expected=" or ".join(other.name for other in allowed),
+            action="use one of these",
+        )
+    return found
+
+
+def scaled(tensor: Any, factor: float) -> Any:
+    """``tensor`` times a number, in the tensor's type; whole numbers are cut off towards 0."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        return tensor * tf.cast(factor, tensor.dtype)
+    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+
+
+def divided(tensor: Any, size: int) -> Any:
+    """``tensor`` by the number of ranks, in the tensor's type; whole numbers are cut off towards 0."""
+    if size == 1:
+        return tensor
+    if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        return tensor / tf.cast(size, tensor.dtype)
+    return tf.truncatediv(tensor, tf.cast(size, tensor.dtype))
+
+
+class Compressor:
+    """In which form a tensor travels; a script may derive its own, with both methods static."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """(what travels, what ``decompress`` needs to know)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """What has travelled, in the form that it had before."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Floating-point tensors travel as float16."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """(as float16, the type before)."""
+        return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """In the type before."""
+        return tf.cast(tensor, ctx)
+
+
+class Compression:
+    """``hvd.Compression.none`` and ``hvd.Compression.fp16``."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor

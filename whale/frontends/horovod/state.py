@@ -1,0 +1,117 @@
+"""What all ranks begin with: objects and variables of one rank on every other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.horovod.meeting import check_root, context_of
+from whale.frontends.horovod.moves import broadcast_group
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
+) -> Any:
+    """The root's object on every rank. It is pickled; the other ranks' own is not looked at."""
+    context = context_of("hvd.broadcast_object()", process_set)
+    check_root(context, root_rank)
+    _count(context)
+    if context.size == 1:
+        return obj
+    mine = pickle.dumps(obj) if context.rank == root_rank else None
+    key = f"hvd/object/{name or ''}"
+    return pickle.loads(context.comms[0].broadcast_bytes(key, mine, root_rank, TURN_TIMEOUT_S))
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
+) -> Callable[[Any], Any]:
+    """A function that broadcasts the object which it is given."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
+    """All ranks' objects, in order of ranks; pickled."""
+    context = context_of("hvd.allgather_object()", process_set)
+    _count(context)
+    if context.size == 1:
+        return [obj]
+    said = context.comms[0].allgather_bytes(f"hvd/objects/{name or ''}", pickle.dumps(obj), TURN_TIMEOUT_S)
+    return [pickle.loads(data) for data in said]
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
+) -> Any:
+    """Gives variables the root's values, on every rank; one message for each type.
+
+    Args:
+      variables: of TensorFlow or Keras, the same ones in the same order on every rank.
+      inplace: taken for Horovod's sake.
+
+    Returns:
+      In a graph of TensorFlow 1 the operation that does it; else None.
+    """
+    context_of("hvd.broadcast_variables()", process_set)
+    own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
+    own = [v for v in own if hasattr(v, "assign")]
+    if not own:
+        return None if _runs_at_once() else tf.group()
+    text = next((v for v in own if v.dtype.base_dtype == tf.string), None)
+    if text is not None:
+        raise ProgramError(
+            "strings are not broadcast as variables",
+            given=f"the variable {text.name}",
+            expected="variables of numbers",
+            action="use hvd.broadcast_object for its value",
+        )
+    assigned = [v.assign(value) for v, value in zip(own, broadcast_group(own, root_rank))]
+    return None if _runs_at_once() else tf.group(*assigned)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """In a graph of TensorFlow 1: the operation that gives all its variables the root's values.
+
+    Raises:
+      ProgramError: without such a graph.
+    """
+    if tf.executing_eagerly():
+        raise ProgramError(
+            "TensorFlow 2 has no list of all variables",
+            given="hvd.broadcast_global_variables() while TensorFlow executes eagerly",
+            expected="hvd.broadcast_variables(model.variables, root_rank)",
+            action="name the variables",
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Gives all variables of a session's graph the root's values as soon as the session is made."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Adds the operation to the graph."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs it."""
+        session.run(self.bcast_op)
+
+
+def _runs_at_once() -> bool:
+    """Whether no operation is needed that somebody runs: eagerly, or in a tf.function, which runs all it holds."""
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
+
+
+def _count(context: Any) -> None:
+    context.own_programs.exchanges += 1

@@ -1,0 +1,257 @@
+"""Sums and averages over the ranks: at once, inside a tf.function, or in a graph of TensorFlow 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.horovod.meeting import context_of, key_of
+from whale.frontends.horovod.reductions import (
+    Average,
+    Compression,
+    ReduceOp,
+    Sum,
+    divided,
+    reduction,
+    scaled,
+)
+from whale.runtime.ranks import tensors
+from whale.runtime.run.context import Context
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """The average (or ``op``) of the ranks' tensors, on every rank; of tf.IndexedSlices, the slices of all ranks.
+
+    Args:
+      tensor: a tensor, variable, NumPy or Python value, of one shape and type on all ranks, or tf.IndexedSlices.
+      compression: in which type it travels.
+      prescale_factor, postscale_factor: what it is multiplied by before and after.
+      name: under which the ranks meet.
+      device_dense, device_sparse, ignore_name_scope: taken for Horovod's sake; they change nothing here.
+
+    Raises:
+      ProgramError: another reduction or set of ranks than there is, or slices with scales.
+      CommError: the ranks bring different shapes or types, or one is gone.
+    """
+    return grouped_allreduce(
+        [tensor], average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor,
+        process_set, ignore_name_scope, name,
+    )[0]  # fmt: skip
+
+
+def grouped_allreduce(
+    tensors_: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """As ``allreduce`` for each; those of one type travel as one message."""
+    context = context_of("hvd.allreduce()", process_set)
+    found = reduction(op, average)
+    values = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors_]
+    whole = [i for i, value in enumerate(values) if not isinstance(value, tf.IndexedSlices)]
+    if len(whole) < len(values):
+        _check_slices(found, prescale_factor, postscale_factor)
+    results: list[Any] = [
+        value if i in whole else _all_slices(context, value, found, name) for i, value in enumerate(values)
+    ]
+    packed = [compression.compress(values[i]) for i in whole]
+    by_dtype: dict[Any, list[int]] = {}
+    for position, (value, _) in enumerate(packed):
+        by_dtype.setdefault(value.dtype, []).append(position)
+    for positions in by_dtype.values():
+        moved = _reduced(
+            context, [packed[p][0] for p in positions], found, prescale_factor, postscale_factor, name,
+            [(compression, packed[p][1]) for p in positions],
+        )  # fmt: skip
+        for position, value in zip(positions, moved):
+            results[whole[position]] = value
+    return results
+
+
+def _reduced(
+    context: Context,
+    values: list[Any],
+    op: ReduceOp,
+    before: float,
+    after: float,
+    name: str | None,
+    packing: list[tuple[Any, Any]],
+) -> list[Any]:
+    """Tensors of one type, in one message, unpacked; with gradients that are reduced as they are."""
+
+    def exchanged(parts: Sequence[Any]) -> list[Any]:
+        summed = tensors.all_reduce(
+            context,
+            [scaled(part, before) for part in parts],
+            key_of(context, "allreduce", name),
+            "sum" if op is Average else op.value,
+        )
+        return [scaled(divided(part, context.size) if op is Average else part, after) for part in summed]
+
+    @tf.custom_gradient
+    def differentiable(*parts: Any) -> Any:
+        def gradient(*upstream: Any) -> Any:
+            if op not in (Average, Sum):
+                raise ProgramError(
+                    "this reduction over ranks has no gradient",
+                    given=f"hvd.allreduce(op=hvd.{op.name.capitalize()})",
+                    expected="hvd.Average or hvd.Sum",
+                    action="use one of these, or tf.stop_gradient around it",
+                )
+            return exchanged(upstream)
+
+        return exchanged(parts), gradient
+
+    return [unpack.decompress(part, ctx) for (unpack, ctx), part in zip(packing, differentiable(*values))]
+
+
+def _check_slices(op: ReduceOp, before: float, after: float) -> None:
+    if op not in (Average, Sum) or before != 1.0 or after != 1.0:
+        raise ProgramError(
+            "slices of a tensor are gathered from the ranks, which is their sum or average",
+            given=f"tf.IndexedSlices with op={op.name}, prescale_factor={before}, postscale_factor={after}",
+            expected="hvd.Average or hvd.Sum without factors",
+            action="convert them with tf.convert_to_tensor, or use sparse_as_dense=True",
+        )
+
+
+def _all_slices(context: Context, slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
+    """The ranks' slices after each other: their sum; divided by the number of ranks their average."""
+    name = name or "slices"
+    values = tensors.all_gather(context, slices.values, key_of(context, "allgather", f"{name}.values"))
+    indices = tensors.all_gather(context, slices.indices, key_of(context, "allgather", f"{name}.indices"))
+    return tf.IndexedSlices(divided(values, context.size) if op is Average else values, indices, slices.dense_shape)
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """The average (or sum) of the ranks' tensors, of which each keeps its rows; the first keep one more where odd.
+
+    Raises:
+      ProgramError: a tensor whose number of rows is not known, or another reduction.
+    """
+    context = context_of("hvd.reducescatter()", process_set)
+    found = reduction(op, None, (Average, Sum))
+    value, ctx = compression.compress(tf.convert_to_tensor(tensor))
+    if not value.shape.rank or value.shape[0] is None:
+        raise ProgramError(
+            "the rows of the sum are divided among the ranks when the graph is built",
+            given=f"a tensor of shape {value.shape}",
+            expected="a first dimension of known size",
+            action="give the input_signature a fixed batch, or use hvd.allreduce and take this rank's rows",
+        )
+    whole, more = divmod(value.shape[0], context.size)
+    sizes = [whole + (number < more) for number in range(context.size)]
+
+    @tf.custom_gradient
+    def differentiable(part: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            factor = prescale_factor * postscale_factor * (context.size if found is Sum else 1)
+            key = key_of(context, "allgather", f"{name or 'reducescatter'}.gradient")
+            return tensors.all_gather(context, scaled(upstream, factor), key)
+
+        key = key_of(context, "reducescatter", name)
+        kept = tensors.reduce_scatter(context, scaled(part, prescale_factor), sizes, key)
+        return scaled(divided(kept, context.size) if found is Average else kept, postscale_factor), gradient
+
+    return compression.decompress(differentiable(value), ctx)
+
+
+def grouped_reducescatter(
+    tensors_: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """As ``reducescatter`` for each."""
+    return [
+        reducescatter(
+            tensor, device_dense, compression, op, None, process_set,
+            prescale_factor=prescale_factor, postscale_factor=postscale_factor,
+        )
+        for tensor in tensors_
+    ]  # fmt: skip
+
+
+def reduce_in_buckets(
+    values: Sequence[Any],
+    op: ReduceOp,
+    compression: Any,
+    before: float,
+    after: float,
+    name: str,
+    reduce: Callable[..., list[Any]] = grouped_allreduce,
+) -> list[Any]:
+    """The ranks' average of gradients, None among them left out; what is ready at about the same time travels together.
+
+    Backward passes make the last variables' gradients first, so messages are filled from the end, up to
+    ``communication.group_bytes`` each.
+    """
+    limit = context_of(name, None).config["communication.group_bytes"]
+    results, bucket, held, number = list(values), [], 0, 0  # type: ignore[var-annotated]
+
+    def send() -> None:
+        nonlocal bucket, held, number
+        if bucket:
+            sent = reduce(
+                [values[i] for i in bucket], op=op, compression=compression,
+                prescale_factor=before, postscale_factor=after, name=f"{name}.{number}",
+            )  # fmt: skip
+            for position, value in zip(bucket, sent):
+                results[position] = value
+            number += 1
+        bucket, held = [], 0
+
+    for position in reversed(range(len(values))):
+        value = values[position]
+        if value is None:
+            continue
+        n_bytes = _bytes(value)
+        if n_bytes is None or held + n_bytes > limit:
+            send()
+        bucket.append(position)
+        held += limit + 1 if n_bytes is None else n_bytes
+    send()
+    return results
+
+
+def _bytes(value: Any) -> int | None:
+    """None: not known, or slices, which travel alone."""
+    if isinstance(value, tf.IndexedSlices) or not value.shape.is_fully_defined():
+        return None
+    return int(value.shape.num_elements() * value.dtype.size)
