@@ -70,7 +70,9 @@ SLICES = [
 
 GATHERS = [
     case("GatherV2", F(6, 4), N(8), K(0)), case("GatherV2", F(8, 6, 4), N(3), K(1)),
-    case("GatherV2", F(4, 6, 2), N(4, 3), K(1), batch_dims=1),
+    case("GatherV2", F(4, 6, 2), N(4, 3), K(1), batch_dims=1), case("GatherV2", F(8, 5), N(8), K(1), batch_dims=1),
+    case("GatherV2", F(4, 6, 5), N(4, 6), K(2), batch_dims=2),
+    case("GatherV2", F(8, 6, 2), N(8, 3), K(1), batch_dims=-1),
     case("GatherV2", F(6, 4), N(), K(0)), case("Gather", F(6, 4), N(8, 2)),
     case("GatherNd", F(6, 5, 4), N(8, 2)), case("GatherNd", F(6, 4), N(8, 3, 1)),
     case("ScatterNd", N(8, 1), F(8, 4), K([6, 4])), case("ScatterNd", N(8, 3, 2), F(8, 3, 4), K([6, 5, 4])),

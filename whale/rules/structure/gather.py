@@ -20,11 +20,17 @@ def gather(op: OpView) -> str:
     at = axis(op, 2, len(params))
     if at is None:
         return REPLICATED
-    batch = int(op.attr("batch_dims", 0)) % max(len(indices), 1) if op.attr("batch_dims", 0) else 0
+    batch = _batch_dims(op, len(indices))
     b, i = names("b", batch), names("i", len(indices) - batch)
     before, after = names("p", at - batch), names("q", len(params) - at - 1)
     row = "v^" if batch or not op.inputs[1].is_static or not op.outputs[0].is_static else "v+"
     return f"{terms([*b, *before, row, *after], [*b, *i])}, . -> {term([*b, *before, *i, *after])}"
+
+
+def _batch_dims(op: OpView, rank: int) -> int:
+    """How many dimensions of the indices, of which there are ``rank``, params have as well; all of them can be."""
+    batch = int(op.attr("batch_dims", 0))
+    return batch + rank if batch < 0 else batch
 
 
 def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
@@ -63,7 +69,7 @@ def resource_gather(op: OpView) -> str:
         return "v+ q*, i* -> i* q*"
     if op.inputs[1].shape is None or op.outputs[0].shape is None:
         return REPLICATED
-    b = " ".join(f"b{n}^" for n in range(batch))
+    b = " ".join(f"b{n}^" for n in range(_batch_dims(op, len(op.inputs[1].shape))))
     return f"., {b} i* -> {b} i* q*^"
 
 
