@@ -122,3 +122,12 @@ def test_equal_programs_have_equal_fingerprints(program: Program) -> None:
     assert node_digests(again) == node_digests(program)
     shuffled = replace(program, functions=dict(reversed(list(program.functions.items()))))
     assert fingerprint(shuffled) == fingerprint(program)
+
+
+def test_what_a_process_calls_its_python_functions_says_nothing() -> None:
+    def calling(token: str) -> Program:
+        return _edit("relu", op="EagerPyFunc", stateful=True, attrs={"token": token, "Tin": ()})(_example())
+
+    assert fingerprint(calling("pyfunc_7")) == fingerprint(calling("pyfunc_8"))
+    other = _edit("relu", attrs={"token": "pyfunc_7", "Tin": (DType("float32"),)})(calling("pyfunc_7"))
+    assert fingerprint(other) != fingerprint(calling("pyfunc_7"))

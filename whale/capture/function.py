@@ -15,9 +15,10 @@ from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
 from whale.capture.scaling import LossScale, scaled_losses
+from whale.capture.names import of_captures
 from whale.capture.signature import Arguments, take_apart
 from whale.errors import CaptureError
-from whale.ir.program import Node, Program, const_node
+from whale.ir.program import Node, Program, const_node, renamed
 from whale.ir.values import Tensor
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
@@ -91,8 +92,10 @@ def _specs(arguments: Arguments, signature: Any) -> list[tf.TensorSpec]:
         if not other.shape.is_compatible_with(spec.shape):
             raise CaptureError(
                 "an argument does not fit the function's input_signature",
+    lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
                 op=spec.name,
                 given=spec.shape,
+        node = lasting.get(internal.op.name, internal.op.name)
                 expected=other.shape,
                 action="pass a tensor of that shape, or change the input_signature",
             )
@@ -113,6 +116,7 @@ def _captured(concrete: Any, name: str) -> Captured:
     flat_inputs = list(graph.inputs)[: len(graph.inputs) - len(captures)]
     known = {id(v.handle): v for v in graph.variables}
     variables: list[tuple[tf.Tensor, CapturedVariable]] = []
+    program = renamed(program, lasting)
     constants: list[tuple[tf.Tensor, tf.Tensor]] = []
     passed: list[tuple[tf.Tensor, tf.Tensor]] = []
     names: set[str] = set()
@@ -121,8 +125,8 @@ def _captured(concrete: Any, name: str) -> Captured:
         if variable is None:
             variable = _variable_of_handle(external)
         if variable is not None:
-            unique = _unique(_variable_name(variable, internal), names)
-            variables.append((internal, CapturedVariable(internal.op.name, unique, variable, external)))
+            unique = _unique(_variable_name(variable, node), names)
+            variables.append((internal, CapturedVariable(node, unique, variable, external)))
         elif _fits_a_graph(external):
             constants.append((internal, external))
         else:
@@ -139,9 +143,9 @@ def _captured(concrete: Any, name: str) -> Captured:
     )
     present = {v.node for v in program.variables}
     return Captured(
-        program=_with_constants(program, {i.op.name: e for i, e in constants}),
+        program=_with_constants(program, {lasting.get(i.op.name, i.op.name): e for i, e in constants}),
         inputs=tuple(t.op.name for t in flat_inputs),
-        captures=tuple((i.op.name, e) for i, e in passed),
+        captures=tuple((lasting.get(i.op.name, i.op.name), e) for i, e in passed),
         variables=tuple(v for _, v in variables if v.node in present),
         function=concrete,
         structured_outputs=graph.structured_outputs,
@@ -181,9 +185,9 @@ def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
     )
 
 
-def _variable_name(variable: tf.Variable, internal: tf.Tensor) -> str:
+def _variable_name(variable: tf.Variable, node: str) -> str:
     name = variable.name.partition(":")[0]
-    return internal.op.name if name in ("captured", "") else name
+    return node if name in ("captured", "") else name
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -11,6 +11,7 @@ from tensorflow.python.framework import op_def_registry
 
 from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
 from whale.capture.bodies import body_graph
+from whale.capture.names import with_lasting_arguments
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS, READS
@@ -206,15 +207,17 @@ class _Builder:
         self._names[key] = unique
         body = body_graph(graph, self.library, name, arguments)
         graph_def = body.graph.as_graph_def() if body.graph_def is None else body.graph_def
-        self.functions[unique] = self.build(
-            body.graph,
-            graph_def,
-            unique,
-            inputs=body.inputs,
-            variables={},
-            outputs=[_ref(t) for t in body.outputs],
-            effects=body.effects,
-            types={},
+        self.functions[unique] = with_lasting_arguments(
+            self.build(
+                body.graph,
+                graph_def,
+                unique,
+                inputs=body.inputs,
+                variables={},
+                outputs=[_ref(t) for t in body.outputs],
+                effects=body.effects,
+                types={},
+            )
         )
         return unique
 

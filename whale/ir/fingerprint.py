@@ -9,6 +9,10 @@ from typing import Any
 from whale.ir.program import Node, Program
 from whale.ir.values import DType, Func, Shape, Tensor
 
+# Attributes that are a process's own: TensorFlow draws the names of tables, queues, iterators and Python functions anew
+# in each.
+_OWN = {"VarHandleOp": "", "PyFunc": "token", "PyFuncStateless": "token", "EagerPyFunc": "token"}
+
 
 def _feed(value: Any) -> bytes:
     """A byte form of an attribute value that tells different values apart."""
@@ -29,12 +33,8 @@ def _feed(value: Any) -> bytes:
 def node_digest(node: Node) -> bytes:
     """Eight bytes that identify a node: name, op, operands, control edges, attributes, types."""
     h = hashlib.blake2b(digest_size=8)
-    raw = getattr(node.attrs, "canonical", None)
-    if node.stateful and node.op != "VarHandleOp" and "shared_name" in node.attrs:
-        # TensorFlow draws the names of tables, queues and iterators anew in each process.
-        attrs = _attrs({k: v for k, v in node.attrs.items() if k != "shared_name"})
-    else:
-        attrs = raw() if raw is not None else _attrs(node.attrs)
+    own = _OWN.get(node.op, "shared_name" if node.stateful else "")
+    attrs = _attrs({k: v for k, v in node.attrs.items() if k != own} if own in node.attrs else node.attrs)
     h.update(f"{node.name}\0{node.op}\0{node.inputs}\0{sorted(node.controls)}\0{node.outputs}\0{node.scope}".encode())
     h.update(attrs)
     return h.digest()

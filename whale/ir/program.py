@@ -138,6 +138,35 @@ def function_refs(node: Node) -> Iterator[tuple[str, Func]]:
                 yield key, item
 
 
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """``program`` in which the nodes of ``names`` are called otherwise; its functions are left as they are."""
+    if not names:
+        return program
+    refs: dict[Ref, Ref] = {}
+
+    def ref(old: Ref) -> Ref:
+        return refs.setdefault(old, Ref(names.get(old.node, old.node), old.index))
+
+    def node(old: Node) -> Node:
+        if (
+            old.name not in names
+            and not any(r.node in names for r in old.inputs)
+            and not names.keys() & {*old.controls}
+        ):
+            return old
+        controls = tuple([names.get(c, c) for c in old.controls])
+        return replace(old, name=names.get(old.name, old.name), inputs=tuple(map(ref, old.inputs)), controls=controls)
+
+    return replace(
+        program,
+        nodes=tuple(map(node, program.nodes)),
+        inputs=tuple(names.get(n, n) for n in program.inputs),
+        variables=tuple(replace(v, node=names.get(v.node, v.node)) for v in program.variables),
+        outputs=tuple(map(ref, program.outputs)),
+        effects=tuple(names.get(n, n) for n in program.effects),
+    )
+
+
 def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """``nodes`` sorted so that each comes after what it reads; the mapping's own order when that is one.
 
