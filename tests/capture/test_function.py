@@ -46,6 +46,53 @@ def test_unknown_sizes_of_a_signature_take_those_of_the_arguments() -> None:
         capture_function(step, [np.ones((5, 4), np.float32)])
 
 
+def test_a_signature_makes_tensors_of_what_it_covers() -> None:
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([None], tf.float64),
+            {"rate": tf.TensorSpec([], tf.float32), "ids": tf.TensorSpec([2], tf.int64)},
+            tf.TensorSpec([], tf.int32),
+        ]
+    )
+    def step(x, settings, count=3, flag=True):
+        return (x if flag else -x) * tf.cast(settings["rate"], x.dtype) * tf.cast(count, x.dtype)
+
+    signature = step.input_signature
+    captured = capture_function(step, [np.ones(4, np.float32), {"rate": 2, "ids": [1, 2]}])
+    types = [captured.program.by_name[n].outputs[0] for n in captured.inputs]
+    assert types == [
+        TensorType("float64", (4,)), TensorType("int64", (2,)), TensorType("float32", ()), TensorType("int32", ()),
+    ]  # fmt: skip
+    given = take_apart(
+        step.python_function, [np.ones(4, np.float32), {"rate": 2, "ids": [1, 2]}], {}, signature
+    ).tensors
+    assert _call(captured, *given).numpy().tolist() == [6.0] * 4
+
+    def key(*args, **kwargs):
+        return take_apart(step.python_function, args, kwargs, signature).key
+
+    settings = {"rate": 2.0, "ids": [1, 2]}
+    assert key([1.0], settings, 1) == key([7], {"rate": 3, "ids": np.array([4, 5])}, count=5)
+    assert key([1.0], settings) != key([1.0], settings, flag=False)
+    wrong = {
+        "a dtype": (tf.constant([1.0]), settings), "no number": (["a"], settings), "a rank": (1.0, settings),
+        "a size": ([1], {**settings, "ids": [1]}), "a structure": ([1.0], [2.0, [1, 2]]),
+    }  # fmt: skip
+    for what, args in wrong.items():
+        with pytest.raises(CaptureError, match="does not fit the function's input_signature"):
+            raise AssertionError(what, key(*args))
+    with pytest.raises(CaptureError, match="describes more arguments than there are"):
+        take_apart(lambda x: x, [[1.0]], {}, signature)
+
+
+def test_captured_strings_are_constants() -> None:
+    word, words = tf.constant(b"ab\0"), tf.constant([["c", "d"]])
+    captured = capture_function(lambda x: (tf.strings.join([word, words]), x), [np.float32(1)])
+    assert not captured.captures
+    joined, _ = _call(captured, np.float32(1))
+    assert joined.numpy().tolist() == [[b"ab\0c", b"ab\0d"]]
+
+
 def test_specs_must_be_static() -> None:
     with pytest.raises(CaptureError, match="not fully known"):
         capture_function(lambda x: x, [tf.TensorSpec([None, 2])])

@@ -8,15 +8,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
-from whale.capture.scaling import LossScale, scaled_losses
 from whale.capture.names import of_captures
-from whale.capture.signature import Arguments, take_apart
+from whale.capture.scaling import LossScale, scaled_losses
+from whale.capture.signature import take_apart, tracing_options
 from whale.errors import CaptureError
 from whale.ir.program import Node, Program, const_node, renamed
 from whale.ir.values import Tensor
@@ -35,8 +36,8 @@ def capture_function(
 ) -> Captured:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
-    Variables that ``fn`` creates are created, once, at this first trace. An ``input_signature`` of a tf.function gives
-    dtypes only: its unknown sizes take those of the arguments.
+    Variables that ``fn`` creates are created, once, at this first trace. Unknown sizes in the ``input_signature`` of a
+    tf.function take those of the arguments.
 
     Args:
       fn: a Python function, a method, or a tf.function.
@@ -49,13 +50,16 @@ def capture_function(
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
     """
-    python_fn, signature, autograph = _python_function(fn)
+    python_fn, options = getattr(fn, "python_function", fn), tracing_options(fn)
     program_name = name or str(getattr(python_fn, "__name__", "step"))
-    arguments = take_apart(python_fn, args, kwargs or {})
-    specs = _specs(arguments, signature)
+    arguments = take_apart(python_fn, args, kwargs or {}, options.pop("input_signature", None))
+    specs = [
+        tf.TensorSpec(tensor.shape, tf.dtypes.as_dtype(tensor.dtype), name=label)
+        for tensor, label in zip(arguments.tensors, arguments.names)
+    ]
     # A function that asks for XLA stays a call that asks for it, as where it is called from another function.
-    asks_for_xla = getattr(fn, "_jit_compile", None)
-    called = tf.function(python_fn, jit_compile=True, autograph=autograph) if asks_for_xla else python_fn
+    asks_for_xla = options.pop("jit_compile", None)
+    called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else python_fn
 
     def call(*tensors: tf.Tensor) -> Any:
         positional, keywords = arguments.rebuild(tensors)
@@ -67,40 +71,10 @@ def capture_function(
     call.__name__ = program_name
     scaled = nullcontext() if loss_scale is None else scaled_losses(loss_scale)
     with gradient_scopes(mark_gradients), scaled:
-        concrete = tf.function(call, autograph=autograph).get_concrete_function(*specs)
+        concrete = tf.function(call, **options).get_concrete_function(*specs)
     traced_s = time.perf_counter()
     captured = _captured(concrete, program_name)
     return replace(captured, read_s=time.perf_counter() - traced_s)
-
-
-def _python_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any, bool]:
-    """(the Python function, its input_signature or None, whether autograph rewrites it)."""
-    if not hasattr(fn, "python_function"):
-        return fn, None, True
-    return fn.python_function, getattr(fn, "input_signature", None), bool(getattr(fn, "_autograph", True))
-
-
-def _specs(arguments: Arguments, signature: Any) -> list[tf.TensorSpec]:
-    specs = []
-    for tensor, label in zip(arguments.tensors, arguments.names):
-        dtype = tf.dtypes.as_dtype(tensor.dtype)
-        specs.append(tf.TensorSpec(tensor.shape, dtype, name=label))
-    wanted = tf.nest.flatten(signature, expand_composites=True) if signature is not None else []
-    if len(wanted) != len(specs):
-        return specs
-    for i, (spec, other) in enumerate(zip(specs, wanted)):
-        if not other.shape.is_compatible_with(spec.shape):
-            raise CaptureError(
-                "an argument does not fit the function's input_signature",
-    lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
-                op=spec.name,
-                given=spec.shape,
-        node = lasting.get(internal.op.name, internal.op.name)
-                expected=other.shape,
-                action="pass a tensor of that shape, or change the input_signature",
-            )
-        specs[i] = tf.TensorSpec(spec.shape, other.dtype, name=spec.name)
-    return specs
 
 
 def _captured(concrete: Any, name: str) -> Captured:
@@ -116,11 +90,12 @@ def _captured(concrete: Any, name: str) -> Captured:
     flat_inputs = list(graph.inputs)[: len(graph.inputs) - len(captures)]
     known = {id(v.handle): v for v in graph.variables}
     variables: list[tuple[tf.Tensor, CapturedVariable]] = []
-    program = renamed(program, lasting)
     constants: list[tuple[tf.Tensor, tf.Tensor]] = []
     passed: list[tuple[tf.Tensor, tf.Tensor]] = []
+    lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
     names: set[str] = set()
     for external, internal in captures:
+        node = lasting.get(internal.op.name, internal.op.name)
         variable = known.get(id(external))
         if variable is None:
             variable = _variable_of_handle(external)
@@ -141,6 +116,7 @@ def _captured(concrete: Any, name: str) -> Captured:
         outputs=graph.outputs,
         effects=graph.control_outputs,
     )
+    program = renamed(program, lasting)
     present = {v.node for v in program.variables}
     return Captured(
         program=_with_constants(program, {lasting.get(i.op.name, i.op.name): e for i, e in constants}),
@@ -208,6 +184,8 @@ def _with_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Pro
         if node.name not in constants:
             nodes.append(node)
         elif node.name in used:
-            value = Tensor.of(constants[node.name].numpy(), constants[node.name].dtype.name)
+            # A scalar string comes as bytes; NumPy's own type for them would drop zeros at their end.
+            held = np.asarray(constants[node.name].numpy(), object if constants[node.name].dtype == tf.string else None)
+            value = Tensor.of(held, constants[node.name].dtype.name)
             nodes.append(const_node(node.name, value, controls=node.controls, scope=node.scope))
     return program.with_nodes(tuple(nodes), inputs=tuple(i for i in program.inputs if i not in constants))

@@ -1,4 +1,7 @@
-"""A call's arguments: tensors, whose shapes a trace is made for, and Python values, which are part of the trace."""
+"""A call's arguments: tensors, whose shapes a trace is made for, and Python values, which are part of the trace.
+
+And what a tf.function says about how it is traced: its keywords.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 from whale.capture.sharded import ShardedTensor
 from whale.errors import CaptureError
@@ -57,17 +61,41 @@ class Arguments:
         return tuple(args), dict(kwargs)
 
 
-def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+def tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Keywords with which tf.function would trace another function like ``fn``; none for a Python function.
+
+    Those that change what is computed, or how: the others say what TensorFlow keeps of a trace.
+    """
+    if not hasattr(fn, "python_function"):
+        return {}
+    return {
+        "input_signature": getattr(fn, "input_signature", None),
+        "autograph": bool(getattr(fn, "_autograph", True)),
+        "experimental_autograph_options": getattr(fn, "_experimental_autograph_options", None),
+        "jit_compile": getattr(fn, "_jit_compile", None),
+    }
+
+
+def take_apart(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], signature: Sequence[Any] | None = None
+) -> Arguments:
     """The arguments of ``fn(*args, **kwargs)``.
 
     tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors.
     Everything else, variables included, is a value of the trace.
+
+    Args:
+      signature: the input_signature of a tf.function: what it covers is made tensors of its dtypes first. Its unknown
+        sizes are those of the arguments.
 
     Raises:
       CaptureError: a tensor's shape is not fully known, or ``fn`` does not take such arguments.
     """
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
+        if signature is not None:
+            bound.apply_defaults()
+            _cast_arguments(bound, signature, getattr(fn, "__name__", repr(fn)))
     except TypeError as error:
         raise CaptureError(
             "the function does not take these arguments",
@@ -102,6 +130,61 @@ def take_apart(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             key.append(_value_key(leaf))
     skeleton = tf.nest.map_structure(lambda _: 0, structure)
     return Arguments(tuple(tensors), _distinct(labels), (repr(skeleton), *key), structure, tuple(leaves))
+
+
+def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op: str) -> None:
+    """Casts the arguments, in the order of parameters, to what ``signature`` says of each of them."""
+    wanted = list(signature)
+    for name, parameter in bound.signature.parameters.items():
+        value = bound.arguments[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            covered = [_cast(v, wanted.pop(0), f"{name}_{i}") for i, v in enumerate(value[: len(wanted)])]
+            bound.arguments[name] = (*covered, *value[len(covered) :])
+        elif parameter.kind is not parameter.VAR_KEYWORD and wanted:
+            bound.arguments[name] = _cast(value, wanted.pop(0), name)
+    if wanted:
+        raise CaptureError(
+            "the function's input_signature describes more arguments than there are",
+            op=op,
+            given=", ".join(bound.arguments) or "no arguments",
+            expected=f"an argument for {wanted[0]}",
+            action="pass it, or change the input_signature",
+        )
+
+
+def _cast(value: Any, wanted: Any, path: str) -> Any:
+    """``value``, a structure, as tensors of the specs in ``wanted``, which has its form."""
+    try:
+        leaves = nest.flatten_up_to(wanted, value, check_types=False)
+    except (TypeError, ValueError) as error:
+        raise _does_not_fit(path, value, wanted) from error
+    cast = [_cast_leaf(leaf, spec, path) for leaf, spec in zip(leaves, tf.nest.flatten(wanted))]
+    return tf.nest.pack_sequence_as(wanted, cast)
+
+
+def _cast_leaf(value: Any, wanted: Any, path: str) -> Any:
+    if not isinstance(wanted, tf.TensorSpec):
+        if isinstance(wanted, tf.TypeSpec) and not wanted.is_compatible_with(value):
+            raise _does_not_fit(path, value, wanted)
+        return value
+    if not isinstance(value, (tf.Tensor, tf.TensorSpec, ShardedTensor)):
+        try:
+            value = tf.convert_to_tensor(value, wanted.dtype)
+        except (TypeError, ValueError) as error:
+            raise _does_not_fit(path, value, wanted) from error
+    if value.dtype != wanted.dtype or not wanted.shape.is_compatible_with(value.shape):
+        raise _does_not_fit(path, f"{value.dtype.name}{value.shape}", f"{wanted.dtype.name}{wanted.shape}")
+    return value
+
+
+def _does_not_fit(path: str, given: object, expected: object) -> CaptureError:
+    return CaptureError(
+        "an argument does not fit the function's input_signature",
+        op=path,
+        given=given,
+        expected=expected,
+        action="pass a tensor of that shape and dtype, or change the input_signature",
+    )
 
 
 def _paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:

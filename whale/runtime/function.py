@@ -19,7 +19,7 @@ from tensorflow.python.ops import gradients_util
 from whale.capture.captured import Captured
 from whale.capture.function import capture_function
 from whale.capture.sharded import ShardedTensor
-from whale.capture.signature import Arguments, take_apart
+from whale.capture.signature import Arguments, take_apart, tracing_options
 from whale.errors import ProgramError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
@@ -71,6 +71,7 @@ class Function:
         functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
         self._fn = fn
         self._python_function = getattr(fn, "python_function", fn)
+        self._options = tracing_options(fn)
         self._steps: dict[Hashable, _Step] = {}
         self._quick: dict[Hashable, _Step] = {}
         self._context: weakref.ref[Context] | None = None
@@ -81,7 +82,7 @@ class Function:
             return self
         if instance not in self._bound:
             method = functools.partial(self._python_function, weakref.proxy(instance))
-            self._bound[instance] = Function(tf.function(method, jit_compile=True) if self._asks_for_xla() else method)
+            self._bound[instance] = Function(tf.function(method, **self._options) if self._options else method)
         return self._bound[instance]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +91,7 @@ class Function:
             return self._inside_graph(args, kwargs)
         context = self._attached()
         if context.local_batch:
-            args, kwargs = local_arguments(take_apart(self._python_function, args, kwargs), context)
+            args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
             try:
                 quick: tuple[Any, ...] | None = tuple([(a._shape_tuple(), a.dtype) for a in args])
@@ -99,7 +100,7 @@ class Function:
                 quick = step = None
             if step is not None:
                 return step.call(step.own(args, context))
-        arguments = take_apart(self._python_function, args, kwargs)
+        arguments = self._take_apart(args, kwargs)
         step = self._steps.get(arguments.key)
         if step is None:
             step = self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
@@ -122,12 +123,20 @@ class Function:
         """Seconds of each phase between the end of tracing and the first call, for these arguments."""
         return dict(self._step(args, kwargs).seconds)
 
+    @property
+    def python_function(self) -> Callable[..., Any]:
+        """What it was made of."""
+        return self._python_function
+
+    def _take_apart(self, args: Any, kwargs: Any) -> Arguments:
+        return take_apart(self._python_function, args, kwargs, self._options.get("input_signature"))
+
     def _step(self, args: Any, kwargs: Any) -> _Step:
         context = self._attached()
-        arguments = take_apart(self._python_function, args, kwargs)
+        arguments = self._take_apart(args, kwargs)
         if context.local_batch:
             args, kwargs = local_arguments(arguments, context)
-            arguments = take_apart(self._python_function, args, kwargs)
+            arguments = self._take_apart(args, kwargs)
         if arguments.key not in self._steps:
             self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
         return self._steps[arguments.key]
@@ -151,13 +160,24 @@ class Function:
                 expected="a call from Python, or inside another wh.function",
                 action="decorate the outer function with wh.function too",
             )
-        return (self._fn if self._asks_for_xla() else self._python_function)(*args, **kwargs)
+        options = dict(self._options)
+        asks = not options.pop("autograph", True) or any(value is not None for value in options.values())
+        return (self._fn if asks else self._python_function)(*args, **kwargs)
 
-    def _asks_for_xla(self) -> bool:
-        return bool(getattr(self._fn, "_jit_compile", None))
 
-
-def function(fn: Callable[..., Any] | None = None) -> Any:
+def function(
+    func: Callable[..., Any] | None = None,
+    input_signature: Any = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+    experimental_implements: str | None = None,
+    experimental_autograph_options: Any = None,
+    experimental_attributes: Any = None,
+    experimental_relax_shapes: bool | None = None,
+    experimental_compile: bool | None = None,
+    experimental_follow_type_hints: bool | None = None,
+) -> Any:
     """Spreads a train or evaluation step over the ranks; use it where tf.function would stand.
 
     The step sees global values: its batch inputs are the global batch, of which each rank computes its share, and what
@@ -165,19 +185,42 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
     and Python values. A rank passes the whole batch, or its rows only: what ``wh.shard`` yields, or with
     ``batch.mode="local"`` a batch of its own; the global batch is then all of them in order of ranks.
 
+    It takes the arguments of tf.function, which mean the same; those that it does not name below compute nothing else,
+    and change nothing here: each set of shapes is planned by itself.
+
     Args:
-      fn: the step; a Python function, a method or a tf.function.
+      func: the step; a Python function, a method or a tf.function. None: a decorator with the other arguments.
+      input_signature: a tf.TensorSpec for each argument, which is made a tensor of that dtype, and has to fit in shape.
+        Unknown sizes take those of the arguments; each set of them is traced.
+      autograph: whether Python's loops and conditions over tensors are traced as such; with
+        ``experimental_autograph_options``.
+      jit_compile: True: nodes that only XLA can compute are compiled, the others run as usual, since exchanges lie
+        between them. ``experimental_compile`` is its older name.
 
     Raises:
       ClusterError: called before ``wh.init``.
       ProgramError: the ranks call different steps, or the step cannot be captured.
+      CaptureError: an argument does not fit ``input_signature``.
       PlanError: the batch cannot be split as asked.
     """
-    if fn is None:
-        return functools.partial(function)
-    if isinstance(fn, Function) or hasattr(fn, "_whale_run"):  # its steps are spread already
-        return fn
-    return Function(fn)
+    options = {
+        "input_signature": input_signature,
+        "autograph": None if autograph else False,
+        "jit_compile": jit_compile,
+        "reduce_retracing": reduce_retracing or None,
+        "experimental_implements": experimental_implements,
+        "experimental_autograph_options": experimental_autograph_options,
+        "experimental_attributes": experimental_attributes,
+        "experimental_relax_shapes": experimental_relax_shapes,
+        "experimental_compile": experimental_compile,
+        "experimental_follow_type_hints": experimental_follow_type_hints,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    if func is None:
+        return functools.partial(function, **given)
+    if isinstance(func, Function) or hasattr(func, "_whale_run"):  # its steps are spread already
+        return func
+    return Function(tf.function(func, **given) if given else func)
 
 
 @contextlib.contextmanager
