@@ -63,12 +63,12 @@ def gather_nd(op: OpView) -> str:
 
 
 def resource_gather(op: OpView) -> str:
-    """batch_dims (with any, the variable stays whole)"""
-    batch = int(op.attr("batch_dims", 0))
-    if not batch and op.inputs[1].is_static and op.outputs[0].is_static:
-        return "v+ q*, i* -> i* q*"
+    """batch_dims (with any, the variable stays whole), and whether the number of rows is known (else they are not cut)"""
     if op.inputs[1].shape is None or op.outputs[0].shape is None:
         return REPLICATED
+    if not op.attr("batch_dims", 0):
+        row = "v+" if op.inputs[1].is_static and op.outputs[0].is_static else "v^"
+        return f"{row} q*, i* -> i* q*"
     b = " ".join(f"b{n}^" for n in range(_batch_dims(op, len(op.inputs[1].shape))))
     return f"., {b} i* -> {b} i* q*^"
 
