@@ -41,6 +41,8 @@ BRANCHES = _named("If StatelessIf Case StatelessCase")
 HAS_BODIES = LOOPS | BRANCHES
 # They run one function, once; WhaleCall that of a micro-batch.
 CALLS = _named("PartitionedCall StatefulPartitionedCall WhaleCall")
+# They run a function for every element of a dataset: what a loop over a dataset becomes in a traced function.
+DATASET_LOOPS = _named("ReduceDataset ScanDataset")
 # What loops and branches are made of in TensorFlow 1.
 FRAMES = _named("Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration")
 # What nodes run, and how often, depends on them: they are laid out with their bodies or frames, not by a rule.

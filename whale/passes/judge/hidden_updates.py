@@ -4,10 +4,17 @@ pass looks into. The copies of such a variable would drift apart, so the program
 from __future__ import annotations
 
 from whale.errors import PlanError
-from whale.ir.ops import HAS_BODIES, UPDATES
+from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, function_refs
 from whale.rules import rule_of
+
+_LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
+# A dataset of candidates that a metric or a layer reads, mostly, which numbers them in a variable.
+_TRANSFORMATION = (
+    "let the dataset number its elements itself (Dataset.enumerate(), or identifiers beside them, as in "
+    "FactorizedTopK(Dataset.zip((ids, candidates)))), or compute what reads it outside of the step"
+)
 
 
 def refuse_hidden_updates(program: Program, plan: Plan) -> None:
@@ -34,7 +41,7 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
                     op=f"{node.name} ({node.op})",
                     given=f"{update.name} ({update.op}) inside a function that this operation runs",
                     expected="updates in the step itself, or in loops and branches over tensors",
-                    action="take the loop over the dataset out of the step, and call the step once per batch",
+                    action=_LOOP if node.op in DATASET_LOOPS or control_flow else _TRANSFORMATION,
                 )
 
 
