@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context as tf_context
-from tensorflow.python.eager import record
-from tensorflow.python.ops import gradients_util
 
-from whale.capture.captured import Captured
-from whale.capture.function import capture_function
-from whale.capture.sharded import ShardedTensor
 from whale.capture.signature import Arguments, take_apart, tracing_options
 from whale.errors import ProgramError
-from whale.ir.collector import no_garbage_collection
 from whale.ir.plan import Plan
-from whale.ir.program import Program
-from whale.lowering.functions import load_ops, lower_to_function
-from whale.lowering.micro import CALL
-from whale.passes.facts.stages import has_stages
-from whale.runtime.compile.compile import Compiled, compile_program
-from whale.runtime.compile.offload import compute_device
-from whale.runtime.compile.stage_groups import uses_of_stage_groups
+from whale.runtime.compile.step import Step, compile_step, tensors_of
 from whale.runtime.input.local_batches import local_arguments
-from whale.runtime.input.whole_batch import whole_batch
-from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.trace import span
-from whale.runtime.run.context import Context, current, unique
-from whale.runtime.run.loss_scale import loss_scale_of
+from whale.runtime.run.context import Context, current
 from whale.runtime.variables.deferred import capturing
-from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One compiled specialisation: what to call and with what, and how long making it took after tracing.
-
-    ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
-    """
-
-    call: Callable[[list[Any]], Any]
-    captured: Captured
-    compiled: Compiled
-    seconds: Mapping[str, float]
-    gathers: bool
-
-    def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
-        """What the lowered step takes of the tensors of a call."""
-        if not self.gathers:
-            return [_own_rows(t, context) for t in tensors]
-        return [
-            whole_batch(t, name, context) if type(t) is ShardedTensor and _own_rows(t, context) is not t else t
-            for name, t in zip(self.captured.inputs, tensors)
-        ]
 
 
 class Function:
@@ -72,8 +27,8 @@ class Function:
         self._fn = fn
         self._python_function = getattr(fn, "python_function", fn)
         self._options = tracing_options(fn)
-        self._steps: dict[Hashable, _Step] = {}
-        self._quick: dict[Hashable, _Step] = {}
+        self._steps: dict[Hashable, Step] = {}
+        self._quick: dict[Hashable, Step] = {}
         self._context: weakref.ref[Context] | None = None
         self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
 
@@ -103,8 +58,8 @@ class Function:
         arguments = self._take_apart(args, kwargs)
         step = self._steps.get(arguments.key)
         if step is None:
-            step = self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
-        result = step.call(_tensors(arguments, step, context))
+            step = self._steps[arguments.key] = compile_step(self._fn, arguments, args, kwargs, context)
+        result = step.call(tensors_of(arguments, step, context))
         if (
             not kwargs
             and quick is not None
@@ -131,14 +86,14 @@ class Function:
     def _take_apart(self, args: Any, kwargs: Any) -> Arguments:
         return take_apart(self._python_function, args, kwargs, self._options.get("input_signature"))
 
-    def _step(self, args: Any, kwargs: Any) -> _Step:
+    def _step(self, args: Any, kwargs: Any) -> Step:
         context = self._attached()
         arguments = self._take_apart(args, kwargs)
         if context.local_batch:
             args, kwargs = local_arguments(arguments, context)
             arguments = self._take_apart(args, kwargs)
         if arguments.key not in self._steps:
-            self._steps[arguments.key] = _compile(self._fn, arguments, args, kwargs, context)
+            self._steps[arguments.key] = compile_step(self._fn, arguments, args, kwargs, context)
         return self._steps[arguments.key]
 
     def _attached(self) -> Context:
@@ -221,197 +176,3 @@ def function(
     if isinstance(func, Function) or hasattr(func, "_whale_run"):  # its steps are spread already
         return func
     return Function(tf.function(func, **given) if given else func)
-
-
-@contextlib.contextmanager
-def captures_steps() -> Iterator[None]:
-    """Under it, a step that a graph's function calls becomes part of that graph."""
-    token = capturing.set(True)
-    try:
-        yield
-    finally:
-        capturing.reset(token)
-
-
-def _tensors(arguments: Arguments, step: _Step, context: Context) -> list[Any]:
-    specs = step.captured.function.structured_input_signature[0]
-    return [
-        t if isinstance(t, tf.Tensor) else tf.convert_to_tensor(t, dtype=spec.dtype)
-        for t, spec in zip(step.own(arguments.tensors, context), specs)
-    ]
-
-
-def _own_rows(value: Any, context: Context) -> Any:
-    """What the lowered step takes of an argument: of a part of a batch, this rank's rows."""
-    if type(value) is not ShardedTensor:
-        return value
-    if not context.between_processes or value.rank != context.rank or len(value.sizes) != context.size:
-        here = f"a part for rank {context.rank} of {context.size}" if context.between_processes else "whole batches"
-        raise ProgramError(
-            "a part of a batch belongs to another run",
-            given=f"{value!r}, made for rank {value.rank} of {len(value.sizes)}",
-            expected=here,
-            action="take it from a wh.shard dataset made after this run's wh.init()",
-        )
-    return value.local
-
-
-def _compile(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> _Step:
-    with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"):
-        return _compiled(fn, arguments, args, kwargs, context)
-
-
-def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> _Step:
-    if context.dry is None:
-        for tensor in arguments.tensors:
-            _own_rows(tensor, context)
-    with captures_steps(), span(context.trace, "capture", "compile"):
-        captured = capture_function(
-            fn,
-            args,
-            kwargs,
-            mark_gradients=bool(context.config["gradient_checkpoint.type"])
-            or context.config["auto_parallel"]
-            or context.auto is not None,
-            loss_scale=loss_scale_of(context),
-        )
-    captured = _with_scopes(captured)
-    local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
-    # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
-    gathers = bool(local) and has_stages(captured.program)
-    if gathers:
-        local = {}
-        context.stages_seen = True
-
-    def marked() -> Program:
-        with captures_steps():
-            return _with_scopes(
-                capture_function(fn, args, kwargs, mark_gradients=True, loss_scale=loss_scale_of(context))
-            ).program
-
-    if context.config["offload.level"] and context.dry is None:
-        compute_device(context.config)  # refused before anything is sent
-    layouts = context.variables.layouts(captured.variables)
-    compiled = compile_program(captured.program, context, local, layouts, marked)
-    with span(context.trace, "send variables", "compile"):
-        uses = uses_of_stage_groups(compiled.program, compiled.plan)
-        plan = compiled.plan
-        context.variables.adopt(captured.variables, context, plan.variables, uses, plan.offloaded)
-        context.variables.classify(captured.variables, compiled.kinds)
-    start_s = time.perf_counter()
-    with span(context.trace, "functions", "compile"), no_garbage_collection():
-        call = _callable(captured, compiled, context, uses)
-    trim()
-    seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
-    return _Step(call, captured, compiled, seconds, gathers)
-
-
-def _with_scopes(captured: Captured) -> Captured:
-    """Variables created under a scope carry it (the node that reads one joins the scope)."""
-    scopes = {c.node: getattr(c.variable, "_whale_scope", "") for c in captured.variables}
-    if not any(scopes.values()):
-        return captured
-    variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in captured.program.variables)
-    return replace(captured, program=replace(captured.program, variables=variables))
-
-
-def _callable(
-    captured: Captured, compiled: Compiled, context: Context, used: Mapping[str, Use]
-) -> Callable[[list[Any]], Any]:
-    """A closure that calls the lowered function: tensors in, the user's return structure out."""
-    device = compute_device(context.config) if compiled.plan.offloaded else None
-    load_ops(compiled.ranks)
-    lowered = lower_to_function(compiled.ranks, unique(f"whale_{compiled.number}_{_identifier(compiled.program.name)}"))
-    tf_ctx = tf_context.context()
-    tf_ctx.ensure_initialized()
-    for definition in lowered.definitions:
-        tf_ctx.add_function_def(definition)
-    passed = dict(captured.captures)
-    extra = [passed[n] for n in lowered.inputs[len(captured.inputs) :]]
-    handles = [
-        h
-        for i, nodes in enumerate(lowered.handles)
-        for h in context.variables.handles(captured.variables, nodes, i, context.ranks[i])
-    ]
-    fixed = extra + handles
-    uses = context.variables.uses(captured.variables, used, context)
-    name, outputs = lowered.name.encode(), lowered.outputs
-    pack = _packer(captured)
-    what = compiled.program.name
-    several = len(context.ranks) > 1
-
-    def call(tensors: list[Any]) -> Any:
-        if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
-            raise ProgramError(
-                "a gradient tape outside a step cannot see into it",
-                op=what,
-                given="a call under a GradientTape that watches an argument",
-                expected="the tape inside the step",
-                action="compute the gradient inside the function that wh.function decorates",
-            )
-        try:
-            context.variables.settle()
-            context.variables.before(uses, context)
-            if not several:
-                results = tf_ctx.call_function(name, tensors + fixed, outputs)
-                context.variables.after(uses)
-                return pack(results)
-            context.variables.follow()
-            results = tf_ctx.call_function(name, tensors + fixed, outputs)
-            context.variables.after(uses)
-            context.variables.leave()
-            return pack(results)
-        except tf.errors.OpError as error:
-            raise_comm_error(error, context)
-            raise
-
-    found = call if device is None else _on_device(call, device)
-    if any(node.op == CALL for program in compiled.ranks for node in program.nodes):
-        found = _as_lowered(found)
-    traced = found if context.trace is None else context.trace.steps(found, what, compiled.number)
-    return traced if context.meter is None else context.meter.steps(traced, compiled.plan)
-
-
-def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """``call`` of a graph that TensorFlow's optimizer leaves as it is: with micro-batches it holds sums and updates.
-
-    What the micro-batches compute is optimised in functions of their own (whale_ops/ops/call_kernel.cc).
-    """
-    context = tf_context.context()
-    usual = context.function_call_options
-    config = config_pb2.ConfigProto.FromString(usual.config_proto_serialized)
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    options = tf_context.FunctionCallOptions(usual.executor_type, config)
-
-    def as_lowered(tensors: list[Any]) -> Any:
-        before = context.function_call_options
-        context.function_call_options = options
-        try:
-            return call(tensors)
-        finally:
-            context.function_call_options = before
-
-    return as_lowered
-
-
-def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
-    """``call``, of which ``device`` computes what nothing else says."""
-
-    def there(tensors: list[Any]) -> Any:
-        with tf.device(device):
-            return call(tensors)
-
-    return there
-
-
-def _packer(captured: Captured) -> Callable[[Any], Any]:
-    structure = captured.structured_outputs
-    if isinstance(structure, tf.Tensor):
-        return lambda results: results[0]
-    if isinstance(structure, tuple) and type(structure) is tuple and all(isinstance(s, tf.Tensor) for s in structure):
-        return lambda results: tuple(results or ())
-    return lambda results: captured.pack_outputs(results or ())
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)

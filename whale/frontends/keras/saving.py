@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from whale.runtime.checkpoint.gathering import whole_on_first_rank
-from whale.runtime.function import captures_steps
+from whale.runtime.compile.step import captures_steps
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import running
 

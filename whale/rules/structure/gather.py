@@ -63,7 +63,7 @@ def gather_nd(op: OpView) -> str:
 
 
 def resource_gather(op: OpView) -> str:
-    """batch_dims (with any, the variable stays whole), and whether the number of rows is known (else they are not cut)"""
+    """batch_dims (with any, the variable stays whole); rows of a number that is not known are not cut"""
     if op.inputs[1].shape is None or op.outputs[0].shape is None:
         return REPLICATED
     if not op.attr("batch_dims", 0):

@@ -13,7 +13,8 @@ from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
 from whale.runtime.checkpoint.gathering import whole_on_first_rank
-from whale.runtime.function import Function, captures_steps
+from whale.runtime.compile.step import captures_steps
+from whale.runtime.function import Function
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context, current
