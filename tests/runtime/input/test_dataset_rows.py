@@ -39,6 +39,7 @@ class _Rank:
     elements: int = 0
     between_processes: bool = True
     trace: None = None
+    seeds: None = None
     dry: Any = field(default=None)
 
 

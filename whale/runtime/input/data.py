@@ -60,11 +60,12 @@ class ShardedDataset:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
             options.threading.private_threadpool_size = context.config["input.threads"]
         self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
+        gave = context.seeds.gave if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
             elements=self._traced,
             begin=lambda: iter(self._read),
             reshuffles=reshuffles(dataset),
-            reproducible="a shuffle without a seed" if shuffles_freely(dataset) else "",
+            reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
         )
 

@@ -228,9 +228,14 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
         _refuse_other_orders(source, reseeded, values_only)
 
 
-def shuffles_freely(dataset: Any) -> bool:
-    """Whether a shuffle without a seed decides on the order."""
-    return any(_unseeded(d) for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
+def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bool:
+    """Whether a shuffle to which the script gave no seed decides on the order.
+
+    Args:
+      of_this_run: whether two seeds are those that this run gave to a shuffle without one.
+    """
+    shuffles = (d for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
+    return any(_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)
 
 
 def reshuffles(dataset: Any) -> bool:

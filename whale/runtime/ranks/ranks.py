@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whale.config import Config
+from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.trace import Trace
 from whale.runtime.ranks.watch import Watch
 from whale.started import ProcessPlace
@@ -32,6 +33,7 @@ class Ranks:
       comm_name: the name under which the op library finds them.
       watch: what listens to `whale run` and reports long waits; None when no other process takes part.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
+      seeds: for what draws without one, equal on all ranks; None when no other process takes part.
       ended: whether the run is over; what its variables hold then is all that can be had of them.
     """
 
@@ -43,6 +45,7 @@ class Ranks:
     comm_name: str
     watch: Watch | None = None
     trace: Trace | None = None
+    seeds: CommonSeeds | None = None
     ended: bool = field(default=False, kw_only=True)
 
     @property

@@ -20,6 +20,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
+from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
@@ -45,7 +46,8 @@ def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLi
 
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
     process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
-    TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal.
+    TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal. Shuffles of tf.data
+    that have no seed, and are made from now on, get equal ones.
 
     Args:
       config: a ``wh.Config`` or a mapping of dotted keys.
@@ -224,6 +226,8 @@ def _end() -> None:
         return
     context.ended = True
     context.variables.clear()
+    if context.seeds is not None:
+        context.seeds.take_back()
     if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
         sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
     if not context.after_horovod:
@@ -287,7 +291,7 @@ def _local_ranks(context: Context) -> tuple[int, ...]:
 
 
 def _share_random_state(context: Context) -> None:
-    """Rank 0's random states on every rank."""
+    """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave."""
     import tensorflow as tf
     from tensorflow.python.eager import context as tf_context
 
@@ -295,10 +299,12 @@ def _share_random_state(context: Context) -> None:
     timeout_s = context.config["check.timeout_s"]
     mine = None
     if context.rank == 0:
-        mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed()))
-    python_state, numpy_state, seed = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
+        number = random.SystemRandom().getrandbits(62)
+        mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed(), number))
+    python_state, numpy_state, seed, number = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
     if context.rank != 0:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         if seed is not None and tf_context.global_seed() != seed:
             tf.random.set_seed(seed)
+    context.seeds = CommonSeeds(number)

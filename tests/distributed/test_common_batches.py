@@ -1,0 +1,47 @@
+"""What every rank reads whole is the same on all of them, and where it is not, the step says so."""
+
+from __future__ import annotations
+
+from tests.launcher.helpers import Launcher
+
+HEAD = """
+import numpy as np, tensorflow as tf, whale as wh
+w = tf.Variable(np.ones((1, 1)), name="w")
+"""
+
+
+def prints(launcher: Launcher, text: str) -> list[str]:
+    """What each of two ranks prints in a script that ends well."""
+    done = launcher.run("-np", "2", launcher.script(HEAD + text), timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.partition("] ")[2] for line in done.stdout.splitlines()]
+
+
+def test_shuffles_without_a_seed_give_one_batch_to_all_ranks(launcher: Launcher) -> None:
+    said = prints(
+        launcher,
+        """
+from whale.runtime.input.common_seed import common_seed
+wh.init()
+total = wh.function(lambda x: tf.reduce_sum(tf.matmul(tf.reshape(x, [-1, 1]), w)))
+if wh.rank() == 0:
+    list(tf.data.Dataset.range(9).shuffle(9))
+batches = tf.data.Dataset.range(64).map(lambda n: tf.cast(n, tf.float64)).shuffle(64).batch(8)
+epochs = [[x.numpy() for x in batches] for _ in range(2)]
+assert not np.array_equal(*epochs)
+again = np.stack([x.numpy() for x in tf.data.Dataset.range(64).shuffle(64).batch(8)])
+assert not np.array_equal(epochs[0], again)
+with common_seed():
+    drawn = float(tf.random.uniform([]))
+assert tf.random.uniform([]) != drawn
+try:
+    tf.train.Checkpoint(at=iter(wh.shard(batches))).write("here")
+except wh.ProgramError as error:
+    refused = "a shuffle without a seed" in str(error)
+print([sum(float(total(x)) for x in epoch) for epoch in epochs], epochs[1][0], again[0], drawn, refused)
+""",
+    )
+    assert len(said) == 2, said
+    assert said[0] == said[1]
+    assert said[0].startswith("[2016.0, 2016.0]")
+    assert said[0].endswith("True")

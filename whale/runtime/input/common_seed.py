@@ -1,0 +1,23 @@
+"""One seed on all ranks for what others make in the script's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from whale.runtime.run.context import running
+
+
+@contextmanager
+def common_seed() -> Iterator[None]:
+    """Inside, TensorFlow's global seed is one that the first rank drew, unless the script has set one.
+
+    Random operations without a seed that are made inside then draw the same on every rank. Does nothing where no other
+    process takes part. Not collective.
+    """
+    context = running()
+    if context is None or context.seeds is None:
+        yield
+        return
+    with context.seeds.as_global():
+        yield

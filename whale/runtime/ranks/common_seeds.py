@@ -1,0 +1,86 @@
+"""Seeds for what has none: equal on all ranks of a run, so that every rank draws the same whole batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.util import random_seed as dataset_seeds
+from tensorflow.python.eager import context as tf_context
+
+_TENSORFLOW = os.path.dirname(tf.__file__)
+
+
+class CommonSeeds:
+    """Draws seeds for tf.data's shuffles without one, from its making to ``take_back``.
+
+    A seed follows from the number that all ranks were given, and from the line of the script that asks, so that a
+    dataset which one rank alone makes changes nothing for the others.
+
+    Args:
+      number: what the first rank drew.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._asked: Counter[str] = Counter()
+        self._given: set[tuple[int, int]] = set()
+        self._original = dataset_seeds.get_seed
+        dataset_seeds.get_seed = self._get_seed
+
+    def take_back(self) -> None:
+        """Datasets made from now on are seeded as TensorFlow does it."""
+        dataset_seeds.get_seed = self._original
+
+    def gave(self, seed: int, seed2: int) -> bool:
+        """Whether these are seeds of this run, which another run does not have."""
+        return (seed, seed2) in self._given
+
+    def draw(self) -> int:
+        """A positive number of 62 bits for the line that asks; the next one when it asks again."""
+        line = _line_of_script()
+        self._asked[line] += 1
+        text = f"{self._number} {line} {self._asked[line]}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % (1 << 62) + 1
+
+    @contextmanager
+    def as_global(self) -> Iterator[None]:
+        """Inside, TensorFlow's global seed is one of these, unless the script has set one."""
+        if tf_context.global_seed() is not None:
+            yield
+            return
+        # Not tf.random.set_seed: it begins the kernels anew of all that has drawn so far.
+        tf_ctx = tf_context.context()
+        drawn = self.draw() & 0x7FFFFFFF
+        tf_ctx._seed, tf_ctx._rng = drawn, random.Random(drawn)
+        try:
+            yield
+        finally:
+            tf_ctx._seed = None
+
+    def _get_seed(self, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """What tf.data asks when a dataset is made that draws."""
+        if seed is not None or tf_context.global_seed() is not None or not tf.executing_eagerly():
+            return self._original(seed)  # type: ignore[no-any-return]
+        drawn = self.draw()
+        pair = drawn >> 31, drawn & 0x7FFFFFFF
+        self._given.add(pair)
+        return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
+
+
+def _line_of_script() -> str:
+    """File name and line of the innermost frame that is neither TensorFlow's nor this file's."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if path != __file__ and not path.startswith(_TENSORFLOW) and os.path.basename(path) != "contextlib.py":
+            break
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
