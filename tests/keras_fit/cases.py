@@ -468,7 +468,7 @@ def strings(keras: Any, place: Any) -> Found:
 
 @case
 def half_precision(keras: Any, place: Any) -> Found:
-    """A policy of mixed precision, with the optimizer that scales losses. Without a kink, across which rounding throws."""
+    """A policy of mixed precision, with the optimizer that scales losses; no kink, across which rounding throws."""
     x, y = samples(64)
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
