@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +12,23 @@ from whale.runtime.compile.step import captures_steps
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import running
 
-_saving: list[Any] = []  # models that are being saved: one format calls another's functions
-_unseen: set[str] = set()  # paths that the first rank has written, which others might read too early
+# The model that is being saved: the functions of one format call those of another.
+_saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=None)
 
 
 def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of what writes a model or its weights to ``filepath``."""
     context = running()
     assert context is not None
-    if any(other is model for other in _saving):
+    if _saving.get() is model:
         return original(model, filepath, *args, **kwargs)
-    _saving.append(model)
+    token = _saving.set(model)
     try:
         with whole_on_first_rank(_variables(model), context), captures_steps():
-            if context.between_processes:
-                _unseen.add(_key(filepath))
+            context.written.add(_key(filepath))
             return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
     finally:
-        _saving.pop()
+        _saving.reset(token)
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,8 @@ def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs
 
 def wait_until_written(filepath: Any) -> None:
     """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since."""
-    key = _key(filepath)
-    if key in _unseen:
+    context, key = running(), _key(filepath)
+    if context is not None and key in context.written:
         wait_for_first_rank(f"reading {key}, which rank 0 wrote")
 
 
@@ -57,8 +57,9 @@ def wait_for_first_rank(what: str) -> None:
       what: what they wait for, for the message if one does not come.
     """
     context = running()
-    _unseen.clear()
-    if context is not None and context.between_processes:
+    assert context is not None
+    context.written.clear()
+    if context.between_processes:
         context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, what)
 
 

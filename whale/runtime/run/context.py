@@ -77,6 +77,7 @@ class Context(Ranks):
       saved: the plan that one of the programs runs under; None: all are planned.
       meter: what measures the steps of this run; None: nobody asks.
       own_programs: None: the ranks run one program together, which is the usual case.
+      written: paths that the first rank has written, and others might read too early.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
@@ -97,6 +98,7 @@ class Context(Ranks):
     saved: SavedPlan | None = None
     meter: Meter | None = None
     own_programs: OwnPrograms | None = None
+    written: set[str] = field(default_factory=set)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property
