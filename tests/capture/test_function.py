@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -71,7 +73,7 @@ def test_a_signature_makes_tensors_of_what_it_covers() -> None:
     def key(*args, **kwargs):
         return take_apart(step.python_function, args, kwargs, signature).key
 
-    settings = {"rate": 2.0, "ids": [1, 2]}
+    settings: dict[str, Any] = {"rate": 2.0, "ids": [1, 2]}
     assert key([1.0], settings, 1) == key([7], {"rate": 3, "ids": np.array([4, 5])}, count=5)
     assert key([1.0], settings) != key([1.0], settings, flag=False)
     wrong = {

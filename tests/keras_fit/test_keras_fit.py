@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,30 +13,42 @@ import pytest
 from tests.keras_fit.table import compared, plain
 from tests.launcher.helpers import Launcher
 
-KERAS = {
-    "replica": ["arrays", "two_inputs_two_outputs", "own_steps", "dataset", "steering_callbacks", "interrupted"],
-    "zero": ["saved_and_loaded", "steering_callbacks"],
-    "stages": ["attention", "saved_and_loaded"],
-    "split": ["attention", "steering_callbacks"],
-    "auto": ["own_steps"],
+PLANS = {
+    "keras": {
+        "replica": ["arrays", "two_inputs_two_outputs", "own_steps", "dataset", "steering_callbacks", "interrupted"],
+        "zero": ["saved_and_loaded", "steering_callbacks"],
+        "stages": ["attention", "saved_and_loaded"],
+        "split": ["attention", "steering_callbacks"],
+        "auto": ["own_steps"],
+    },
+    "tf_keras": {"replica": ["arrays", "dataset", "two_inputs_two_outputs", "steering_callbacks", "saved_and_loaded"]},
 }
-TF_KERAS = {"replica": ["arrays", "dataset", "two_inputs_two_outputs", "steering_callbacks", "saved_and_loaded"]}
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with what plain Keras gives."""
-    found = {}
-    for flavour, plans in (("keras", KERAS), ("tf_keras", TF_KERAS)):
-        found[flavour] = tmp_path_factory.mktemp(flavour)
-        plain(flavour, sorted({c for cases in plans.values() for c in cases}), found[flavour])
-    return found
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder with what plain Keras gives, by flavour."""
+
+    @functools.cache
+    def folder(flavour: str) -> Path:
+        found = tmp_path_factory.mktemp(flavour)
+        plain(flavour, sorted({case for cases in PLANS[flavour].values() for case in cases}), found)
+        return found
+
+    return folder
 
 
-@pytest.mark.parametrize("flavour, plan", [*(("keras", p) for p in KERAS), *(("tf_keras", p) for p in TF_KERAS)])
-def test_equals_plain_keras(flavour: str, plan: str, references: dict[str, Path]) -> None:
-    cases = (KERAS if flavour == "keras" else TF_KERAS)[plan]
-    rows = compared(flavour, plan, 2, cases, references[flavour])
+@pytest.mark.parametrize(
+    "flavour, plan",
+    [
+        pytest.param(flavour, plan, marks=[pytest.mark.core] if (flavour, plan) == ("keras", "replica") else [])
+        for flavour, plans in PLANS.items()
+        for plan in plans
+    ],
+)
+def test_equals_plain_keras(flavour: str, plan: str, references: Callable[[str], Path]) -> None:
+    cases = PLANS[flavour][plan]
+    rows = compared(flavour, plan, 2, cases, references(flavour))
     assert len(rows) == len(cases)
     assert [row for row in rows if not row.ok] == []
 

@@ -7,6 +7,7 @@ those of one process.
 import sys
 import tempfile
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +20,7 @@ if sys.argv[1] == "keras":
 
     import whale.horovod.keras as hvd_keras
 
-    callbacks = hvd_keras.callbacks
+    callbacks: Any = hvd_keras.callbacks
 else:
     import tf_keras as keras
 
