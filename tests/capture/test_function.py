@@ -76,7 +76,7 @@ def test_a_signature_makes_tensors_of_what_it_covers() -> None:
     settings: dict[str, Any] = {"rate": 2.0, "ids": [1, 2]}
     assert key([1.0], settings, 1) == key([7], {"rate": 3, "ids": np.array([4, 5])}, count=5)
     assert key([1.0], settings) != key([1.0], settings, flag=False)
-    wrong = {
+    wrong: dict[str, tuple[Any, ...]] = {
         "a dtype": (tf.constant([1.0]), settings), "no number": (["a"], settings), "a rank": (1.0, settings),
         "a size": ([1], {**settings, "ids": [1]}), "a structure": ([1.0], [2.0, [1, 2]]),
     }  # fmt: skip
