@@ -63,7 +63,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "compile", "function", "checkpoint", "session")
     + ("tools", "measure"),
-    "whale.frontends": ("keras", "horovod", "start"),
+    "whale.frontends": ("keras", "horovod", "start", "strategy"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),
 }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
     from whale.frontends.keras.distribute import distribute as distribute
+    from whale.frontends.strategy.strategy import Strategy as Strategy
     from whale.runtime.checkpoint.export import export as export
     from whale.runtime.checkpoint.manager import CheckpointManager as CheckpointManager
     from whale.runtime.function import function as function
@@ -55,6 +56,7 @@ _PUBLIC = {
     "rank": "whale.runtime.run.context",
     "size": "whale.runtime.run.context",
     "local_rank": "whale.runtime.run.context",
+    "Strategy": "whale.frontends.strategy.strategy",
     "distribute": "whale.frontends.keras.distribute",
     "shutdown": "whale.runtime.run.start",
     "check_replicas": "whale.runtime.run.start",
