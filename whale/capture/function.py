@@ -17,6 +17,7 @@ from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
 from whale.capture.names import of_captures
 from whale.capture.scaling import LossScale, scaled_losses
+from whale.capture.sharded import Drawing
 from whale.capture.signature import take_apart, tracing_options
 from whale.errors import CaptureError
 from whale.ir.program import Node, Program, const_node, renamed
@@ -33,6 +34,7 @@ def capture_function(
     name: str | None = None,
     mark_gradients: bool = False,
     loss_scale: LossScale | None = None,
+    drawing: Drawing | None = None,
 ) -> Captured:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -46,13 +48,14 @@ def capture_function(
       name: name of the program; default the function's.
       mark_gradients: nodes that compute gradients carry a mark.
       loss_scale: what losses are multiplied by before they are differentiated, and how it adapts; None: nothing.
+      drawing: takes the batches that ``fn`` reads of iterators: the program's first inputs. None: ``fn`` reads them.
 
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
     """
     python_fn, options = getattr(fn, "python_function", fn), tracing_options(fn)
     program_name = name or str(getattr(python_fn, "__name__", "step"))
-    arguments = take_apart(python_fn, args, kwargs or {}, options.pop("input_signature", None))
+    arguments = take_apart(python_fn, args, kwargs or {}, options.pop("input_signature", None), drawing is not None)
     specs = [
         tf.TensorSpec(tensor.shape, tf.dtypes.as_dtype(tensor.dtype), name=label)
         for tensor, label in zip(arguments.tensors, arguments.names)
@@ -62,6 +65,8 @@ def capture_function(
     called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else python_fn
 
     def call(*tensors: tf.Tensor) -> Any:
+        if drawing is not None:
+            drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
         results = called(*positional, **keywords)
         if loss_scale is not None:
@@ -70,14 +75,15 @@ def capture_function(
 
     call.__name__ = program_name
     scaled = nullcontext() if loss_scale is None else scaled_losses(loss_scale)
-    with gradient_scopes(mark_gradients), scaled:
+    drawn = nullcontext() if drawing is None else drawing.installed()
+    with gradient_scopes(mark_gradients), scaled, drawn:
         concrete = tf.function(call, **options).get_concrete_function(*specs)
     traced_s = time.perf_counter()
-    captured = _captured(concrete, program_name)
+    captured = _captured(concrete, program_name, drawing.inputs if drawing is not None else ())
     return replace(captured, read_s=time.perf_counter() - traced_s)
 
 
-def _captured(concrete: Any, name: str) -> Captured:
+def _captured(concrete: Any, name: str, drawn: Sequence[tf.Tensor]) -> Captured:
     graph = concrete.graph
     if getattr(graph, "deferred_external_captures", None):
         raise CaptureError(
@@ -87,7 +93,7 @@ def _captured(concrete: Any, name: str) -> Captured:
             action="pass the value as an argument",
         )
     captures = list(graph.captures)
-    flat_inputs = list(graph.inputs)[: len(graph.inputs) - len(captures)]
+    flat_inputs = [*drawn, *list(graph.inputs)[: len(graph.inputs) - len(captures)]]
     known = {id(v.handle): v for v in graph.variables}
     variables: list[tuple[tf.Tensor, CapturedVariable]] = []
     constants: list[tuple[tf.Tensor, tf.Tensor]] = []

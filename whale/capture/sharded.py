@@ -1,12 +1,19 @@
-"""A rank's rows of a tensor whose whole is spread over the ranks: what a step can be called with."""
+"""What a step can be called with: a rank's rows of a tensor whose whole is spread over the ranks, and iterators."""
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
 
 from whale.errors import ProgramError
+
+# What draws the batches of the step that is being traced.
+drawing: contextvars.ContextVar[Drawing | None] = contextvars.ContextVar("drawing", default=None)
 
 
 class ShardedTensor:
@@ -68,3 +75,100 @@ _OPERATORS = """add sub mul truediv floordiv mod pow matmul and or xor lt le gt 
 radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor getitem len iter bool int float index"""
 for _name in _OPERATORS.split():
     setattr(ShardedTensor, f"__{_name}__", ShardedTensor._refuse)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of the script, outside of all graphs, that a step can take batches of."""
+    if isinstance(value, iterator_ops.OwnedIterator):
+        return isinstance(value._iterator_resource, tf.__internal__.EagerTensor)
+    return bool(getattr(value, "_whale_iterator", False))
+
+
+def read_inside(iterator: Any) -> ProgramError:
+    """Of a step that reads an iterator where nothing can be drawn for it, beside what was."""
+    return ProgramError(
+        "a step reads an iterator inside a loop, a branch or a function",
+        given=repr(iterator),
+        expected="a batch that is an argument of the step, or next(iterator) outside of loops",
+        action="read the batch in front of the loop, or loop in Python and call the step for each batch",
+    )
+
+
+class Drawing:
+    """The batches that a step takes of iterators while it is traced: inputs of its program.
+
+    Inside a loop, a branch or a function of the step nothing is drawn for it: there an iterator is read as TensorFlow
+    reads it, by every rank.
+
+    Attributes:
+      iterators: those that batches were taken of, in order.
+      batches: the batches, each a structure of tensors or of parts of tensors.
+      inputs: placeholders of their tensors.
+      inside: whether an iterator was read inside a loop, a branch or a function.
+
+    Args:
+      draw: takes the next batch of an iterator.
+      batches: those that were drawn before the trace.
+    """
+
+    def __init__(self, draw: Callable[[Any], Any], batches: Sequence[Any] = ()) -> None:
+        self.iterators: list[Any] = []
+        self.batches = list(batches)
+        self.inputs: list[tf.Tensor] = []
+        self.inside = False
+        self._draw, self._graph = draw, None
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The values of ``inputs``."""
+        return [t for batch in self.batches for t in tf.nest.flatten(batch, expand_composites=True)]
+
+    def again(self) -> Drawing:
+        """For another trace of the same step with the same batches."""
+        return Drawing(self._draw, self.batches)
+
+    def enter(self) -> None:
+        """The graph at hand is that of the step."""
+        self._graph = tf.compat.v1.get_default_graph()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While active, iterators that are read in the step's graph are read here."""
+        usual = iterator_ops.OwnedIterator._next_internal
+
+        def of_step(iterator: Any) -> Any:
+            here = not tf.executing_eagerly() and is_iterator(iterator)
+            return self.take(iterator, lambda: usual(iterator)) if here else usual(iterator)
+
+        iterator_ops.OwnedIterator._next_internal = of_step
+        token = drawing.set(self)
+        try:
+            yield
+        finally:
+            drawing.reset(token)
+            iterator_ops.OwnedIterator._next_internal = usual
+
+    def take(self, iterator: Any, usual: Callable[[], Any] | None = None) -> Any:
+        """The next batch of an iterator, in the graph of the step.
+
+        Args:
+          usual: reads it in the graph at hand; None: there is no such form.
+
+        Raises:
+          ProgramError: the step reads iterators both inside and outside of its loops.
+        """
+        if self.inside or tf.compat.v1.get_default_graph() is not self._graph:
+            if self.iterators or usual is None:
+                raise read_inside(iterator)
+            self.inside = True
+            return usual()
+        number = len(self.iterators)
+        if number == len(self.batches):
+            with tf.init_scope():
+                self.batches.append(self._draw(iterator))
+        self.iterators.append(iterator)
+        batch = self.batches[number]
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        made = [tf.compat.v1.placeholder(t.dtype, t.shape, f"batch_{number}_{i}") for i, t in enumerate(leaves)]
+        self.inputs += made
+        return tf.nest.pack_sequence_as(batch, made, expand_composites=True)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import nest
 
-from whale.capture.sharded import ShardedTensor
+from whale.capture.sharded import ShardedTensor, is_iterator
 from whale.errors import CaptureError
 
 _TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic, ShardedTensor)
@@ -77,7 +77,11 @@ def tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def take_apart(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], signature: Sequence[Any] | None = None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    signature: Sequence[Any] | None = None,
+    draws: bool = False,
 ) -> Arguments:
     """The arguments of ``fn(*args, **kwargs)``.
 
@@ -87,6 +91,7 @@ def take_apart(
     Args:
       signature: the input_signature of a tf.function: what it covers is made tensors of its dtypes first. Its unknown
         sizes are those of the arguments.
+      draws: an iterator is no tensor: its batches are drawn for the step.
 
     Raises:
       CaptureError: a tensor's shape is not fully known, or ``fn`` does not take such arguments.
@@ -119,6 +124,9 @@ def take_apart(
             tensors.append(_static(leaf, path))
             labels.append(path)
             key.append(_tensor_key(leaf))
+        elif draws and is_iterator(leaf):
+            leaves.append(leaf)
+            key.append(("iterator", type(leaf), repr(getattr(leaf, "element_spec", None))))
         elif isinstance(leaf, tf.__internal__.CompositeTensor):
             parts = tf.nest.flatten(leaf, expand_composites=True)
             leaves.append(_Slot(len(tensors), len(parts), leaf))

@@ -9,10 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from whale.capture.sharded import Drawing
 from whale.capture.signature import Arguments, take_apart, tracing_options
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.runtime.compile.step import Step, compile_step, tensors_of
+from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.run.context import Context, current
 from whale.runtime.variables.deferred import capturing
@@ -29,6 +31,7 @@ class Function:
         self._options = tracing_options(fn)
         self._steps: dict[Hashable, Step] = {}
         self._quick: dict[Hashable, Step] = {}
+        self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
         self._context: weakref.ref[Context] | None = None
         self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
 
@@ -55,11 +58,8 @@ class Function:
                 quick = step = None
             if step is not None:
                 return step.call(step.own(args, context))
-        arguments = self._take_apart(args, kwargs)
-        step = self._steps.get(arguments.key)
-        if step is None:
-            step = self._steps[arguments.key] = compile_step(self._fn, arguments, args, kwargs, context)
-        result = step.call(tensors_of(arguments, step, context))
+        arguments, step, drawn = self._found(args, kwargs, context)
+        result = step.call(tensors_of(arguments, step, context, drawn))
         if (
             not kwargs
             and quick is not None
@@ -83,18 +83,41 @@ class Function:
         """What it was made of."""
         return self._python_function
 
-    def _take_apart(self, args: Any, kwargs: Any) -> Arguments:
-        return take_apart(self._python_function, args, kwargs, self._options.get("input_signature"))
+    def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
+        return take_apart(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
+
+    def _found(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
+        """The arguments, the step for them, and the tensors of batches that it reads of iterators."""
+        arguments = self._take_apart(args, kwargs)
+        kind = arguments.key
+        known = self._sources.get(kind, ())
+        if known is None:
+            return self._reading(args, kwargs, context)
+        batches = [draw(source.of(arguments), context) for source in known]
+        step = self._steps.get((kind, batches_key(batches)))
+        if step is not None:
+            return arguments, step, tf.nest.flatten(batches, expand_composites=True)
+        drawing = Drawing(functools.partial(draw, context=context), batches)
+        step = compile_step(self._fn, arguments, args, kwargs, context, drawing)
+        if reads_itself(step.captured, drawing, arguments):
+            self._sources[kind] = None
+            return self._reading(args, kwargs, context)
+        self._sources[kind] = sources(drawing, arguments)
+        self._steps[kind, batches_key(drawing.batches)] = step
+        return arguments, step, drawing.tensors
+
+    def _reading(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
+        """The same for a step that reads iterators, which are arguments, in loops: every rank reads them."""
+        arguments = self._take_apart(args, kwargs, draws=False)
+        if arguments.key not in self._steps:
+            self._steps[arguments.key] = compile_step(self._fn, arguments, args, kwargs, context)
+        return arguments, self._steps[arguments.key], []
 
     def _step(self, args: Any, kwargs: Any) -> Step:
         context = self._attached()
-        arguments = self._take_apart(args, kwargs)
         if context.local_batch:
-            args, kwargs = local_arguments(arguments, context)
-            arguments = self._take_apart(args, kwargs)
-        if arguments.key not in self._steps:
-            self._steps[arguments.key] = compile_step(self._fn, arguments, args, kwargs, context)
-        return self._steps[arguments.key]
+            args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
+        return self._found(args, kwargs, context)[1]
 
     def _attached(self) -> Context:
         """The context; steps compiled for an earlier one are forgotten."""
@@ -102,6 +125,7 @@ class Function:
         if self._context is None or self._context() is not context:
             self._steps.clear()
             self._quick.clear()
+            self._sources.clear()
             self._context = weakref.ref(context)
         return context
 

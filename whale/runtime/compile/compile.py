@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.compiled import compile_marked
 from whale.passes.facts.scopes import all_paths
+from whale.passes.judge.undivided import undivided
 from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import crossing_bytes
@@ -103,6 +105,7 @@ def compile_program(
         context.meter.planned(program, plan, settings)
     expanded = expand(program, plan.expanded, settings)
     clock.lap("expand")
+    _tell_if_whole(expanded, plan, context)
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
@@ -113,6 +116,16 @@ def compile_program(
     _remember(lowered, plan, context)
     clock.lap("memory")
     return Compiled(plan, expanded, ranks, number, clock.seconds)
+
+
+def _tell_if_whole(program: Program, plan: Plan, context: Context) -> None:
+    """Says once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
+    if context.dry is not None or context.rank != 0 or plan.program in context.whole:
+        return
+    chosen = context.auto is not None and context.auto.alone
+    if not chosen and (text := undivided(program, plan)):
+        context.whole.add(plan.program)
+        sys.stderr.write(f"whale: {text}\n")
 
 
 class _Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from tensorflow.python.ops import gradients_util
 
 from whale.capture.captured import Captured
 from whale.capture.function import capture_function
-from whale.capture.sharded import ShardedTensor
+from whale.capture.sharded import Drawing, ShardedTensor
 from whale.capture.signature import Arguments
 from whale.errors import ProgramError
 from whale.ir.collector import no_garbage_collection
@@ -70,12 +70,13 @@ def captures_steps() -> Iterator[None]:
         capturing.reset(token)
 
 
-def tensors_of(arguments: Arguments, step: Step, context: Context) -> list[Any]:
-    """What ``step.call`` takes of these arguments."""
+def tensors_of(arguments: Arguments, step: Step, context: Context, drawn: Sequence[Any] = ()) -> list[Any]:
+    """What ``step.call`` takes of these arguments, and of the batches that were drawn for it."""
     specs = step.captured.function.structured_input_signature[0]
-    return [
+    own = step.own([*drawn, *arguments.tensors], context)
+    return own[: len(drawn)] + [
         t if isinstance(t, tf.Tensor) else tf.convert_to_tensor(t, dtype=spec.dtype)
-        for t, spec in zip(step.own(arguments.tensors, context), specs)
+        for t, spec in zip(own[len(drawn) :], specs)
     ]
 
 
@@ -94,13 +95,26 @@ def _own_rows(value: Any, context: Context) -> Any:
     return value.local
 
 
-def compile_step(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> Step:
-    """Traces, plans and lowers ``fn(*args, **kwargs)``, which ``arguments`` are. Collective between processes."""
+def compile_step(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    args: Any,
+    kwargs: Any,
+    context: Context,
+    drawing: Drawing | None = None,
+) -> Step:
+    """Traces, plans and lowers ``fn(*args, **kwargs)``, which ``arguments`` are. Collective between processes.
+
+    Args:
+      drawing: reads the batches that ``fn`` takes of iterators.
+    """
     with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"):
-        return _compiled(fn, arguments, args, kwargs, context)
+        return _compiled(fn, arguments, args, kwargs, context, drawing)
 
 
-def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context) -> Step:
+def _compiled(
+    fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context, drawing: Drawing | None
+) -> Step:
     if context.dry is None:
         for tensor in arguments.tensors:
             _own_rows(tensor, context)
@@ -113,9 +127,11 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
             or context.config["auto_parallel"]
             or context.auto is not None,
             loss_scale=loss_scale_of(context),
+            drawing=drawing,
         )
     captured = _with_scopes(captured)
-    local = {name: t.sizes for name, t in zip(captured.inputs, arguments.tensors) if isinstance(t, ShardedTensor)}
+    tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
+    local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
     gathers = bool(local) and has_stages(captured.program)
     if gathers:
@@ -125,7 +141,14 @@ def _compiled(fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: A
     def marked() -> Program:
         with captures_steps():
             return _with_scopes(
-                capture_function(fn, args, kwargs, mark_gradients=True, loss_scale=loss_scale_of(context))
+                capture_function(
+                    fn,
+                    args,
+                    kwargs,
+                    mark_gradients=True,
+                    loss_scale=loss_scale_of(context),
+                    drawing=drawing and drawing.again(),
+                )
             ).program
 
     if context.config["offload.level"] and context.dry is None:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.trackable.base import Trackable
 
+from whale.capture.sharded import drawing
 from whale.errors import ProgramError
 
 _KEY = "position"
@@ -41,6 +42,8 @@ class ShardedIterator(Trackable):
     ``by="file"`` for the same number). Restoring reads what lies before it once more.
     """
 
+    _whale_iterator = True  # a step reads batches of it
+
     def __init__(self, epochs: Epochs) -> None:
         self._epochs, self._position = epochs, 0
         self._number: int | None = None  # of the iteration; known when it begins
@@ -50,6 +53,11 @@ class ShardedIterator(Trackable):
         return self
 
     def __next__(self) -> Any:
+        step = None if tf.executing_eagerly() else drawing.get()
+        return self.read() if step is None else step.take(self)
+
+    def read(self) -> Any:
+        """The next batch; StopIteration where there is none."""
         self.begin()
         element = next(self._elements)  # type: ignore[arg-type]
         self._position += 1

@@ -78,6 +78,7 @@ class Context(Ranks):
       meter: what measures the steps of this run; None: nobody asks.
       own_programs: None: the ranks run one program together, which is the usual case.
       written: paths that the first rank has written, and others might read too early.
+      whole: names of programs that every rank computes whole, which was said.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
@@ -99,6 +100,7 @@ class Context(Ranks):
     meter: Meter | None = None
     own_programs: OwnPrograms | None = None
     written: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property

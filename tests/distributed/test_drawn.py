@@ -1,0 +1,46 @@
+"""Steps that read batches of iterators themselves, between processes."""
+
+from __future__ import annotations
+
+from tests.launcher.helpers import Launcher
+
+SCRIPT = """
+import sys
+import numpy as np, tensorflow as tf, whale as wh
+
+X = np.arange(64, dtype=np.float32)[:, None]
+local = sys.argv[1] == "local"
+wh.init({"batch.mode": sys.argv[1]})
+
+def seen(iterator):
+    total, ones = tf.Variable(0.0), tf.ones([1, 1])
+    step = wh.function(lambda it: total.assign_add(tf.reduce_sum(tf.matmul(next(it), ones))))
+    try:
+        while True:
+            step(iterator)
+    except tf.errors.OutOfRangeError:
+        pass
+    plans = [s.compiled.plan for s in step._steps.values()]
+    return float(total), [b.placement.sizes for p in plans for b in p.batch_inputs]
+
+arrays = tf.data.Dataset.from_tensor_slices(X[wh.rank() * 32 : wh.rank() * 32 + 32] if local else X)
+found = [seen(iter(arrays.batch(8)))]
+if not local:
+    found += [seen(iter(arrays.shuffle(64).batch(8))), seen(iter(wh.shard(arrays.batch(8))))]
+wh.check_replicas()
+print("rank", wh.rank(), found)
+"""
+
+
+def test_every_row_once(launcher: Launcher) -> None:
+    """Shuffles without a seed draw other orders on each rank, and the first one's counts."""
+    done = launcher.run("-np", "2", launcher.script(SCRIPT), "global", timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} {[(2016.0, [(4, 4)])] * 3}" in done.stdout, done.stdout
+
+
+def test_batches_that_each_rank_reads_for_itself(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(SCRIPT), "local", timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"rank 1 {[(2016.0, [(8, 8)])]}" in done.stdout, done.stdout

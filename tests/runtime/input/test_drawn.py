@@ -1,0 +1,155 @@
+"""Steps that read batches of an iterator themselves are divided as those that are given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from whale.errors import ProgramError
+
+pytestmark = pytest.mark.core
+
+X = np.random.default_rng(0).random((20, 3)).astype(np.float32)
+
+
+def dataset() -> tf.data.Dataset:
+    """Batches of 8, 8 and 4 rows."""
+    return tf.data.Dataset.from_tensor_slices((X, X[:, :1] * 2)).batch(8)
+
+
+def trainer() -> Callable[[Any, Any], Any]:
+    w = tf.Variable(np.full((3, 1), 0.5, np.float32))
+
+    def train(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.matmul(x, w) - y) ** 2)
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    return train
+
+
+def epochs(step: Callable[[Any], Any], iterators: list[Any]) -> list[float]:
+    losses = []
+    for iterator in iterators:
+        try:
+            while True:
+                losses.append(float(step(iterator)))
+        except tf.errors.OutOfRangeError:
+            pass
+    return losses
+
+
+def rows(step: Any) -> list[list[tuple[int, ...]]]:
+    return [[b.placement.sizes for b in s.compiled.plan.batch_inputs] for s in step._steps.values()]
+
+
+def argument(function: Any) -> tuple[Any, list[float]]:
+    train = trainer()
+    step = function(lambda it: train(*next(it)))
+    return step, epochs(step, [iter(dataset()) for _ in range(2)])
+
+
+def captured(function: Any) -> tuple[Any, list[float]]:
+    train, iterator = trainer(), iter(dataset().repeat(2))
+    step = function(lambda: train(*iterator.get_next()))
+    return step, epochs(lambda _: step(), [None])
+
+
+def begun(function: Any) -> tuple[Any, list[float]]:
+    """The script has taken a batch before, and takes one between the steps."""
+    train, iterator = trainer(), iter(dataset().repeat(3))
+    step = function(lambda data, rate: train(*next(data["train"])) * rate)
+    next(iterator)
+    first = float(step({"train": iterator}, 2.0))
+    next(iterator)
+    return step, [first, *epochs(lambda it: step({"train": it}, 2.0), [iterator])]
+
+
+@pytest.mark.parametrize("case", [argument, captured, begun])
+def test_the_batch_is_divided(ranks: Callable[..., None], case: Callable[[Any], tuple[Any, list[float]]]) -> None:
+    _, expected = case(tf.function)
+    ranks(2)
+    step, found = case(wh.function)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert sorted(rows(step)) == [[(2, 2)] * 2, [(4, 4)] * 2]
+
+
+def test_several_batches_of_one_step(ranks: Callable[..., None]) -> None:
+    def two(function: Any) -> list[float]:
+        train = trainer()
+        step = function(lambda a, b: train(*next(a)) + train(*next(b)) + train(*next(a)))
+        return [float(step(iter(dataset()), iter(dataset().skip(1)))) for _ in range(2)]
+
+    expected = two(tf.function)
+    ranks(2)
+    np.testing.assert_allclose(two(wh.function), expected, rtol=1e-5)
+
+
+def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None]) -> None:
+    def looped(function: Any) -> list[float]:
+        train = trainer()
+
+        @function
+        def step(iterator: Any) -> Any:
+            total = 0.0
+            for _ in tf.range(2):
+                total += train(*next(iterator))
+            return total
+
+        @function
+        def all_of(iterator: Any) -> Any:
+            total = 0.0
+            for x, y in iterator:
+                total += train(x, y)
+            return total
+
+        of_two = [float(step(iter(dataset().take(2).repeat()))) for _ in range(2)]
+        return of_two + [float(all_of(iter(dataset().take(2)))) for _ in range(2)]
+
+    expected = looped(tf.function)
+    ranks(1)
+    np.testing.assert_allclose(looped(wh.function), expected, rtol=1e-5)
+
+
+def test_inside_and_outside_of_a_loop_is_an_error(ranks: Callable[..., None]) -> None:
+    train = trainer()
+
+    @wh.function
+    def step(iterator: Any) -> Any:
+        total = train(*next(iterator))
+        for _ in tf.range(2):
+            total += train(*next(iterator))
+        return total
+
+    ranks(2)
+    with pytest.raises(Exception, match="inside a loop"):  # AutoGraph puts its own error around it
+        step(iter(dataset()))
+
+    @wh.function
+    def rest(iterator: Any) -> Any:
+        total = train(*next(iterator))
+        for x, _ in iterator:
+            total += tf.reduce_sum(x)
+        return total
+
+    with pytest.raises(ProgramError, match="inside a loop"):
+        rest(iter(dataset().take(2)))
+
+
+def test_without_ranks_that_differ_the_iterator_stays_where_it_is(ranks: Callable[..., None]) -> None:
+    """What a step has not read is there for the script."""
+    ranks(2)
+    train = trainer()
+    step = wh.function(lambda it: train(*next(it)))
+    iterator = iter(dataset())
+    step(iterator)
+    np.testing.assert_array_equal(next(iterator)[0], X[8:16])
+    step(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
