@@ -45,3 +45,37 @@ print([sum(float(total(x)) for x in epoch) for epoch in epochs], epochs[1][0], a
     assert said[0] == said[1]
     assert said[0].startswith("[2016.0, 2016.0]")
     assert said[0].endswith("True")
+
+
+def test_keras_shuffles_arrays_alike_on_all_ranks(launcher: Launcher) -> None:
+    """Without a seed: in each epoch another order of the rows, of which the ranks compute all."""
+    said = prints(
+        launcher,
+        """
+import keras, tf_keras
+wh.init()
+
+def orders(keras):
+    seen = []
+
+    class Model(keras.Model):
+        def train_step(self, batch):
+            x, _ = batch
+            tf.py_function(lambda rows: seen.append(rows.numpy()[:, 0].tolist()), [tf.identity(x)], [])
+            return {"sum": tf.reduce_sum(x)}
+
+    model = Model()
+    model.compile()
+    rows = np.arange(32.0)[:, None]
+    sums = model.fit(rows, rows, batch_size=8, epochs=3, verbose=0).history["sum"]
+    if wh.rank() == 0:  # where a Python function runs, with the whole batch
+        epochs = np.reshape(seen, [3, 32])
+        np.testing.assert_array_equal(np.sort(epochs), [np.arange(32)] * 3)
+        assert not any(np.array_equal(one, other) for one, other in zip(epochs, epochs[1:]))
+    return sums
+
+print(orders(keras), orders(tf_keras))
+""",
+    )
+    assert len(said) == 2, said
+    assert said[0] == said[1]

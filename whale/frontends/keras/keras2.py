@@ -13,6 +13,7 @@ import tensorflow as tf
 from whale.frontends.keras import callbacks, calls, feeding, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, takes_over
+from whale.runtime.input.common_seed import common_seed
 from whale.runtime.run.context import running
 
 
@@ -30,6 +31,7 @@ def change(package: str) -> None:
         name = f"{what}_function"
         make = functools.partial(_make_function, what, training.concat)
         replace_method(model, f"make_{name}", make, functools.partial(forget_ended, name=name))
+    replace_method(data_adapter.DataHandler, "__init__", _begin_epochs)
     replace_method(data_adapter.DataHandler, "_configure_dataset_and_inferred_steps", _configure_dataset)
     replace_method(layer, "__init__", scopes.created)
     replace_method(layer, "__call__", scopes.called)
@@ -81,6 +83,12 @@ def _make_function(
         model.train_tf_function = function
     setattr(model, name, made_for(function, context))
     return function
+
+
+def _begin_epochs(original: Callable[..., None], handler: Any, *args: Any, **kwargs: Any) -> None:
+    """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
+    with common_seed():
+        original(handler, *args, **kwargs)
 
 
 def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
 
 from whale.frontends.keras import callbacks, calls, feeding, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
+from whale.runtime.input.common_seed import common_seed
 from whale.runtime.run.context import running
 
 
@@ -33,6 +35,7 @@ def change() -> None:
         if what == "predict":
             make = functools.partial(_make_predict_function, trainer.concat)
         replace_method(models, f"make_{name}", make, functools.partial(forget_ended, name=name))
+    replace_method(trainer.TFEpochIterator, "__init__", _begin_epochs)
     replace_method(trainer.TFEpochIterator, "_get_iterator", _get_iterator)
     for name in ("fit", "evaluate", "predict"):
         replace_method(models, name, calls.call)
@@ -108,12 +111,27 @@ def _without_rows(update_state: Callable[..., Any], values: Any, sample_weight: 
     return update_state(values, sample_weight=None if isinstance(sample_weight, int) else sample_weight)
 
 
+def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
+    """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
+    with common_seed():
+        original(epochs, *args, **kwargs)
+
+
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
     """The batches of an epoch; a dataset is taken apart once, so that a shuffle goes on to its next order."""
     context = running()
     assert context is not None
     known = getattr(epochs, "_whale_fed", None)
+    if known is not None and context.seeds is not None and _repeats_its_order(epochs.data_adapter):
+        with common_seed():  # another one
+            epochs._distributed_dataset, known = epochs.data_adapter.get_tf_dataset(), None
     if known is None:
         of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
         known = epochs._whale_fed = feeding.fed(original(epochs), context, of_script)
     return known
+
+
+def _repeats_its_order(adapter: Any) -> bool:
+    """Whether Keras' dataset would have the same order in each epoch, because of a seed that the script has not set."""
+    shuffles = type(adapter).__name__ == "ArrayDataAdapter" and adapter._shuffle
+    return bool(shuffles) and tf_context.global_seed() is None
