@@ -122,6 +122,16 @@ def test_autograph_rewrites_python_control_flow() -> None:
     assert _call(captured, -np.ones(2, np.float32)).numpy().tolist() == [0.0, 0.0]
 
 
+def test_autograph_rewrites_what_a_lambda_calls() -> None:
+    def doubled(x):
+        while tf.reduce_sum(x) < 10:
+            x = x * 2
+        return x
+
+    captured = capture_function(lambda x: doubled(x), [np.ones(2, np.float32)])
+    assert _call(captured, np.ones(2, np.float32)).numpy().tolist() == [8.0, 8.0]
+
+
 def test_variables_made_by_the_first_call() -> None:
     class Step(tf.Module):
         made = None

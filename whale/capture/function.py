@@ -73,7 +73,8 @@ def capture_function(
             loss_scale.update()
         return results
 
-    call.__name__ = program_name
+    # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
+    call.__name__ = program_name if program_name.isidentifier() else "step"
     scaled = nullcontext() if loss_scale is None else scaled_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.installed()
     with gradient_scopes(mark_gradients), scaled, drawn:
