@@ -11,6 +11,7 @@ from whale.ir.layout import even_sizes, proportional_sizes, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.ir.values import UNMOVABLE
+from whale.passes.facts.stacks import stacks
 
 
 def rows_of_ranks(size: int, parts: int, shares: Sequence[int] = ()) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def batch_inputs(
     marked: Sequence[str] = (),
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[BatchInput, ...]:
-    """Inputs that are divided along dimension 0, with the rows of each rank.
+    """Inputs that are divided along dimension 0, or along 1 where they are stacks of batches, with each rank's rows.
 
     Args:
       shares: see ``rows_of_ranks``.
@@ -55,8 +56,12 @@ def batch_inputs(
       PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; the shares do not fit.
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
+    stacked = stacks(program)
+    dims = {n: int(n in stacked and n not in local) for n in types}  # of the rows
     candidates = {
-        n: t.shape[0] for n, t in types.items() if t.shape and t.shape[0] is not None and t.dtype not in UNMOVABLE
+        n: size
+        for n, t in types.items()
+        if t.shape and (size := t.shape[dims[n]]) is not None and t.dtype not in UNMOVABLE
     }
     present = [name for name in marked if name in candidates]
     for name in marked:
@@ -82,11 +87,11 @@ def batch_inputs(
     usual = bool(shares) and sum(shares) in candidates.values()
     batch = sum(next(iter(given))) if given else sum(shares) if usual else next(iter(candidates.values()))
     chosen = [n for n, size in candidates.items() if n in local or (n in present if marked else size == batch)]
-    origin = "rule: dimension 0 has the size of the first input's"
+    origin = "rule: dimension {} has the size of the first input's"
     if marked:
         origin = "user (batch.inputs)"
     elif usual:
-        origin = "rule: dimension 0 has the rows of replica.shares"
+        origin = "rule: dimension {} has the rows of replica.shares"
     rows = []
     for name in chosen:
         size = candidates[name]
@@ -94,6 +99,7 @@ def batch_inputs(
         if name in local:
             rows.append(BatchInput(name, split(0, sizes), "user (each rank passes its rows)", local=True))
             continue
-        how = ", in proportion to replica.shares" if shares and sizes != tuple(shares) and not given else ""
-        rows.append(BatchInput(name, split(0, sizes), origin + how))
+        how = "; dimension 0 is read one element at a time" if dims[name] else ""
+        how += ", in proportion to replica.shares" if shares and sizes != tuple(shares) and not given else ""
+        rows.append(BatchInput(name, split(dims[name], sizes), origin.format(dims[name]) + how))
     return tuple(rows)
