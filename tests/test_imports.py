@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "whale.runtime": _TOP
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
     | {"whale.lowering", "whale_ops", "cost_model"},
-    "whale.frontends": _TOP | {"whale.annotations", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
+    "whale.frontends": _TOP
+    | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
     "whale.horovod": {"whale.frontends"},
     "whale.launcher": {"whale.errors", "whale.started", "whale.config"},
     "whale.doctor": {"whale", "whale.errors", "whale.cgroup", "whale.launcher", "whale_ops"},

@@ -42,7 +42,7 @@ class Row:
 def plain(flavour: str, cases: Sequence[str], folder: Path, timeout_s: float = 900) -> None:
     """Saves what plain Keras gives, in a process that never imports whale."""
     command = [sys.executable, "-m", "tests.keras_fit.run", flavour, "plain", str(folder), *cases]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     if done.returncode != 0 or "cases done" not in done.stdout:
         raise RuntimeError(f"plain Keras failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
@@ -69,12 +69,12 @@ def compared(
 def _run(flavour: str, plan: str, ranks: int, cases: Sequence[str], folder: Path, timeout_s: float) -> str:
     script = [str(ROOT / "tests/keras_fit/run.py"), flavour, plan, str(folder), *cases]
     command = [sys.executable, "-m", "whale", "run", "-np", str(ranks), *script]
-    environment = _environment() | {"WHALE_TEST_RANKS": str(ranks)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    known = environment() | {"WHALE_TEST_RANKS": str(ranks)}
+    done = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=timeout_s)
     return done.stdout + done.stderr
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     added = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
     return dict(os.environ) | added
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from whale.frontends.keras import callbacks, calls, feeding, saving, scopes
+from whale.frontends.keras import callbacks, calls, distribution, feeding, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
 from whale.runtime.input.common_seed import common_seed
@@ -19,8 +19,11 @@ from whale.runtime.run.context import running
 
 def change() -> None:
     """Puts the methods below in the place of Keras 3's."""
+    from keras.src.backend.tensorflow import distribution_lib as backend
     from keras.src.backend.tensorflow import trainer
+    from keras.src.backend.tensorflow.core import Variable
     from keras.src.callbacks.backup_and_restore import BackupAndRestore
+    from keras.src.distribution import distribution_lib as frontend
     from keras.src.layers.layer import Layer
     from keras.src.models.model import Model
     from keras.src.ops.operation import Operation
@@ -28,6 +31,7 @@ def change() -> None:
     from keras.src.trainers.compile_utils import CompileLoss
     from keras.src.utils import io_utils
 
+    distribution.change(frontend, backend, Variable)
     models = trainer.TensorFlowTrainer
     for what in ("train", "test", "predict"):
         name = f"{what}_function"

@@ -41,7 +41,7 @@ def settings_of(context: Context) -> PlanSettings:
             local_statistics=not config["sync_batch_norm"],
             local_streams=config["random"] == "local",
         ),
-        split=SplitSettings(ranks=config["split.ranks"]),
+        split=SplitSettings(ranks=context.split_ranks or config["split.ranks"]),
         zero=ZeroSettings(config.zero_level, config["zero.min_bytes"], config["zero.ahead"]),
         time=TimeSettings(
             micro_batches=config["pipeline.num_micro_batch"],

@@ -36,6 +36,8 @@ from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
+_EVERYTHING = "split_0"  # the scope of a step of which everything stands inside of ``wh.split``
+
 
 @dataclass(frozen=True)
 class Step:
@@ -129,7 +131,7 @@ def _compiled(
             loss_scale=loss_scale_of(context),
             drawing=drawing,
         )
-    captured = _with_scopes(captured)
+    captured = _with_scopes(captured, context)
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
@@ -148,7 +150,8 @@ def _compiled(
                     mark_gradients=True,
                     loss_scale=loss_scale_of(context),
                     drawing=drawing and drawing.again(),
-                )
+                ),
+                context,
             ).program
 
     if context.config["offload.level"] and context.dry is None:
@@ -168,13 +171,16 @@ def _compiled(
     return Step(call, captured, compiled, seconds, gathers)
 
 
-def _with_scopes(captured: Captured) -> Captured:
-    """Variables created under a scope carry it (the node that reads one joins the scope)."""
+def _with_scopes(captured: Captured, context: Context) -> Captured:
+    """Variables created under a scope carry it (the node that reads one joins it), and the run may have one too."""
+    program = captured.program
     scopes = {c.node: getattr(c.variable, "_whale_scope", "") for c in captured.variables}
-    if not any(scopes.values()):
-        return captured
-    variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in captured.program.variables)
-    return replace(captured, program=replace(captured.program, variables=variables))
+    if any(scopes.values()):
+        variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in program.variables)
+        program = replace(program, variables=variables)
+    if context.split_everything:
+        program = program.with_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
+    return captured if program is captured.program else replace(captured, program=program)
 
 
 def _callable(

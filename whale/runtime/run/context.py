@@ -77,6 +77,8 @@ class Context(Ranks):
       saved: the plan that one of the programs runs under; None: all are planned.
       meter: what measures the steps of this run; None: nobody asks.
       own_programs: None: the ranks run one program together, which is the usual case.
+      split_ranks: ranks in a row that divide tensors together, where a mesh of the script says so; 0: as configured.
+      split_everything: whether steps are planned as if they stood inside of ``wh.split``.
       written: paths that the first rank has written, and others might read too early.
       whole: names of programs that every rank computes whole, which was said.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
@@ -99,6 +101,8 @@ class Context(Ranks):
     saved: SavedPlan | None = None
     meter: Meter | None = None
     own_programs: OwnPrograms | None = None
+    split_ranks: int = 0
+    split_everything: bool = False
     written: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)

@@ -65,9 +65,11 @@ class VariableOwner:
         self._homes.clear()
 
     def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Placement]:
-        """How those variables lie that an earlier program has fixed, by handle node."""
+        """How those variables lie that an earlier program or the script has fixed, by handle node."""
+        given = {c.node: getattr(c.variable, "_whale_placement", None) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
-        return {node: entry.layout for node, entry in known if entry is not None}
+        fixed = {node: entry.layout for node, entry in known if entry is not None}
+        return {node: placement for node, placement in given.items() if placement is not None} | fixed
 
     def adopt(
         self,

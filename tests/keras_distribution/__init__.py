@@ -1,0 +1,1 @@
+"""Scripts with a LayoutMap, as they are written for JAX, on the TensorFlow backend."""

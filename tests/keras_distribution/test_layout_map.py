@@ -1,0 +1,70 @@
+"""Losses, weights and predictions are those of one process, and every rank holds of a weight what the map says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.keras_fit.table import ROOT, environment
+
+SCRIPT = str(ROOT / "tests/keras_distribution/on_ranks.py")
+HUB = pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="keras_hub is not installed")
+
+
+@pytest.mark.parametrize(
+    "name, axes",
+    [
+        ("mlp", "1x2"),
+        ("fully_sharded", "2x1"),
+        ("transformer", "2x2"),
+        pytest.param("gemma", "1x2", marks=HUB),
+        pytest.param("llama", "1x4", marks=HUB),
+    ],
+)
+def test_a_layout_map(name: str, axes: str, tmp_path: Path) -> None:
+    batch, model = (int(n) for n in axes.split("x"))
+    run = ["-m", "whale", "run", "-np", str(batch * model)]
+    for command in ([SCRIPT, name, "plain"], [*run, SCRIPT, name, axes]):
+        done = subprocess.run(
+            [sys.executable, *command, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    plain = np.load(tmp_path / f"{name}_plain_0.npz")
+    for rank in range(batch * model):
+        found = np.load(tmp_path / f"{name}_{axes}_{rank}.npz")
+        for key in plain.files:
+            gap = np.max(np.abs(plain[key] - found[key])) / max(np.max(np.abs(plain[key])), 1e-3)
+            assert gap <= 1e-10, (key, rank, gap)
+        lie = json.loads((tmp_path / f"{name}_{axes}_{rank}.json").read_text())
+        assert lie
+        for path, one in lie.items():
+            sizes = {"batch": batch, "model": model}
+            divided = [(dim, axis) for dim, axis in enumerate(one["wanted"]) if axis and sizes[axis] > 1]
+            if not divided:
+                assert one["found"] is None, (path, one)
+                continue
+            ((dim, axis),) = divided
+            part = [n // sizes[axis] if i == dim else n for i, n in enumerate(one["shape"])]
+            assert one["found"] == [dim, part], (path, one)
+
+
+def test_a_mesh_of_other_devices_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import keras, whale as wh
+wh.init()
+api = keras.distribution
+mesh = api.DeviceMesh((1, 4), ("batch", "model"), [f"cpu:{i}" for i in range(4)])
+api.set_distribution(api.ModelParallel(layout_map=api.LayoutMap(mesh), batch_dim_name="batch"))
+""")
+    command = [sys.executable, "-m", "whale", "run", "-np", "2", str(script)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "a mesh cannot be that of this run" in done.stderr
+    assert "start as many ranks as it has" in done.stderr

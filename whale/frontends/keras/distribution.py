@@ -1,0 +1,176 @@
+"""``keras.distribution`` on the TensorFlow backend: a device is a rank, and a LayoutMap says how variables lie.
+
+Where a mesh divides tensors, steps are planned as one split scope. Each variable that the map names carries its
+placement to the first plan that uses it, and the others lie as is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ConfigError, PlanError
+from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.ir.layout import B, Placement, even_sizes, split
+from whale.runtime.run.context import Context, current, running
+
+
+def change(frontend: Any, backend: Any, variable: type) -> None:
+    """Gives Keras' TensorFlow backend what its distribution API asks of one.
+
+    Args:
+      frontend: the module keras.src.distribution.distribution_lib; backend: that of the backend.
+      variable: the backend's class of variables.
+    """
+    for function in (
+        list_devices, get_device_count, initialize, num_processes, process_id, distribute_tensor, distribute_variable,
+    ):  # fmt: skip
+        setattr(backend, function.__name__, function)
+    backend._to_backend_mesh = backend._to_backend_layout = _as_it_is
+    replace_function(frontend, "set_distribution", _set_distribution)
+    replace_method(variable, "_initialize", _initialize)
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """The devices of all ranks, in order of ranks: "gpu:0", "gpu:1" or "cpu:0", ..."""
+    context = current("keras.distribution.list_devices()")
+    kind = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+    if device_type is not None and device_type.lower() != kind:
+        return []
+    return [f"{kind}:{rank}" for rank in range(context.planned_size)]
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """Number of ranks."""
+    return len(list_devices(device_type))
+
+
+def initialize(
+    job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Nothing: the launcher started the processes, and ``wh.init`` connected them; what is given has to agree.
+
+    Raises:
+      ConfigError: another number of processes, or another place among them.
+    """
+    context = current("keras.distribution.initialize()")
+    for name, given, found in (
+        ("num_processes", num_processes, context.place.size),
+        ("process_id", process_id, context.place.rank),
+    ):
+        if given is not None and given != found:
+            raise ConfigError(
+                "a script and its launcher disagree about the processes of a run",
+                given=f"keras.distribution.initialize({name}={given}), and {found} by {context.place.launcher}",
+                expected="what the launcher started",
+                action=f"leave {name} out",
+            )
+
+
+def num_processes() -> int:
+    """1: every process runs the script with whole batches, and Whale divides them."""
+    return 1
+
+
+def process_id() -> int:
+    """0, see ``num_processes``."""
+    return 0
+
+
+def distribute_tensor(tensor: Any, layout: Any) -> Any:
+    """``tensor``: how activations lie follows from the plan."""
+    return tensor
+
+
+def distribute_variable(value: Any, layout: Any) -> Any:
+    """``value``: variables carry their layouts to the plan."""
+    return value
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _set_distribution(original: Callable[[Any], None], distribution: Any) -> None:
+    """Takes the place of ``keras.distribution.set_distribution``: the run follows the mesh."""
+    context = running()
+    assert context is not None
+    if distribution is not None:
+        groups, group = _mesh(distribution, context)
+        if hasattr(distribution, "_layout_map"):
+            context.dividing_scope_seen = True  # variables that are made from now on may come to lie split
+            context.split_everything |= group > 1
+            context.split_ranks = group if groups > 1 and group > 1 else 0
+    original(distribution)
+
+
+def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
+    """(size of the batch axis, of the other one) of a distribution.
+
+    Raises:
+      PlanError: a mesh that is not all ranks in order, or has more axes that divide.
+    """
+    mesh = distribution.device_mesh
+    sizes = dict(zip(mesh.axis_names, mesh.shape))
+    names = [name for name, size in sizes.items() if size > 1 and name != distribution.batch_dim_name]
+    rows = sizes[distribution.batch_dim_name]
+    problem = ""
+    if list(mesh.devices.flatten()) != list_devices():
+        problem = f"the devices {[str(d) for d in mesh.devices.flatten()]}"
+    elif len(names) > 1:
+        problem = f"the axes {names} beside the batch's"
+    elif names and rows > 1 and mesh.axis_names.index(names[0]) < mesh.axis_names.index(distribution.batch_dim_name):
+        problem = f"the axis {names[0]!r} before the batch's"
+    if problem:
+        raise PlanError(
+            "a mesh cannot be that of this run",
+            given=problem,
+            expected=f"keras.distribution.list_devices() in order: {list_devices()}; the batch's axis first, and "
+            "one other that is larger than 1",
+            action="make the DeviceMesh of these devices, or start as many ranks as it has",
+        )
+    return rows, sizes[names[0]] if names else 1
+
+
+def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
+    """Takes the place of what makes the tf.Variable of Keras' variable: it carries the placement that the map names."""
+    original(variable, value)
+    distribution = _distribution()
+    context = running()
+    if distribution is None or context is None or not hasattr(distribution, "_layout_map"):
+        return
+    layout = distribution._layout_map[variable.path]
+    if layout is not None:
+        variable._layout = layout
+        variable._value._whale_placement = _placement(variable, layout, distribution, context)
+
+
+def _distribution() -> Any:
+    from keras.src.backend.common import global_state
+
+    return global_state.get_global_attribute("distribution")
+
+
+def _placement(variable: Any, layout: Any, distribution: Any, context: Context) -> Placement:
+    """How the ranks hold a variable with axes as (None, "model").
+
+    Raises:
+      PlanError: it is divided over two axes, or over the batch's beside another one.
+    """
+    groups, group = _mesh(distribution, context)
+    sizes = dict(zip(distribution.device_mesh.axis_names, distribution.device_mesh.shape))
+    divided = [(dim, axis) for dim, axis in enumerate(layout.axes) if axis is not None and sizes[axis] > 1]
+    if not divided:
+        return B
+    (dim, axis), *more = divided
+    if more or (axis == distribution.batch_dim_name and group > 1):
+        raise PlanError(
+            "a variable cannot lie as the LayoutMap says",
+            op=variable.path,
+            given=f"axes {tuple(layout.axes)} of a mesh {sizes}",
+            expected="one dimension divided, over the axis that is not the batch's, or over the batch's if it is alone",
+            action="change the layout of this variable",
+        )
+    return split(dim, even_sizes(int(variable.shape[dim]), group if group > 1 else groups))
