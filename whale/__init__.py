@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from whale.annotations import annotate as annotate
     from whale.annotations import checkpoint as checkpoint
     from whale.annotations import pipeline as pipeline
     from whale.annotations import recompute as recompute
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from whale.started import restarts as restarts
 
 _PUBLIC = {
+    "annotate": "whale.annotations",
     "init": "whale.frontends.start",
     "rank": "whale.runtime.run.context",
     "size": "whale.runtime.run.context",

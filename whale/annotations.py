@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
 
@@ -89,20 +89,24 @@ class stage(ContextDecorator):
     divided over the replicas. With fewer ranks than stages, stage s is on rank s modulo the number of ranks.
 
     Args:
-      devices: its ranks, or a slice of ``wh.cluster``; None: as above. To be given for all stages or for none.
+      devices: its ranks, or a slice of ``wh.cluster``; None: as above. To be given for all stages or for none. In
+        ``wh.annotate`` also the number of the stage, in the order of the data.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: a stage inside a stage, or devices that are no ranks of the run.
+      PlanError: a stage inside a stage, devices that are no ranks of the run, or a number.
     """
 
-    def __init__(self, devices: Iterable[Any] | None = None) -> None:
-        self.devices = None if devices is None else _flat(devices)
+    def __init__(self, devices: Iterable[Any] | int | None = None) -> None:
+        self.number = devices if isinstance(devices, int) else None
+        self.devices = None if devices is None or isinstance(devices, int) else _flat(devices)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
-        from whale.runtime.run.scopes import entered_stage
+        from whale.runtime.run.scopes import entered_stage, refuse_number
 
+        if self.number is not None:
+            refuse_number(self.number)
         scope = entered_stage(self.devices)
         scope.__enter__()
         self._entered.append(scope)
@@ -186,6 +190,44 @@ class recompute(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+
+
+def annotate(patterns: Mapping[str, Any]) -> None:
+    """Puts layers and variables into scopes by their names; before the steps that have them are traced.
+
+    A pattern is a glob over the path of a layer or a variable (``*`` any text, ``/`` included, ``?`` one character,
+    ``[0-5]`` one of several), and begins and ends where parts of the path do: ``"decoder/layers_[0-5]"`` is all that is
+    inside of these layers. Paths are those of TensorFlow's name scopes and of variables, as Keras and tf.Module have
+    them. Of several patterns that match a name, the first of each kind of scope counts. Code inside of
+    ``with wh.split()`` and the like stays in the scope that it is in.
+
+    Args:
+      patterns: pattern -> ``wh.stage(number)``, ``wh.split(...)``, ``wh.replica(...)``, or a tuple of these. Stages of
+        one number are one stage. The first training step has to have something for every pattern.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      PlanError: a value that is no scope, or devices that are no ranks. Later, when the first training step is
+        compiled: a pattern matches nothing.
+    """
+    from whale.errors import PlanError
+    from whale.runtime.run import annotate as named
+    from whale.runtime.run.scopes import NamedScope
+
+    found: dict[str, list[NamedScope]] = {}
+    for text, scopes in patterns.items():
+        found[text] = []
+        for scope in scopes if isinstance(scopes, (tuple, list)) else (scopes,):
+            if not isinstance(scope, (replica, split, stage)) or not text:
+                raise PlanError(
+                    "an annotation is no scope for a name",
+                    given=f"{text!r}: {scope!r}",
+                    expected="a glob, and wh.stage(number), wh.split(...), wh.replica(...) or a tuple of them",
+                    action="correct it",
+                )
+            settings = {name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "number")}
+            found[text].append(NamedScope(type(scope).__name__, **settings))
+    named.annotate(found)
 
 
 def _flat(devices: Iterable[Any]) -> tuple[int, ...]:

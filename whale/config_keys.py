@@ -112,6 +112,12 @@ KEYS: tuple[Key, ...] = (
         "file that `whale plan -o FILE script` wrote: that script's step runs under it; empty = plans are made",
     ),
     Key(
+        "annotate",
+        "str",
+        "",
+        "JSON file with scopes by names of layers and variables, as wh.annotate takes them; empty = none",
+    ),
+    Key(
         "cost_model.profile",
         "str",
         "",

@@ -9,6 +9,7 @@ from typing import Any
 import whale as wh
 from cost_model.captured.machine import Rates
 from tests.oracle.execute import execute, save
+from tests.oracle.named import ANNOTATIONS
 from tests.oracle.serve import serve
 from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
@@ -23,6 +24,7 @@ SCOPES = {
     "split": wh.split,
     "sequence": partial(wh.split, sequence=1),
     "auto": contextlib.nullcontext,
+    "named": contextlib.nullcontext,
 }
 
 
@@ -53,6 +55,8 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         "random": "global",
     }
     wh.init(wh.Config(config))
+    if scope == "named":
+        wh.annotate(ANNOTATIONS[count])
     if scope == "auto":
         _prefer_splits()
     try:

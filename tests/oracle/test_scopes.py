@@ -57,14 +57,27 @@ LOOKED_UP = (
     ("embedding", "adam", "+zero1", Spread(3)),
 )
 
+# Scopes by the names of layers and variables: stages, splits, both; a session, a module's variables, Keras 2.
+NAMED = (
+    ("mlp", "adam", "named:stages", Spread(2)),
+    ("mlp", "sgd", "named:columns", Spread(3)),
+    ("mlp", "sgd", "named:both+micro:2", Spread(2)),
+    ("gpt", "adam", "named:attention", Spread(2)),
+    ("tf1_mlp", "sgd", "named:session", Spread(2)),
+    ("module", "sgd", "named:modules", Spread(2, (5, 3))),
+)
+
 
 def scopes() -> Sequence[object]:
     native, legacy = flavours()[0], flavours()[-1]
     found = []
-    for name, optimizer, scope, spread in (*SPLIT, *MICRO, *RECOMPUTED, *LOOKED_UP):
+    for name, optimizer, scope, spread in (*SPLIT, *MICRO, *RECOMPUTED, *NAMED, *LOOKED_UP):
         flavour = legacy if (name, optimizer, scope, spread) in LOOKED_UP else native
         run = Run(case_named(name), name, flavour, "float64", optimizer, spread, scope=scope)
         core = name in ("mlp_metrics", "embedding", "tf1_mlp")
+        if scope == "named:stages" and legacy != native:
+            other = Run(run.case, name, legacy, "float64", optimizer, spread, scope=scope)
+            found.append(pytest.param(other, id=str(other)))
         found.append(pytest.param(run, id=str(run), marks=[pytest.mark.core] if core else []))
     return found
 

@@ -37,6 +37,9 @@ def add_to(verbs: Any) -> None:
         help="show every rank's errors, mpirun's messages, and at the end what was communicated",
     )
     verb.add_argument("--plan", metavar="FILE", help="run the script's step under a plan of `whale plan -o FILE`")
+    verb.add_argument(
+        "--annotate", metavar="FILE", help="put layers and variables into scopes by name: a JSON file, see wh.annotate"
+    )
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -46,10 +49,12 @@ def add_to(verbs: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from whale.launcher.mpirun import Options, parse_hosts
-    from whale.launcher.run import PLAN_VARIABLE, run
+    from whale.launcher.run import ANNOTATE_VARIABLE, PLAN_VARIABLE, run
 
     if given.plan is not None:
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
+    if given.annotate is not None:
+        os.environ[ANNOTATE_VARIABLE] = os.path.abspath(given.annotate)
     return run(
         Options(
             ranks=given.ranks,

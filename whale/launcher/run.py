@@ -13,6 +13,7 @@ from whale.launcher.job.job import Job
 from whale.launcher.job.trace import TraceFile
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
+ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
 
 
 def run(options: mpirun.Options) -> int:

@@ -19,8 +19,8 @@ from whale.runtime.run.context import running
 
 def change() -> None:
     """Puts the methods below in the place of Keras 3's."""
+    from keras.src.backend.tensorflow import core, trainer
     from keras.src.backend.tensorflow import distribution_lib as backend
-    from keras.src.backend.tensorflow import trainer
     from keras.src.backend.tensorflow.core import Variable
     from keras.src.callbacks.backup_and_restore import BackupAndRestore
     from keras.src.distribution import distribution_lib as frontend
@@ -46,6 +46,7 @@ def change() -> None:
     replace_method(Operation, "__init__", scopes.created)
     for kind in (Operation, Layer):
         replace_method(kind, "__call__", scopes.called)
+    replace_method(core.name_scope, "__enter__", scopes.named)
     replace_method(CompileLoss, "call", _compile_loss)
     replace_function(io_utils, "print_msg", calls.shown_once)
     replace_method(Model, "summary", calls.shown_once)

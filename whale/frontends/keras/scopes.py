@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from whale.runtime.run.context import Context, running
 from whale.runtime.run.scopes import joined_path, on_path
 from whale.runtime.variables.deferred import capturing
@@ -29,6 +31,19 @@ def called(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) 
         return original(layer, *args, **kwargs)
     with on_path(joined_path(context, path)):
         return original(layer, *args, **kwargs)
+
+
+def named(original: Callable[..., Any], scope: Any) -> Any:
+    """Takes the place of entering a name scope of Keras 3: operations are called by the layer's path, as variables are.
+
+    TensorFlow would number a scope that is entered again, and Keras enters most of them twice; ``wh.annotate`` could
+    not tell the second scope of `dense` from a layer `dense_1`.
+    """
+    if capturing.get() and _running().annotations:
+        from keras.src.backend.common.name_scope import current_path
+
+        scope._tf_name_scope = tf.name_scope("/".join(filter(None, (current_path(), scope.name))) + "/")
+    return original(scope)
 
 
 def _remember(layer: Any, context: Context) -> None:

@@ -30,6 +30,7 @@ from whale.runtime.compile.stage_groups import uses_of_stage_groups
 from whale.runtime.input.whole_batch import whole_batch
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
+from whale.runtime.run.annotate import in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.variables.deferred import capturing
@@ -131,7 +132,7 @@ def _compiled(
             loss_scale=loss_scale_of(context),
             drawing=drawing,
         )
-    captured = _with_scopes(captured, context)
+    captured = in_scopes_by_name(_with_scopes(captured, context), context)
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
@@ -142,17 +143,15 @@ def _compiled(
 
     def marked() -> Program:
         with captures_steps():
-            return _with_scopes(
-                capture_function(
-                    fn,
-                    args,
-                    kwargs,
-                    mark_gradients=True,
-                    loss_scale=loss_scale_of(context),
-                    drawing=drawing and drawing.again(),
-                ),
-                context,
-            ).program
+            again = capture_function(
+                fn,
+                args,
+                kwargs,
+                mark_gradients=True,
+                loss_scale=loss_scale_of(context),
+                drawing=drawing and drawing.again(),
+            )
+            return in_scopes_by_name(_with_scopes(again, context), context).program
 
     if context.config["offload.level"] and context.dry is None:
         compute_device(context.config)  # refused before anything is sent

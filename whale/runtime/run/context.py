@@ -11,6 +11,7 @@ from whale.capture.scaling import LossScale
 from whale.errors import ClusterError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.runtime.ranks.ranks import Ranks
@@ -80,6 +81,7 @@ class Context(Ranks):
       split_ranks: ranks in a row that divide tensors together, where a mesh of the script says so; 0: as configured.
       split_everything: whether steps are planned as if they stood inside of ``wh.split``.
       written: paths that the first rank has written, and others might read too early.
+      annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
       whole: names of programs that every rank computes whole, which was said.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
@@ -104,6 +106,8 @@ class Context(Ranks):
     split_ranks: int = 0
     split_everything: bool = False
     written: set[str] = field(default_factory=set)
+    annotations: list[Pattern] = field(default_factory=list)
+    annotated: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 

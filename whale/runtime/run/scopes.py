@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +30,14 @@ def entered(
       PlanError: devices that are no ranks of the run; ``sequence`` is neither 0 nor 1.
     """
     context = current(f"the scope wh.{kind}")
+    with _in_scope(context, kind, _settings(kind, devices, dim, sequence, context)):
+        yield
+
+
+def _settings(
+    kind: str, devices: tuple[int, ...] | None, dim: int | None, sequence: int | None, context: Context
+) -> str:
+    """What a replica's or a split's part of a path says behind its number."""
     size = _checked(kind, devices, context)
     settings = [f"dim={dim}"] if dim is not None else []
     if sequence is not None:
@@ -43,8 +52,34 @@ def entered(
     inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
     if devices is not None and (len(devices) < size or inside_of is not None):
         settings.append(_ranks(sorted(devices)))
-    with _in_scope(context, kind, f"({','.join(settings)})" if settings else ""):
-        yield
+    return f"({','.join(settings)})" if settings else ""
+
+
+@dataclass(frozen=True)
+class NamedScope:
+    """A scope of ``wh.annotate``: kind (replica, split or stage) and arguments; ``number`` is that of a stage."""
+
+    kind: str
+    devices: tuple[int, ...] | None = None
+    dim: int | None = None
+    sequence: int | None = None
+    number: int | None = None
+
+
+def scope_part(scope: NamedScope, number: int, context: Context) -> str:
+    """The part of a path that a scope of ``wh.annotate`` stands for.
+
+    Args:
+      number: of the annotation; a stage that has a number has that one.
+
+    Raises:
+      PlanError: devices that are no ranks of the run; a ``sequence`` that is none.
+    """
+    if scope.kind != "stage":
+        return f"{scope.kind}_{number}{_settings(scope.kind, scope.devices, scope.dim, scope.sequence, context)}"
+    _checked("stage", scope.devices, context)
+    ranks = "" if scope.devices is None else f"({_ranks(scope.devices)})"
+    return f"stage_{number if scope.number is None else scope.number}{ranks}"
 
 
 @contextmanager
@@ -66,6 +101,16 @@ def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
         )
     with _in_scope(context, "stage", "" if devices is None else f"({_ranks(devices)})"):
         yield
+
+
+def refuse_number(number: int) -> None:
+    """Raises PlanError for a stage that is entered by its number."""
+    raise PlanError(
+        "a stage by its number is for wh.annotate",
+        given=f"with wh.stage({number})",
+        expected="wh.stage(), which is a stage of its own each time, or its ranks: wh.stage([0, 1])",
+        action="leave the number out, or write its ranks as a list",
+    )
 
 
 def _ranks(devices: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
+from whale.runtime.run.annotate import annotate_from
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
 from whale.runtime.variables import deferred
@@ -107,6 +108,8 @@ def _begin(config: Config | Mapping[str, Any] | None, plan: str | os.PathLike[st
             if path := (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]:
                 context.saved = read_saved_plan(path, context.planned_size)
                 context.auto = context.saved.choice
+            if config["annotate"]:
+                annotate_from(config["annotate"])
             deferred.install(lambda: not context.ended and context.may_divide_variables)
     except BaseException as error:
         if trace is not None:

@@ -22,6 +22,7 @@ from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
+from whale.runtime.run.annotate import in_scopes_by_name
 from whale.runtime.run.context import current
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
@@ -241,7 +242,7 @@ class Session(tf.compat.v1.Session):
         done: Collection[str],
     ) -> Captured:
         shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
-        return self._captures.capture([*fetches, *targets], shapes, done)
+        return in_scopes_by_name(self._captures.capture([*fetches, *targets], shapes, done), self._whale)
 
     def _compile(
         self, key: Hashable, name: str, captured: Captured, local: Mapping[str, tuple[int, ...]], waiting: Waiting

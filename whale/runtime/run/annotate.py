@@ -1,0 +1,116 @@
+"""Scopes by the names of layers and variables, without a change of the model's code: what ``wh.annotate`` does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from whale.capture.captured import Captured
+from whale.errors import ConfigError, PlanError
+from whale.passes.facts.patterns import Named, Pattern, in_named_scopes, nearest
+from whale.planner.captured.ways import trains
+from whale.runtime.run.context import Context, current
+from whale.runtime.run.scopes import NamedScope, scope_part
+
+_EXAMPLE = '{"decoder/layers_[0-5]": {"stage": 0}, "*/mlp/*kernel": {"split": {"dim": -1}}}'
+
+
+def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
+    """Adds patterns to those of this run.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      PlanError: devices that are no ranks of the run.
+    """
+    context = current("wh.annotate()")
+    for text, scopes in patterns.items():
+        for scope in scopes:
+            context.annotations.append(Pattern(text, scope.kind, scope_part(scope, len(context.annotations), context)))
+            context.dividing_scope_seen |= scope.kind in ("split", "stage")
+            context.stages_seen |= scope.kind == "stage"
+
+
+class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
+    devices: tuple[int, ...] | None = None
+    dim: int | None = None
+    sequence: int | None = None
+
+
+class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
+    """What a file says of a pattern."""
+
+    replica: _Arguments | None = None
+    split: _Arguments | None = None
+    stage: int | _Arguments | None = None
+
+    def named(self) -> list[NamedScope]:
+        found = []
+        for kind in ("replica", "split", "stage"):
+            given = getattr(self, kind)
+            if isinstance(given, int):
+                found.append(NamedScope(kind, number=given))
+            elif given is not None:
+                found.append(NamedScope(kind, given.devices, given.dim, given.sequence))
+        return found
+
+
+def annotate_from(path: str) -> None:
+    """The same from a JSON file: pattern -> object of kind of scope -> its arguments, or a stage's number.
+
+    Raises:
+      ConfigError: the file cannot be read, or says something else.
+    """
+    try:
+        found = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, _Scopes])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            "the annotations cannot be read",
+            given=f"{path}: {error}",
+            expected=f"a JSON file like {_EXAMPLE}",
+            action="correct the file, or the path in the key annotate (WHALE_ANNOTATE, whale run --annotate)",
+        ) from error
+    annotate({text: scopes.named() for text, scopes in found.items()})
+
+
+def in_scopes_by_name(captured: Captured, context: Context) -> Captured:
+    """``captured`` with the scopes of this run's annotations.
+
+    Raises:
+      PlanError: the program trains, and nothing in it, and in those before, matches a pattern.
+    """
+    if not context.annotations:
+        return captured
+    named = in_named_scopes(captured.program, context.annotations, _variable_names(captured))
+    context.annotated.update(named.matched)
+    if trains(captured.program):
+        _refuse_unmatched(named, context)
+    return replace(captured, program=named.program)
+
+
+def _refuse_unmatched(named: Named, context: Context) -> None:
+    missing = [p.text for p in context.annotations if p.text not in context.annotated]
+    if missing:
+        near = nearest(missing[0], named.names)
+        raise PlanError(
+            "an annotation matches no layer and no variable",
+            op=named.program.name,
+            given=", ".join(map(repr, missing)),
+            expected=f"a name of this step; like it are {', '.join(near)}" if near else "a name of this step",
+            action="correct the pattern: a glob that begins and ends where parts of a path do",
+        )
+
+
+def _variable_names(captured: Captured) -> dict[str, str]:
+    """Handle node -> the variable's name with its layers': Keras 3 keeps that in an object of its own."""
+    variables = [c.variable for c in captured.variables if c.variable is not None]
+    paths: dict[int, str] = {}
+    for referrer in gc.get_referrers(*variables) if variables else ():
+        found = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
+        path = found.get("_path")
+        if isinstance(path, str) and found.get("_value") is not None:
+            paths[id(found["_value"])] = path
+    return {c.node: paths.get(id(c.variable), c.name) for c in captured.variables}
