@@ -68,3 +68,25 @@ api.set_distribution(api.ModelParallel(layout_map=api.LayoutMap(mesh), batch_dim
     assert done.returncode != 0
     assert "a mesh cannot be that of this run" in done.stderr
     assert "start as many ranks as it has" in done.stderr
+
+
+def test_a_layout_that_the_plan_does_not_follow_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import numpy as np, whale as wh
+wh.init({"cluster.ranks": 2, "communication.transport": "in-process"})
+import keras
+layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1, 2), ["batch", "model"]))
+layouts["a/kernel"] = (None, "model")
+keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts))
+inputs = keras.layers.Input((6,))
+with wh.stage():
+    x = keras.layers.Dense(8, name="a")(inputs)
+with wh.stage():
+    x = keras.layers.Dense(8, name="b")(x)
+model = keras.Model(inputs, x)
+model.compile(optimizer="sgd", loss="mse")
+model.fit(np.ones((8, 6)), np.ones((8, 8)), verbose=0)
+""")
+    done = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=300)
+    assert "a variable cannot lie as the script says" in done.stderr and "leave stages out" in done.stderr, done.stderr

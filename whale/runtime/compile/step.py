@@ -34,6 +34,7 @@ from whale.runtime.run.annotate import in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.variables.deferred import capturing
+from whale.runtime.variables.given_placements import refuse_other_placements
 from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
@@ -157,6 +158,8 @@ def _compiled(
         compute_device(context.config)  # refused before anything is sent
     layouts = context.variables.layouts(captured.variables)
     compiled = compile_program(captured.program, context, local, layouts, marked)
+    if context.dry is None and context.size > 1:
+        refuse_other_placements(captured.variables, layouts, compiled.plan.variables)
     with span(context.trace, "send variables", "compile"):
         uses = uses_of_stage_groups(compiled.program, compiled.plan)
         plan = compiled.plan

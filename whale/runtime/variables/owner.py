@@ -19,6 +19,7 @@ from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 from whale.runtime.variables.deferred import forget, make_whole
 from whale.runtime.variables.first_values import agreed_initials, broadcast_values
+from whale.runtime.variables.given_placements import given_placement
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
 from whale.runtime.variables.stage_variables import Home, Use, refresh, refresh_for
@@ -66,7 +67,7 @@ class VariableOwner:
 
     def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Placement]:
         """How those variables lie that an earlier program or the script has fixed, by handle node."""
-        given = {c.node: getattr(c.variable, "_whale_placement", None) for c in captured}
+        given = {c.node: given_placement(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.layout for node, entry in known if entry is not None}
         return {node: placement for node, placement in given.items() if placement is not None} | fixed
