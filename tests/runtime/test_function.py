@@ -100,8 +100,59 @@ def test_methods_keep_their_keywords(ranks: Callable[..., None]) -> None:
     assert float(outer(X)) == float(X.sum()) * 101 * 3.0
 
 
+def test_autograph_rewrites_a_step_that_another_one_calls(
+    ranks: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    @wh.function
+    def doubled(x: Any) -> Any:
+        while tf.reduce_sum(x) < 1000:
+            x = x * 2
+        return x
+
+    @wh.function
+    def outer(x: Any) -> Any:
+        return doubled(x) + 1
+
+    ranks(2)
+    assert outer(X).numpy().tolist() == (X * 16 + 1).tolist()
+    assert "AutoGraph" not in caplog.text
+
+
 def test_what_it_was_made_of(ranks: Callable[..., None]) -> None:
     assert wh.function(total).python_function is total
     assert wh.function(tf.function(total)).python_function is total
     ranks(2)
     assert float(wh.function(wh.function(total))(X)) == float(X.sum()) * 2
+
+
+def test_a_models_train_step_may_be_one(ranks: Callable[..., None]) -> None:
+    """Keras calls it inside its own step."""
+
+    def history(function: Any) -> list[float]:
+        class Model(tf.keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.dense = tf.keras.layers.Dense(1, kernel_initializer="ones")
+
+            def call(self, x: Any) -> Any:
+                return self.dense(x)
+
+            @function
+            def train_step(self, data: Any) -> Any:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(x) - y) ** 2)
+                slopes = tape.gradient(loss, self.trainable_variables)
+                if loss > 0:
+                    loss = loss * 2
+                self.optimizer.apply_gradients(zip(slopes, self.trainable_variables))
+                return {"loss": loss}
+
+        model = Model()
+        model.compile(tf.keras.optimizers.SGD(0.001))
+        found = model.fit(X, X[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [float(loss) for loss in found]
+
+    expected = history(tf.function)
+    ranks(2)
+    np.testing.assert_allclose(history(wh.function), expected, rtol=1e-5)

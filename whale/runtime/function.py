@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
 
 from whale.capture.sharded import Drawing
 from whale.capture.signature import Arguments, take_apart, tracing_options
@@ -20,6 +22,8 @@ from whale.runtime.run.context import Context, current
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
+_UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
+
 
 class Function:
     """A step that runs on all ranks; see ``function``."""
@@ -29,6 +33,7 @@ class Function:
         self._fn = fn
         self._python_function = getattr(fn, "python_function", fn)
         self._options = tracing_options(fn)
+        self._inside = _called_inside(fn, self._options)
         self._steps: dict[Hashable, Step] = {}
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
@@ -45,8 +50,10 @@ class Function:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step; compiles it first where its arguments are of a new kind. Collective."""
-        if not tf.executing_eagerly():
-            return self._inside_graph(args, kwargs)
+        # AutoGraph rewrites this method, to which it comes by calls in other steps: it has to stay this short.
+        return self._take(args, kwargs) if tf.executing_eagerly() else self._inside_graph(args, kwargs)
+
+    def _take(self, args: Any, kwargs: Any) -> Any:
         context = self._attached()
         if context.local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
@@ -139,9 +146,16 @@ class Function:
                 expected="a call from Python, or inside another wh.function",
                 action="decorate the outer function with wh.function too",
             )
-        options = dict(self._options)
-        asks = not options.pop("autograph", True) or any(value is not None for value in options.values())
-        return (self._fn if asks else self._python_function)(*args, **kwargs)
+        return self._inside(*args, **kwargs)
+
+
+def _called_inside(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """What a graph calls: ``fn``, without its tf.function where that does nothing but trace."""
+    plain = options.get("autograph", True) and all(v is None for k, v in options.items() if k != "autograph")
+    if not plain:
+        return fn
+    # As a tf.function: AutoGraph rewrites it though it may leave the caller as it is.
+    return autograph.tf_convert(getattr(fn, "python_function", fn), _UNSPECIFIED, user_requested=True)
 
 
 def function(
