@@ -1,0 +1,112 @@
+"""Starts programs alone and on ranks, and compares what they end with."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests/programs/scripts"
+# Program -> package that it is written for, other than Keras 3.
+NEEDS = {
+    "hugging_face_bert": "transformers",
+    "hugging_face_gpt2": "transformers",
+    "keras_hub_bert": "keras_hub",
+    "keras_hub_llama": "keras_hub",
+    "two_towers": "tensorflow_recommenders",
+    "probability_vae": "tensorflow_probability",
+    "sonnet_mlp": "sonnet",
+}
+_LEGACY = {"transformers", "tensorflow_recommenders", "tensorflow_probability"}  # written for Keras 2
+_ROUNDED = _LEGACY | {"sonnet"}  # in float32
+LIMIT, ROUNDED_LIMIT = 1e-10, 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A program on some ranks beside itself alone.
+
+    Attributes:
+      difference: largest over all values and ranks, relative to the largest element of each.
+      problem: what kept it from being compared; "" if nothing.
+    """
+
+    name: str
+    ranks: int
+    difference: float = float("nan")
+    where: str = ""
+    problem: str = ""
+
+    @property
+    def limit(self) -> float:
+        return ROUNDED_LIMIT if NEEDS.get(self.name) in _ROUNDED else LIMIT
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and self.difference <= self.limit
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in SCRIPTS.glob("*.py"))
+
+
+def about(name: str) -> str:
+    """The program's own first line."""
+    return (ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) or "").splitlines()[0]
+
+
+def missing(name: str) -> str:
+    """The package that a program needs and that is not here; "" if none."""
+    package = NEEDS.get(name, "")
+    return package if package and importlib.util.find_spec(package) is None else ""
+
+
+def alone(name: str, folder: Path) -> None:
+    """Runs a program in a process that never imports whale.
+
+    Raises:
+      RuntimeError: it fails; with what it said.
+    """
+    (folder / "alone").mkdir(exist_ok=True)
+    done = _run([str(ROOT / "tests/programs/run.py"), str(SCRIPTS / f"{name}.py"), str(folder / "alone")], name)
+    if done.returncode:
+        raise RuntimeError(f"{name} fails alone:\n{done.stderr[-3000:]}")
+
+
+def compared(name: str, ranks: int, folder: Path) -> Row:
+    """Runs a program on ranks, and compares it with what ``alone`` left in the folder."""
+    here = folder / f"on_{ranks}"
+    here.mkdir(exist_ok=True)
+    script = [str(ROOT / "tests/programs/run.py"), str(SCRIPTS / f"{name}.py"), str(here), "whale"]
+    done = _run(["-m", "whale", "run", "-np", str(ranks), *script], name)
+    if done.returncode:
+        return Row(name, ranks, problem=(done.stdout + done.stderr)[-1500:])
+    plain = np.load(folder / "alone/rank0.npz")
+    worst, where = 0.0, ""
+    for rank in range(ranks):
+        found = np.load(here / f"rank{rank}.npz")
+        if sorted(found.files) != sorted(plain.files):
+            return Row(name, ranks, problem=f"other values: {sorted(set(found.files) ^ set(plain.files))}")
+        for key in plain.files:
+            if plain[key].shape != found[key].shape:
+                return Row(name, ranks, problem=f"{key} has shape {found[key].shape}, not {plain[key].shape}")
+            largest = max(float(np.max(np.abs(plain[key]), initial=0.0)), 1e-3)
+            gap = float(np.max(np.abs(plain[key] - found[key]), initial=0.0)) / largest
+            if not gap <= worst:
+                worst, where = gap, key
+    return Row(name, ranks, worst, where)
+
+
+def _run(command: list[str], name: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    known = dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": path}
+    if NEEDS.get(name) in _LEGACY:
+        known["TF_USE_LEGACY_KERAS"] = "1"
+    return subprocess.run([sys.executable, *command], env=known, capture_output=True, text=True, timeout=600)

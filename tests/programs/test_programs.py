@@ -1,0 +1,21 @@
+"""Two of the programs; all of them: ``python -m tests.programs``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.programs.table import NEEDS, alone, compared, names
+
+
+@pytest.mark.parametrize("name", ["dlrm", "transformer_translation"])
+def test_a_program_equals_itself_alone(name: str, tmp_path: Path) -> None:
+    alone(name, tmp_path)
+    row = compared(name, 2, tmp_path)
+    assert row.ok, row
+
+
+def test_what_programs_need_is_known() -> None:
+    assert set(NEEDS) <= set(names())
+    assert len(names()) >= 25
