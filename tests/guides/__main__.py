@@ -1,4 +1,4 @@
-"""``python -m tests.programs [NAMES] [--ranks 2 4] [--out docs/programs.md]``."""
+"""``python -m tests.guides [NAMES] [--ranks 2 4] [--out docs/programs.md]``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.programs.table import LIMIT, NEEDS, ROUNDED_LIMIT, Row, about, alone, compared, missing, names
+from tests.guides.table import LIMIT, NEEDS, ROUNDED_LIMIT, Row, about, alone, compared, missing, names
 
 _HEAD = f"""# Programs of others
 
-Written by `python -m tests.programs --out docs/programs.md`. The programs (`tests/programs/scripts`) are written as guides
+Written by `python -m tests.guides --out docs/programs.md`. The programs in tests/guides/scripts are written as guides
 and libraries have them, for one device, and know nothing of Whale; `import whale as wh; wh.init(...)` is put in front of
-them, with `sync_batch_norm` and `random="global"`, and `whale run -np N` starts them. Compared with the same program alone:
-histories, predictions and weights, on every rank, relative to the largest element of each; at most {LIMIT:g} in float64, and
-{ROUNDED_LIMIT:g} for libraries that compute in float32.
+them, with `sync_batch_norm` and `random="global"`, and `whale run -np N` starts them. Compared with the same program
+alone: histories, predictions and weights, on every rank, relative to the largest element of each; at most
+{LIMIT:g} in float64, and {ROUNDED_LIMIT:g} for libraries that compute in float32.
 
 | program | written for | what it does | ranks | worst difference | |
 |---|---|---|---|---|---|
@@ -23,7 +23,7 @@ histories, predictions and weights, on every rank, relative to the largest eleme
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(prog="python -m tests.programs")
+    arguments = argparse.ArgumentParser(prog="python -m tests.guides")
     arguments.add_argument("names", nargs="*", default=names())
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2])
     arguments.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""Two of the programs; all of them: ``python -m tests.programs``."""
+"""Two of the programs; all of them: ``python -m tests.guides``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.table import NEEDS, alone, compared, names
+from tests.guides.table import NEEDS, alone, compared, names
 
 
 @pytest.mark.parametrize("name", ["dlrm", "transformer_translation"])

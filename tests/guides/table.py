@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "tests/programs/scripts"
+SCRIPTS = ROOT / "tests/guides/scripts"
 # Program -> package that it is written for, other than Keras 3.
 NEEDS = {
     "hugging_face_bert": "transformers",
@@ -75,7 +75,7 @@ def alone(name: str, folder: Path) -> None:
       RuntimeError: it fails; with what it said.
     """
     (folder / "alone").mkdir(exist_ok=True)
-    done = _run([str(ROOT / "tests/programs/run.py"), str(SCRIPTS / f"{name}.py"), str(folder / "alone")], name)
+    done = _run([str(ROOT / "tests/guides/run.py"), str(SCRIPTS / f"{name}.py"), str(folder / "alone")], name)
     if done.returncode:
         raise RuntimeError(f"{name} fails alone:\n{done.stderr[-3000:]}")
 
@@ -84,7 +84,7 @@ def compared(name: str, ranks: int, folder: Path) -> Row:
     """Runs a program on ranks, and compares it with what ``alone`` left in the folder."""
     here = folder / f"on_{ranks}"
     here.mkdir(exist_ok=True)
-    script = [str(ROOT / "tests/programs/run.py"), str(SCRIPTS / f"{name}.py"), str(here), "whale"]
+    script = [str(ROOT / "tests/guides/run.py"), str(SCRIPTS / f"{name}.py"), str(here), "whale"]
     done = _run(["-m", "whale", "run", "-np", str(ranks), *script], name)
     if done.returncode:
         return Row(name, ranks, problem=(done.stdout + done.stderr)[-1500:])

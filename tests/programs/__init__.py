@@ -1,1 +1,0 @@
-"""Programs as guides and libraries have them, on ranks and alone: ``python -m tests.programs``."""
