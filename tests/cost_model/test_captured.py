@@ -21,7 +21,7 @@ from cost_model.captured.table import Curve, Operation, Step, Table, check_writa
 from cost_model.captured.traffic import Exchange
 from cost_model.machines import cluster
 from cost_model.ops import work
-from tests.handmade import Builder, mlp, planned
+from tests.programs import Builder, mlp, planned
 from whale.errors import ClusterError, PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program

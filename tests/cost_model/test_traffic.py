@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cost_model.captured.graph import Graph, graph_of
-from tests.handmade import mlp, planned
+from tests.programs import mlp, planned
 from whale.ir.exchanged_bytes import collective_bytes, rank_bytes
 from whale.ir.layout import Partial
 from whale.ir.ops import COLLECTIVES, EXCHANGES

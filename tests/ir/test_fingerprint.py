@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.handmade import body, mlp
 from tests.ir.strategies import programs
+from tests.programs import body, mlp
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.program import Program, Ref, Variable
 from whale.ir.text import format_program, parse_program

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from tests.handmade import mlp, planned
 from tests.ir.strategies import plans
+from tests.programs import mlp, planned
 from whale.ir.layout import P_SUM, B, split
 from whale.ir.plan import FORMAT_VERSION, Plan, Reshard, load_plan, plan_from_json
 from whale.ir.program import Ref

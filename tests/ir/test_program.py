@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.handmade import Builder, body, mlp
+from tests.programs import Builder, body, mlp
 from whale.errors import ProgramError
 from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Ref, function_refs, prune, topological

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.handmade import body, mlp
 from tests.ir.strategies import nodes, programs
+from tests.programs import body, mlp
 from whale.ir.layout import B, Strategy, split
 from whale.ir.plan import BatchInput, Plan, Predicted, PredictedRank
 from whale.ir.plan_text import format_plan, human_bytes, human_flops

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.handmade import Builder, body, mlp, planned
 from tests.lowering.compare import assert_equal_runs, lowered
 from tests.lowering.talk import assert_ranks_agree, communication
+from tests.programs import Builder, body, mlp, planned
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, even_sizes, split
 from whale.ir.ops import HOROVOD_ALL_REDUCE

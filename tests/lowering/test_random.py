@@ -9,10 +9,10 @@ from dataclasses import replace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.handmade import layouts_of, plan_of
 from tests.lowering.compare import assert_equal_mesh, assert_equal_runs, lowered
 from tests.lowering.random_programs import placements, programs, random_layouts
 from tests.lowering.talk import assert_ranks_agree
+from tests.programs import layouts_of, plan_of
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import BatchInput, Plan, plan_from_json

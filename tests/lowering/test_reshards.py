@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.handmade import Builder, plan_of
 from tests.interpreter import run
 from tests.lowering.compare import assert_equal_runs, lowered, run_both
+from tests.programs import Builder, plan_of
 from whale.errors import LayoutError, PlanError
 from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, Split, Strategy, moved_bytes, split
 from whale.ir.plan import Plan, Reshard

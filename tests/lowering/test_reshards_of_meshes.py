@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.handmade import plan_of
 from tests.interpreter import run
 from tests.lowering.test_reshards import _program
+from tests.programs import plan_of
 from whale.ir.layout import Placement, Strategy, parse_placement, split
 from whale.ir.program import Program
 from whale.lowering.local import localise

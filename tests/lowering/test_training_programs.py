@@ -14,11 +14,11 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.handmade import layouts_of, plan_of
 from tests.interpreter import run
 from tests.lowering.compare import assert_equal_mesh, assert_equal_runs, feeds_of
 from tests.lowering.random_programs import random_layouts
 from tests.lowering.training_programs import ROWS, training_step
+from tests.programs import layouts_of, plan_of
 from whale.errors import PlanError
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tests.handmade import Builder
+from tests.programs import Builder
 from whale.ir.program import Program, Ref
 
 ROWS = 12

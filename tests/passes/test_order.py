@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import Builder, mlp
 from tests.lowering.compare import assert_equal_runs
+from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import B, FirstRank, split

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.handmade import Builder, layouts_of, plan_of
 from tests.interpreter import InterpreterError
 from tests.kernels import run_kernel
 from tests.lowering.test_training_programs import check_step
+from tests.programs import Builder, layouts_of, plan_of
 from tests.rules.prover import Case, prove
 from tests.rules.sampling import F, K, case
 from whale.errors import PlanError, WhaleError

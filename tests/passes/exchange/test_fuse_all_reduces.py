@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.handmade import Builder, layouts_of, mlp
 from tests.lowering.random_programs import placements, programs
+from tests.programs import Builder, layouts_of, mlp
 from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, split
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.handmade import Builder, layouts_of, mlp, plan_of, planned
+from tests.programs import Builder, layouts_of, mlp, plan_of, planned
 from whale.errors import PlanError, ProgramError
 from whale.ir.layout import Partial, split
 from whale.ir.plan import Plan, plan_from_json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.handmade import Builder, layouts_of, mlp
+from tests.programs import Builder, layouts_of, mlp
 from whale.ir.layout import P_MAX, P_SUM, B, Placement, Strategy, moved_bytes, split
 from whale.ir.plan import Reshard
 from whale.ir.program import Program

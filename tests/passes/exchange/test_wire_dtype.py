@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.handmade import Builder, layouts_of, mlp, plan_of
+from tests.programs import Builder, layouts_of, mlp, plan_of
 from whale.errors import PlanError
 from whale.ir.layout import Partial, split
 from whale.ir.plan import Plan, plan_from_json

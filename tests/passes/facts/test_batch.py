@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.handmade import Builder, body, mlp
+from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
 from whale.ir.layout import split
 from whale.ir.plan import TaskGraph

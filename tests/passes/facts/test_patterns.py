@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.handmade import mlp
+from tests.programs import mlp
 from whale.passes.facts.patterns import Pattern, in_named_scopes, nearest
 
 

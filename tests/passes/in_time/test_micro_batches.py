@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.handmade import Builder
+from tests.programs import Builder
 from whale.ir.layout import split
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.handmade import mlp
+from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_explain import explained_of_plan, find_ops, op_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.handmade import Builder, planned
+from tests.programs import Builder, planned
 from whale.errors import PlanError
 from whale.ir.program import Program
 from whale.ir.values import DType, Func, TensorType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.handmade import Builder, body, mlp, planned
+from tests.programs import Builder, body, mlp, planned
 from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType

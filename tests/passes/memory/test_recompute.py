@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.handmade import Builder
+from tests.programs import Builder
 from whale.ir.ops import VIEWS
 from whale.ir.program import BACKWARD, CHECKPOINT, Program
 from whale.passes.memory.recompute import recompute

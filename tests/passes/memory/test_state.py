@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.handmade import Builder
+from tests.programs import Builder
 from whale.ir.ops import LOOKUPS
 from whale.ir.values import DType, TensorType
 from whale.passes.memory.footprint import variable_kinds

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.handmade import Builder, mlp
 from tests.interpreter import Outcome
 from tests.lowering.compare import assert_equal_mesh
 from tests.passes.layout.split.test_divide import classifier, scoped
+from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan

@@ -15,8 +15,8 @@ import tensorflow as tf
 import whale as wh
 from cost_model.captured.table import write
 from tests.cost_model.test_captured import TABLE
-from tests.handmade import mlp, planned
 from tests.oracle.metric import difference, limit
+from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
 from whale.errors import PlanError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.handmade import mlp, planned
+from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import double
 from whale.cli import main
 from whale.errors import PlanError
