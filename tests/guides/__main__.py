@@ -12,8 +12,8 @@ from tests.guides.table import LIMIT, NEEDS, ROUNDED_LIMIT, Row, about, alone, c
 _HEAD = f"""# Programs of others
 
 Written by `python -m tests.guides --out docs/programs.md`. The programs in tests/guides/scripts are written as guides
-and libraries have them, for one device, and know nothing of Whale; `import whale as wh; wh.init(...)` is put in front of
-them, with `sync_batch_norm` and `random="global"`, and `whale run -np N` starts them. Compared with the same program
+and libraries have them, for one device, and know nothing of Whale; `import whale as wh; wh.init(...)` is put in front
+of them, with `sync_batch_norm` and `random="global"`, and `whale run -np N` starts them. Compared with the same program
 alone: histories, predictions and weights, on every rank, relative to the largest element of each; at most
 {LIMIT:g} in float64, and {ROUNDED_LIMIT:g} for libraries that compute in float32.
 
