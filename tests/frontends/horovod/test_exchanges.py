@@ -34,6 +34,15 @@ def test_a_plain_mpirun_starts_it_too(launcher: Launcher) -> None:
     assert done.returncode == 0 and done.stdout.count("mean 1.0") == 2, done.stdout + done.stderr
 
 
+def test_a_script_that_exchanges_nothing_says_so(launcher: Launcher) -> None:
+    nothing = "import whale.horovod as hvd\nhvd.init()\nprint('rank', hvd.rank())"
+    done = launcher.run("-np", "2", launcher.script(nothing))
+    assert done.returncode == 0 and done.stderr.count("the script exchanged nothing: each has run alone") == 1
+    something = nothing + "\nhvd.broadcast_object(1)"
+    done = launcher.run("-np", "2", launcher.script(something))
+    assert done.returncode == 0 and "exchanged nothing" not in done.stderr
+
+
 def test_the_two_ways_to_start_are_not_mixed(launcher: Launcher) -> None:
     both = "import whale as wh\nimport whale.horovod as hvd\nwh.init()\nhvd.init()\nprint('went on')"
     done = launcher.run("-np", "2", launcher.script(both))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 from whale.config import Config
@@ -28,12 +29,23 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     context = running()
     if context is None:
         start.init_own_programs(config)
+        began, programs = own("hvd.init()")
+        began.before_shutdown.append(lambda: _say_if_nothing_was_exchanged(began, programs))
     elif context.own_programs is None:
         raise ClusterError(
             "wh.init() and hvd.init() mean different programs",
             given="hvd.init() after wh.init()",
             expected="wh.init() for one program of all ranks, or hvd.init() for a program of each rank",
             action="remove one of the two",
+        )
+
+
+def _say_if_nothing_was_exchanged(context: Context, programs: OwnPrograms) -> None:
+    """A script that only asks for its rank may mean to run alone; one that trains has forgotten its optimizer."""
+    if context.rank == 0 and context.size > 1 and not programs.exchanges:
+        sys.stderr.write(
+            f"whale: hvd.init() connected {context.size} ranks, and the script exchanged nothing: each has run alone; "
+            "training averages gradients by hvd.DistributedOptimizer or hvd.DistributedGradientTape\n"
         )
 
 
