@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.config_keys": set(),
     "whale.started": {"whale.errors"},
     "whale.cgroup": set(),
+    "whale.replicas": set(),
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
     "whale.ir": {"whale.errors"},
     "whale.rules": {"whale.errors", "whale.ir"},
@@ -34,11 +35,11 @@ ALLOWED: dict[str, set[str]] = {
     "whale.lowering": {"whale.errors", "whale.ir", "whale.rules", "whale.capture", "whale_ops"},
     "whale.runtime": _TOP
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
-    | {"whale.lowering", "whale_ops", "cost_model"},
+    | {"whale.lowering", "whale.replicas", "whale_ops", "cost_model"},
     "whale.frontends": _TOP
     | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
     "whale.horovod": {"whale.frontends"},
-    "whale.launcher": {"whale.errors", "whale.started", "whale.config"},
+    "whale.launcher": {"whale.errors", "whale.started", "whale.config", "whale.replicas"},
     "whale.doctor": {"whale", "whale.errors", "whale.cgroup", "whale.launcher", "whale_ops"},
     "whale.cli": {
         "whale",

@@ -270,6 +270,14 @@ KEYS: tuple[Key, ...] = (
         "file for a trace of this process, its rank in the name; empty = off; one file of all ranks: whale run --trace",
     ),
     Key(
+        "check.inputs",
+        "int",
+        100,
+        "whole batches and captured tensors that the ranks give to a step of wh.function are compared on its first "
+        "three calls, and then once in so many calls; 0 = never",
+        minimum=0,
+    ),
+    Key(
         "check.timeout_s",
         "float",
         60.0,

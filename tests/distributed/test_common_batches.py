@@ -79,3 +79,78 @@ print(orders(keras), orders(tf_keras))
     )
     assert len(said) == 2, said
     assert said[0] == said[1]
+
+
+def test_what_differs_between_ranks_is_found(launcher: Launcher) -> None:
+    """All in one run: an error that every rank raises leaves the run as it was; the last one ends it."""
+    launcher.environment["WHALE_CHECK_TIMEOUT_S"] = "3600"
+    text = """
+wh.init({"check.inputs": 5})
+rank, x = wh.rank(), np.ones((8, 1))
+
+def refused(what, call, *arguments):
+    try:
+        call(*arguments)
+    except wh.WhaleError as error:
+        print(what, type(error).__name__, " ".join(str(error).split()))
+
+step = wh.function(lambda x: (w.assign_add(tf.reshape(tf.reduce_mean(x), [1, 1])), tf.reduce_sum(tf.matmul(x, w)))[1])
+step(x)
+refused("argument:", step, x + rank)
+for _ in range(4):
+    step(x)
+refused("later:", step, x + rank)
+for name, size in (("constant", 5), ("captured", 9_000_000)):  # the latter is no part of the program
+    table = tf.constant(np.arange(float(size)) + rank)
+    refused(name + ":", wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)) + tf.gather(table, [3])), x)
+scaled = wh.function(lambda x, factor: tf.reduce_sum(tf.matmul(x, w)) * factor)
+refused("scalar:", scaled, x, 1.0 + rank)
+w.assign([[2.0]])
+step(x)
+never_used = tf.Variable(tf.ones([2]) * rank, name="never_used")
+trained = tf.Variable(tf.ones([2]), name="trained")
+trained.assign_sub(tf.ones([2]))
+print("compared:", wh.check_replicas())
+trained.assign_sub(tf.ones([2]) * rank)
+refused("replicas:", wh.check_replicas)
+w.assign([[2.0 + rank]])
+refused("manager:", wh.CheckpointManager(tf.train.Checkpoint(w=w), "saved", 1).save)
+refused("values:", step, x)
+w.assign([[2.0]])
+step(x)
+if rank == 1:
+    w.assign([[5.0]])
+step(x)
+"""
+    done = launcher.run("-np", "2", launcher.script(HEAD + text), timeout_s=600)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for rank in (0, 1):
+        said = {
+            line.partition("] ")[2].partition(": ")[0]: line.partition(": ")[2]
+            for line in done.stdout.splitlines()
+            if line.startswith(f"[{rank}]")
+        }
+        for what, call in (("argument", 1), ("later", 5)):
+            assert said[what].startswith("ProgramError the ranks pass different values"), said
+            assert f"argument: x given: ranks 0 and 1 pass different values in call {call}" in said[what], said
+            assert "wh.shard" in said[what]
+        assert said["captured"].startswith("ProgramError the ranks pass different values"), said
+        for what in ("constant", "scalar"):
+            assert said[what].startswith("ProgramError the ranks are about to run different programs"), said
+        assert said["compared"] == "2", said
+        assert said["replicas"].startswith("CommError a variable differs between ranks variable: trained on rank 1")
+        for what in ("manager", "values"):
+            assert said[what].startswith("CommError a variable differs between ranks variable: w on rank 1"), said
+    assert "after this rank assigned to w outside of steps" in done.stderr, done.stderr
+
+
+def test_weights_that_one_rank_sets_last_are_named_at_the_end(launcher: Launcher) -> None:
+    text = """
+wh.init()
+wh.function(lambda x: w.assign_add(tf.reshape(tf.reduce_mean(x), [1, 1])))(np.ones((8, 1)))
+if wh.rank() == 1:
+    w.assign([[5.0]])
+"""
+    done = launcher.run("-np", "2", launcher.script(HEAD + text), timeout_s=600)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "at the end of the run variables differ between the ranks: w on rank 1" in done.stderr

@@ -23,6 +23,7 @@ def test_a_run_starts_again_after_a_fault(launcher: Launcher) -> None:
         "whale run: starting again (restart 1 of 3)",
         "whale run: rank 1 was killed by SIGKILL",
         "whale run: starting again (restart 2 of 3)",
+        "whale run: warning: the script never called wh.init(): each of the 2 ranks has run all of it alone",
     ]
 
 

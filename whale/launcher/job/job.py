@@ -36,6 +36,7 @@ from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import Options
 from whale.launcher.protocol import Kind
 from whale.launcher.worker import keep_alive
+from whale.replicas import differing, in_words
 
 START_TIMEOUT_S = 120.0
 _READ_BYTES = 1 << 16
@@ -110,7 +111,8 @@ class Job:
     @property
     def failed(self) -> bool:
         """Whether the run ended because of a rank, and not because it was told to."""
-        return self._ending.is_failure
+        alone = any(link.end is not None and link.end["alone"] for link in self._links.values())
+        return self._ending.is_failure and not alone  # it would do the same again
 
     def say(self, text: str) -> None:
         """Writes a line of the launcher's own."""
@@ -260,8 +262,12 @@ class Job:
         if self._ending.stopped_by is not None:
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by
+        ends = [self._links[rank].end for rank in sorted(self._links)]
+        if alone := next((end["alone"] for end in ends if end and end["alone"]), ""):
+            self.say(alone)
+            return 2
         if not self._ending.failures:
-            return 0
+            return self._end_well(ends)
         cause = ranks.cause(self._ending.failures)
         if not self._options.verbose:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
@@ -270,3 +276,19 @@ class Job:
                 self._printer.say(self._mpirun.said)
         self.say(f"rank {cause.rank} {cause.reason}")
         return cause.code
+
+    def _end_well(self, ends: list[dict[str, Any] | None]) -> int:
+        """The exit code of a run without a failure: that of one whose ranks end with different variables is 1."""
+        if all(end is not None for end in ends):
+            found, _ = differing([end["held"] for end in ends if end is not None])
+            if found:
+                self.say(
+                    f"at the end of the run variables differ between the ranks: {in_words(found)}; assign to them on "
+                    "every rank, or inside a step, and train in steps that Whale distributes only"
+                )
+            return int(bool(found))
+        if len(ends) > 1 and all(self._links[rank].joining is None for rank in self._links):
+            self.say(
+                f"warning: the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
+            )
+        return 0

@@ -136,6 +136,7 @@ class RankLink:
         clock: how much its host's clock is ahead of this one; known after the greeting.
         trace: what has come of it and is not yet in the launcher's.
         counters: what its script has communicated, once it is known.
+        end: how its run of Whale ended: what it trained alone, what its variables hold.
         stall: the latest report of a wait: what for, for how long, for which ranks.
     """
 
@@ -156,6 +157,7 @@ class RankLink:
     trace: bytearray = field(default_factory=bytearray)
     clock: clock.Clock = field(default_factory=clock.Clock)
     counters: list[dict[str, Any]] | None = None
+    end: dict[str, Any] | None = None
 
     def greet(self, kind: Kind, payload: bytes, token: str, size: int) -> int | None:
         """Handles the first frame: the rank, or None when it does not come from a worker of this run."""

@@ -71,6 +71,7 @@ class Reports:
     def _take_message(self, link: ranks.RankLink, message: dict[str, Any]) -> None:
         link.joining = message.get("joining", link.joining)
         link.freeze_s = message.get("freeze_s", link.freeze_s)
+        link.end = message.get("end", link.end)
         link.counters = message.get("counters", link.counters)
         if "stall" in message and not self._ending.begun:
             link.stall = message["stall"]

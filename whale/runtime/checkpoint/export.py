@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
-from whale.runtime.checkpoint.gathering import whole_on_first_rank
+from whale.runtime.checkpoint.gathering import refuse_different_copies, whole_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.function import Function
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
@@ -54,7 +54,9 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
         try:
             with captures_steps():
                 module = _module_of(what, specs) if is_function else what
-            with whole_on_first_rank(ObjectGraphView(module).breadth_first_traversal()[0], context):
+            holders = ObjectGraphView(module).breadth_first_traversal()[0]
+            refuse_different_copies(holders, context, f"an export to {directory}")
+            with whole_on_first_rank(holders, context):
                 if context.rank == 0:
                     with captures_steps():
                         _write(module, directory)

@@ -8,7 +8,23 @@ from typing import Any
 
 from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
+from whale.runtime.variables.compared import refuse_differences
 from whale.runtime.variables.deferred import make_whole
+
+
+def refuse_different_copies(holders: Iterable[Any], context: Context, when: str) -> None:
+    """Compares the copies of variables that are about to be saved; collective between processes.
+
+    Args:
+      holders: the variables, or objects of a checkpoint that may be or wrap one.
+      when: the saving, in words.
+
+    Raises:
+      CommError: they differ, with the variables and ranks.
+    """
+    if context.between_processes:
+        only = {id(v._handle) for v in map(variable_of, holders) if v is not None}
+        refuse_differences(context.variables.held(context, context.outside, only), context, when)
 
 
 @contextmanager

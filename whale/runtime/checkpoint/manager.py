@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import msgspec
 import tensorflow as tf
+from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, CommError
 from whale.runtime.checkpoint import reading as checkpoint_reading
 from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
+from whale.runtime.checkpoint.gathering import refuse_different_copies
 from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.trace import span
@@ -161,6 +163,8 @@ class CheckpointManager:
                 temporary = self._folder.begin() if self._folder is not None else ""
                 return _Said("", digest(entries, writers), temporary, number, int(counter))
 
+            saved = ObjectGraphView(self._checkpoint).breadth_first_traversal()[0]
+            refuse_different_copies(saved, context, self._purpose("begun"))
             said = self._together("begun", begin)
             _check_equal(said)
             first = said[0]
@@ -252,6 +256,9 @@ class CheckpointManager:
             return _Said()
         return _Said(latest=self._folder.latest, checkpoints=list(self._folder.kept))
 
+    def _purpose(self, when: str) -> str:
+        return f"a checkpoint in {self._directory} that is to be {when}"
+
     def _together(self, when: str, act: Callable[[], _Said]) -> list[_Said]:
         """Acts on every rank. Returns what each of them says, or raises on all ranks if one of them failed."""
         context, failure = self._context, None
@@ -261,7 +268,7 @@ class CheckpointManager:
             failure, mine = error, _Said(error=f"{type(error).__name__}: {error}"[:2000])
         said = [mine]
         if context.between_processes:
-            purpose = f"a checkpoint in {self._directory} that is to be {when}"
+            purpose = self._purpose(when)
             data = msgspec.msgpack.encode(mine)
             everyone = context.comms[0].allgather_bytes(f"whale/checkpoint/{when}", data, WRITE_TIMEOUT_S, purpose)
             said = [msgspec.msgpack.decode(other, type=_Said) for other in everyone]

@@ -24,6 +24,7 @@ from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Options
+from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import spread_program
 from whale.runtime.compile.lower import first_ranks, lower_ranks, with_memory
@@ -114,6 +115,7 @@ def compile_program(
         limit, _ = limit_bytes(context.config, context.local_ranks)
         refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit))
     _remember(lowered, plan, context)
+    context.distributed = context.distributed or any(updates(program, node) for node in program.nodes)
     clock.lap("memory")
     return Compiled(plan, expanded, ranks, number, clock.seconds)
 

@@ -27,12 +27,14 @@ from whale.passes.facts.stages import has_stages
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.stage_groups import uses_of_stage_groups
+from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.whole_batch import whole_batch
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
+from whale.runtime.run.writes import refuse_lone_writes
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_placements import refuse_other_placements
 from whale.runtime.variables.stage_variables import Use
@@ -136,6 +138,7 @@ def _compiled(
     captured = in_scopes_by_name(_with_scopes(captured, context), context)
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
+    parts = tuple(local)
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
     gathers = bool(local) and has_stages(captured.program)
     if gathers:
@@ -168,6 +171,7 @@ def _compiled(
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"), no_garbage_collection():
         call = _callable(captured, compiled, context, uses)
+    call = compared(call, context, compiled.program.name, captured.inputs, parts, dict(captured.captures))
     trim()
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return Step(call, captured, compiled, seconds, gathers)
@@ -208,7 +212,7 @@ def _callable(
     name, outputs = lowered.name.encode(), lowered.outputs
     pack = _packer(captured)
     what = compiled.program.name
-    several = len(context.ranks) > 1
+    several, outside = len(context.ranks) > 1, context.outside
 
     def call(tensors: list[Any]) -> Any:
         if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
@@ -221,6 +225,8 @@ def _callable(
             )
         try:
             context.variables.settle()
+            if outside is not None and outside.written:
+                refuse_lone_writes(context, what)
             context.variables.before(uses, context)
             if not several:
                 results = tf_ctx.call_function(name, tensors + fixed, outputs)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.data.util import random_seed as dataset_seeds
 from tensorflow.python.eager import context as tf_context
 
-_TENSORFLOW = os.path.dirname(tf.__file__)
+from whale.runtime.ranks.script_line import script_line
 
 
 class CommonSeeds:
@@ -45,7 +43,7 @@ class CommonSeeds:
 
     def draw(self) -> int:
         """A positive number of 62 bits for the line that asks; the next one when it asks again."""
-        line = _line_of_script()
+        line = script_line()
         self._asked[line] += 1
         text = f"{self._number} {line} {self._asked[line]}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % (1 << 62) + 1
@@ -73,14 +71,3 @@ class CommonSeeds:
         pair = drawn >> 31, drawn & 0x7FFFFFFF
         self._given.add(pair)
         return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
-
-
-def _line_of_script() -> str:
-    """File name and line of the innermost frame that is neither TensorFlow's nor this file's."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None:
-        path = frame.f_code.co_filename
-        if path != __file__ and not path.startswith(_TENSORFLOW) and os.path.basename(path) != "contextlib.py":
-            break
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

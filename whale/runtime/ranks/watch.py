@@ -5,6 +5,7 @@ Between the script and the worker of `whale run` beside it goes a socket with li
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5}   before and after connecting
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
+                       {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
                        {"counters": [...]}                                          what this rank has communicated
 
 Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
@@ -19,9 +20,11 @@ import select
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from whale.config import Config
+from whale.replicas import Said
 from whale.runtime.ranks.trace import Trace
 from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
@@ -64,6 +67,17 @@ class Watch:
         """Tells `whale run`, where it asks for that, what this rank has communicated so far; the last time counts."""
         if COUNTERS_VARIABLE in os.environ:
             self._tell({"counters": [dataclasses.asdict(counter) for counter in comm.counters()]})
+
+    def tell_end(self, alone: str, held: Callable[[], Said]) -> bool:
+        """Tells `whale run` how this rank's run ends; False where it was not started by that.
+
+        Args:
+          alone: what the rank trained alone, if Whale has distributed nothing.
+          held: says of the variables that it holds, to compare them with those of the other ranks.
+        """
+        if self._launcher is not None:
+            self._tell({"end": {"alone": alone, "held": {} if alone else held()}})
+        return self._launcher is not None
 
     def stop(self) -> None:
         """Ends the thread; the next ``Watch`` of this process finds the socket as it was."""

@@ -16,6 +16,7 @@ from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.run.saved_plan import SavedPlan
+from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.owner import VariableOwner
 
 
@@ -83,6 +84,9 @@ class Context(Ranks):
       written: paths that the first rank has written, and others might read too early.
       annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
       whole: names of programs that every rank computes whole, which was said.
+      outside: what changes variables beside the run's programs; None when no other process takes part.
+      distributed: whether a program of this run updates variables.
+      solo: whether the ranks may each train alone.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
@@ -109,6 +113,9 @@ class Context(Ranks):
     annotations: list[Pattern] = field(default_factory=list)
     annotated: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
+    outside: Outside | None = None
+    distributed: bool = False
+    solo: bool = False
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -150,6 +157,7 @@ class Process:
       runs: number of runs so far; their communicators are named by it.
       dry, meter: what the next ``init`` makes of its run.
       names: number of names made by ``unique``.
+      alone: why the process ends with code 2, if it does: what its ranks trained alone.
     """
 
     context: Context | None = None
@@ -157,6 +165,7 @@ class Process:
     dry: DryRun | None = None
     meter: Meter | None = None
     names: int = 0
+    alone: str = ""
 
 
 process = Process()

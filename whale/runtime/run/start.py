@@ -24,9 +24,11 @@ from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
 from whale.runtime.run.annotate import annotate_from
+from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
 from whale.runtime.variables import deferred
+from whale.runtime.variables.outside import Outside
 from whale.started import ProcessPlace, process_place
 from whale_ops.memory import share_tensors
 
@@ -42,7 +44,9 @@ def planning_run(size: int, seen: Callable[[Plan, Program, PlanSettings], None],
         shutdown()
 
 
-def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "") -> None:
+def init(
+    config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "", solo: bool = False
+) -> None:
     """Starts Whale in this process; every rank calls it once, before scopes and steps.
 
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
@@ -53,13 +57,15 @@ def init(config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLi
     Args:
       config: a ``wh.Config`` or a mapping of dotted keys.
       plan: file of the plan that the script's step runs under, as the key ``plan``.
+      solo: whether each rank may train by itself. Otherwise a run of several processes that trains, and of which Whale
+        distributes nothing, ends with exit code 2.
 
     Raises:
       ConfigError: an unknown key or a wrong value.
       PlanError: the saved plan cannot be read, or is for another number of ranks.
       ClusterError: the ranks cannot be connected, or ``init`` was called before.
     """
-    _begin(config, plan, own_programs=False)
+    _begin(config, plan, own_programs=False, solo=solo)
 
 
 def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
@@ -79,10 +85,12 @@ def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
             expected="a process for each rank",
             action="start the ranks with `whale run` or mpirun, and leave communication.transport out",
         )
-    _begin(config, "", own_programs=True)
+    _begin(config, "", own_programs=True, solo=True)
 
 
-def _begin(config: Config | Mapping[str, Any] | None, plan: str | os.PathLike[str], own_programs: bool) -> None:
+def _begin(
+    config: Config | Mapping[str, Any] | None, plan: str | os.PathLike[str], own_programs: bool, solo: bool
+) -> None:
     if process.context is not None:
         raise ClusterError(
             "wh.init was called twice",
@@ -110,6 +118,7 @@ def _begin(config: Config | Mapping[str, Any] | None, plan: str | os.PathLike[st
                 context.auto = context.saved.choice
             if config["annotate"]:
                 annotate_from(config["annotate"])
+            context.solo = solo
             deferred.install(lambda: not context.ended and context.may_divide_variables)
     except BaseException as error:
         if trace is not None:
@@ -228,9 +237,12 @@ def _end() -> None:
     if context is None:
         return
     context.ended = True
+    _conclude(context)
     context.variables.clear()
     if context.seeds is not None:
         context.seeds.take_back()
+    if context.outside is not None:
+        context.outside.take_back()
     if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
         sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
     if not context.after_horovod:
@@ -246,22 +258,43 @@ def _end() -> None:
     _end_trace(context, "end")
 
 
-def check_replicas() -> None:
-    """Compares the copies of all broadcast variables; collective.
+def _conclude(context: Context) -> None:
+    """What this rank has to say at the end of its run: that it trained alone, or what its variables hold."""
+    if (error := trained_alone(context)) is not None:
+        process.alone = str(error)
+    if context.watch is None or context.outside is None or context.solo:
+        return
+    if not context.watch.tell_end(process.alone, lambda: context.variables.held(context, context.outside)):
+        sys.stderr.write(f"whale: {process.alone}\n" if process.alone else "")
+
+
+def check_replicas() -> int:
+    """Compares the copies of variables that the run's programs use, and of others that were trained; collective.
+
+    Those others are trainable, of floating point, and were trained after ``wh.init``. What no program uses and nobody
+    has trained is not compared: the first step that uses it gets the first rank's value.
+
+    Returns:
+      how many variables were compared, which the first rank prints as well.
 
     Raises:
-      CommError: a copy differs from the first rank's, with variable, rank and largest difference.
+      CommError: copies differ from the first rank's, with the variables and ranks.
     """
     context = current("wh.check_replicas()")
-    context.variables.check(context)
+    compared = context.variables.check(context, context.outside)
+    if context.rank == 0:
+        print(f"whale: {compared} variables are equal on all ranks", file=sys.stderr)
+    return compared
 
 
 def _at_exit() -> None:
     """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
     context = process.context
-    if context is None:
-        return
     error = getattr(sys, "last_value", None)
+    if context is None:
+        if error is None:
+            _end_alone()
+        return
     if error is None and not context.failed:
         try:
             shutdown()
@@ -269,6 +302,7 @@ def _at_exit() -> None:
             sys.stderr.write(f"whale: {e}\n")
             sys.stderr.flush()
             os._exit(1)
+        _end_alone()
         return
     failure = "failed" + (f": {type(error).__name__}: {error}" if error else "")
     for comm in context.comms:
@@ -276,6 +310,14 @@ def _at_exit() -> None:
     _end_trace(context, failure)
     if context.watch is not None:
         context.watch.tell_counters(context.comms[0])
+
+
+def _end_alone() -> None:
+    """Ends a process whose run trained, and of which Whale distributed nothing, with exit code 2."""
+    if process.alone:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
 
 
 def _end_trace(context: Context, reason: str) -> None:
@@ -311,3 +353,4 @@ def _share_random_state(context: Context) -> None:
         if seed is not None and tf_context.global_seed() != seed:
             tf.random.set_seed(seed)
     context.seeds = CommonSeeds(number)
+    context.outside = Outside()

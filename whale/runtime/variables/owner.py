@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,11 +14,14 @@ from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
 from whale.ir.layout import B, Placement, Split, split
+from whale.replicas import Said
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
+from whale.runtime.variables.compared import held, refuse_differences
 from whale.runtime.variables.deferred import forget, make_whole
 from whale.runtime.variables.first_values import agreed_initials, broadcast_values
 from whale.runtime.variables.given_placements import given_placement
+from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
 from whale.runtime.variables.stage_variables import Home, Use, refresh, refresh_for
@@ -309,37 +311,49 @@ class VariableOwner:
             for e in entries
         ]
 
-    def check(self, context: Ranks) -> None:
-        """Raises CommError when a rank's copy of a variable differs from the first rank's."""
+    def check(self, context: Ranks, outside: Outside | None, what: str = "wh.check_replicas()") -> int:
+        """Compares all copies of variables, also of those that were trained, but not by a program of the run.
+
+        Collective between processes. Returns how many variables were compared.
+
+        Raises:
+          CommError: a rank's copy differs from the first rank's.
+        """
         self.follow()
-        for entry in (e for e in self._entries.values() if e.parts is None):
+        for entry in (whole := [e for e in self._entries.values() if e.parts is None]):
             mine = entry.read().numpy()
             for rank, copy in zip(context.ranks[1:], entry.copies):
                 if rank in self._holders(entry, context):
                     _compare(entry.name, rank, mine, copy.numpy())
         if context.between_processes:
-            self._check_between_processes(context)
+            return refuse_differences(self.held(context, outside), context, what)
+        return len(whole)
+
+    def held(self, context: Ranks, outside: Outside | None, only: Collection[int] | None = None) -> Said:
+        """What this rank says of the variables that it holds whole, to compare copies.
+
+        Args:
+          outside: knows of those that no program uses.
+          only: numbers (``id``) of the handles of which to speak; None: all.
+        """
+        found: list[tuple[str, tf.Tensor | None, bool]] = []
+        for key, entry in self._entries.items():
+            if entry.parts is None and (only is None or key in only):
+                here = context.rank in self._holders(entry, context)
+                found.append((entry.name, entry.read() if here else None, True))
+        if outside is not None:
+            found += outside.held(self._entries.keys(), only)
+        return held(found)
+
+    def written(self, outside: Outside) -> dict[int, str]:
+        """Handles that were written to since the last step, of variables that are whole everywhere: id -> name."""
+        known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
+        return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
     def _holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
         """The ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
-
-    def _check_between_processes(self, context: Ranks) -> None:
-        comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
-        entries = [e for e in self._entries.values() if e.parts is None]
-        holders = [self._holders(e, context) for e in entries]
-        digests = [hashlib.blake2b(e.read().numpy().tobytes(), digest_size=16).digest() for e in entries]
-        for rank, other in enumerate(comm.allgather_bytes("whale/replicas", b"".join(digests), timeout_s)):
-            for i, entry in enumerate(entries):
-                if {rank, context.rank} <= holders[i] and other[16 * i : 16 * i + 16] != digests[i]:
-                    raise CommError(
-                        "a variable differs between ranks",
-                        variable=entry.name,
-                        given=f"rank {rank} and rank {context.rank} hold different values",
-                        expected="equal copies",
-                        action="assign to variables on every rank, or inside a step",
-                    )
 
 
 def _in_one_part(c: CapturedVariable) -> Split:

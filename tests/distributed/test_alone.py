@@ -1,0 +1,106 @@
+"""Runs of several ranks that train, and of which Whale distributes nothing, say so, and what trained."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.launcher.helpers import Launcher
+
+# What trains is gone when the script ends.
+TRAINS = """
+import sys
+import numpy as np, tensorflow as tf, whale as wh
+
+w = tf.Variable(np.full((3, 1), 0.5, np.float32), name="w")
+x, y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
+
+def descend(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(tf.matmul(x, w) - y))
+    w.assign_sub(0.1 * tape.gradient(loss, w))
+    return loss
+
+def in_a_function():
+    step = tf.function(descend)
+    step(x, y)
+    assert float(step(x, y)) < 1.0
+
+def in_a_session():
+    with tf.Graph().as_default():
+        v = tf.compat.v1.get_variable("v", [3, 1])
+        loss = tf.reduce_mean(tf.square(tf.matmul(x, v) - y))
+        train = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(train)
+
+def in_a_strategy():
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        u = tf.Variable(np.ones((3, 1), np.float32), name="u")
+        tf.function(lambda: u.assign(0.9 * u))()
+
+def by_an_optimizer():
+    import keras
+    k = keras.Variable(np.ones((3, 1), np.float32), name="k")
+    keras.optimizers.SGD(0.1).apply([tf.ones([3, 1])], [k])
+"""
+
+
+def run(launcher: Launcher, text: str) -> subprocess.CompletedProcess[str]:
+    return launcher.run("-np", "2", launcher.script(TRAINS + text), timeout_s=600)
+
+
+def test_every_way_of_training_alone_is_named(launcher: Launcher) -> None:
+    done = run(
+        launcher,
+        """
+wh.init()
+in_a_function(), in_a_session(), in_a_strategy(), descend(x, y), by_an_optimizer()
+wh.shutdown()
+print("the end")
+""",
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout.count("the end") == 2
+    lines = TRAINS.splitlines()
+    for fact in (
+        "Whale has distributed nothing: each of the 2 ranks has trained alone",
+        f"the tf.function `descend`, called at script.py:{lines.index('    step(x, y)') + 1} (w)",
+        f"a Session run at script.py:{lines.index('            session.run(train)') + 1} (v)",
+        "called at script.py",
+        "under MirroredStrategy (u)",
+        f"updates at script.py:{lines.index('    w.assign_sub(0.1 * tape.gradient(loss, w))') + 1} (w)",
+        f"updates at script.py:{lines.index('    keras.optimizers.SGD(0.1).apply([tf.ones([3, 1])], [k])') + 1} (",
+        "wh.init(solo=True)",
+    ):
+        assert fact in done.stderr, (fact, done.stderr)
+
+
+def test_who_wants_to_train_alone_may(launcher: Launcher) -> None:
+    done = run(launcher, "wh.init(solo=True)\nin_a_function()\nif wh.rank():\n    in_a_function()\n")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "alone" not in done.stderr
+    assert "variables differ" not in done.stderr
+
+
+def test_nothing_trained_is_nothing_to_complain_of(launcher: Launcher) -> None:
+    done = run(
+        launcher,
+        """
+wh.init()
+w.assign(2.0 * w)
+total = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
+print(float(total(x)))
+evaluate = wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
+print(float(evaluate(x)))
+""",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("24.0") == 4
+    assert "alone" not in done.stderr
+
+
+def test_a_script_that_never_starts_whale_is_warned_of(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script("print(1)"), timeout_s=600)
+    assert done.returncode == 0
+    assert "warning: the script never called wh.init(): each of the 2 ranks has run all of it alone" in done.stderr

@@ -1,0 +1,23 @@
+"""Which line of the user's script is running."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, os.path.dirname(os.__file__) + os.sep)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "__autograph_generated_file", "<")
+
+
+def script_line() -> str:
+    """File name and number of the innermost line that is of no library: "train.py:12"."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_of_library(path: str) -> bool:
+    return path.startswith(_LIBRARIES) or any(part in path for part in _INSTALLED)

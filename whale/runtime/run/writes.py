@@ -1,0 +1,40 @@
+"""Values that a script assigned to variables since the last step: found where one rank alone did so."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+import whale_ops
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.run.context import Context
+from whale.runtime.variables.compared import refuse_differences
+
+_MOST = 5
+
+
+def refuse_lone_writes(context: Context, step: str) -> None:
+    """Compares what was assigned since the last step to variables that are whole on every rank.
+
+    Called where something was. A rank on which nothing was does not call it, and meets this one in its step's check.
+
+    Args:
+      step: name of the step that is about to run.
+
+    Raises:
+      CommError: other ranks assigned nothing, or something else.
+    """
+    assert context.outside is not None
+    found = context.variables.written(context.outside)
+    context.outside.forget_written()
+    if not found:
+        return
+    names = ", ".join(list(found.values())[:_MOST]) + f" and {len(found) - _MOST} more" * (len(found) > _MOST)
+    what = f"`{step}`, after this rank assigned to {names} outside of steps"
+    ops = whale_ops.ops()
+    try:
+        comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+        ops.whale_check(comm=comm, key="whale/check", fingerprint="assigned", what=what, ranks=[])
+    except tf.errors.OpError as error:
+        raise_comm_error(error, context)
+        raise
+    refuse_differences(context.variables.held(context, None, found), context, f"the step `{step}`")

@@ -1,0 +1,68 @@
+"""Copies of variables compared between processes, by checksums."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import CommError
+from whale.replicas import Said, differing, in_words
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
+
+
+def checksum(value: tf.Tensor) -> int:
+    """Of a tensor's elements; of equal shapes and types, other values give another one but for chance."""
+    array = np.ascontiguousarray(value.numpy())
+    if array.dtype.hasobject:
+        return zlib.crc32(b"\0".join(map(bytes, array.reshape(-1).tolist())))
+    return zlib.crc32(array.reshape(-1).view(np.uint8))
+
+
+def held(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:
+    """What this rank says of variables: (name, its value here or None where others hold it, whether it must be equal).
+
+    Variables of one name are told apart by how many there are and which of them it is: where a rank has more of them
+    than another, nobody knows which belong together.
+    """
+    variables = list(variables)
+    count, seen = Counter(name for name, _, _ in variables), Counter[str]()
+    found = {}
+    for name, value, must in variables:
+        seen[name] += 1
+        if value is not None:
+            shape = ",".join(map(str, value.shape))
+            found[f"{name}#{seen[name]}/{count[name]}[{shape}]"] = checksum(value), must
+    return found
+
+
+def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
+    """Compares what the ranks hold; collective.
+
+    Args:
+      mine: what ``held`` says of this rank's variables.
+      when: what is about to happen with them, in words.
+
+    Returns:
+      how many variables were compared.
+
+    Raises:
+      CommError: on every rank, if a variable differs, with their names.
+    """
+    comm = context.comms[0]
+    everyone = comm.allgather_bytes("whale/replicas", msgspec.json.encode(mine), WRITE_TIMEOUT_S, when)
+    said: Sequence[Said] = [msgspec.json.decode(one, type=dict[str, tuple[int, bool]]) for one in everyone]
+    found, compared = differing(said)
+    if found:
+        raise CommError(
+            "a variable differs between ranks" if len(found) == 1 else f"{len(found)} variables differ between ranks",
+            variable=in_words(found),
+            given=f"other values than the first rank's, seen at {when}",
+            expected="equal copies",
+            action="assign to variables on every rank, or inside a step; train in steps that Whale distributes only",
+        )
+    return compared

@@ -1,0 +1,222 @@
+"""What changes variables beside the run's programs: every rank does that alone, and nothing makes it equal."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.client.session import BaseSession
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import gen_resource_variable_ops, gen_training_ops
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, _UnreadVariable
+
+from whale.runtime.ranks.script_line import script_line
+from whale.runtime.variables.deferred import capturing, deferred_of
+
+# Methods of variables by which a step of training adds something, and those that give a value from anywhere.
+_ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
+_GIVES = ("assign", "_restore_from_tensors")
+# A value that is given so often comes from a loop: loading weights gives it once.
+_OFTEN = 3
+_TRAINS = ("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")
+
+
+@dataclass
+class Made:
+    """A trainable variable of floating point that was made, or written to, since the run began.
+
+    Attributes:
+      trained: whether it was trained beside the run's programs.
+      given: how often a value was assigned to it.
+    """
+
+    variable: weakref.ref[tf.Variable]
+    name: str
+    trained: bool = False
+    given: int = 0
+
+
+class Outside:
+    """Notes what changes variables beside the run's programs, from its making to ``take_back``.
+
+    Attributes:
+      written: numbers (``id``) of handles that were written to eagerly since ``forget_written``.
+      trained: what trained, in words -> names of the variables, as far as they are known.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, None] = {}
+        self.trained: dict[str, dict[str, None]] = {}
+        self._made: dict[int, Made] = {}
+        self._sessions: set[tuple[int, ...]] = set()
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._put(BaseResourceVariable, "__init__", self._making)
+        for kind in (BaseResourceVariable, ResourceVariable):  # which has some of the methods once more
+            for name in (*_ADDS, *_GIVES):
+                if name in vars(kind):
+                    self._put(kind, name, functools.partial(self._writing, name in _ADDS))
+        self._put(BaseSession, "_do_run", self._running)
+        for module, call in (("pywrap_tfe", "TFE_Py_FastPathExecute"), ("_op_def_library", "_apply_op_helper")):
+            passed_on = _PassedOn(getattr(gen_training_ops, module), call, self._optimizing)
+            self._replaced.append((gen_training_ops, module, getattr(gen_training_ops, module)))
+            setattr(gen_training_ops, module, passed_on)
+
+    def take_back(self) -> None:
+        """Notes nothing from now on."""
+        for where, name, original in reversed(self._replaced):
+            setattr(where, name, original)
+        self._replaced.clear()
+
+    def held(self, other_than: Collection[int], only: Collection[int] | None) -> Iterator[tuple[str, tf.Tensor, bool]]:
+        """(name, value, whether it was trained) of the noted variables that hold a value, in the order of their making.
+
+        Args:
+          other_than: numbers (``id``) of the handles of those that are left out.
+          only: of those that are not; None: all.
+        """
+        for key, made in list(self._made.items()):
+            variable = made.variable()
+            if variable is None or key in other_than or (only is not None and key not in only):
+                continue
+            handle = variable._handle
+            if deferred_of(variable) is None and bool(gen_resource_variable_ops.var_is_initialized_op(handle)):
+                value = gen_resource_variable_ops.read_variable_op(handle, variable.dtype)
+                yield made.name, value, made.trained
+
+    def forget_written(self) -> None:
+        """Whatever was written so far is known."""
+        self.written.clear()
+
+    # -- what is noted
+
+    def _put(self, where: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = getattr(where, name)
+        self._replaced.append((where, name, original))
+        setattr(where, name, functools.wraps(original)(wrap(original)))
+
+    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(variable: Any, *args: Any, **kwargs: Any) -> None:
+            original(variable, *args, **kwargs)
+            if type(variable) is not _UnreadVariable:
+                self._known(variable)
+
+        return init
+
+    def _writing(self, adds: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(variable, *args, **kwargs)
+            if not capturing.get():
+                self._written(variable, adds)
+            return result
+
+        return write
+
+    def _running(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def do_run(session: Any, handle: Any, targets: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
+            wanted = (id(session.graph), *map(id, targets), *map(id, fetches))
+            if wanted not in self._sessions:
+                self._sessions.add(wanted)
+                if names := _trained_by([*targets, *(f.op for f in fetches)]):
+                    self._trained(f"a {type(session).__name__} run at {script_line()}", names)
+            return original(session, handle, targets, fetches, *args, **kwargs)
+
+        return do_run
+
+    def _written(self, variable: Any, adds: bool) -> None:
+        key = id(variable._handle)
+        made = self._known(variable)
+        if tf.executing_eagerly():
+            self.written[key] = None
+        if made is None:
+            return
+        if tf.executing_eagerly():
+            made.given += 1
+            if adds or made.given >= _OFTEN:
+                made.trained = True
+                self._trained(f"updates at {script_line()}", [made.name])
+        else:
+            made.trained = True
+            self._trained_in_function([made.name])
+
+    def _optimizing(self, op: str, handle: Any) -> None:
+        """An operation of TensorFlow's optimizers is built, or run."""
+        if capturing.get():
+            return
+        made = self._made.get(id(handle))
+        names = [] if made is None else [made.name]
+        if made is not None:
+            made.trained = True
+        if tf.executing_eagerly():
+            self.written[id(handle)] = None
+            self._trained(f"{op} at {script_line()}", names)
+        else:
+            self._trained_in_function(names)
+
+    def _trained_in_function(self, names: Iterable[str]) -> None:
+        """A function is traced that writes to variables; graphs of TensorFlow 1 are seen when they run."""
+        graph, outermost = tf.compat.v1.get_default_graph(), None
+        while isinstance(graph, FuncGraph):
+            graph, outermost = graph.outer_graph, graph
+        if outermost is not None:
+            self._trained(f"the tf.function `{outermost.name}`, called at {script_line()}", names)
+
+    def _trained(self, what: str, names: Iterable[str]) -> None:
+        if tf.distribute.has_strategy():
+            what += f", under {type(tf.distribute.get_strategy()).__name__}"
+        self.trained.setdefault(what, {}).update(dict.fromkeys(names))
+
+    def _known(self, variable: Any) -> Made | None:
+        """What is noted of a variable; None where it is not one that is trained."""
+        handle = getattr(variable, "_handle", None)
+        if not isinstance(handle, tf.__internal__.EagerTensor):
+            return None
+        key = id(handle)
+        found = self._made.get(key)
+        if (
+            found is None
+            and variable.trainable
+            and variable.dtype.is_floating
+            and type(variable) is not _UnreadVariable
+        ):
+            forget = functools.partial(self._forget, key)
+            found = self._made[key] = Made(weakref.ref(variable, forget), variable.name.partition(":")[0])
+        return found
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._made.pop(key, None)
+        self.written.pop(key, None)
+
+
+class _PassedOn:
+    """A module of which one function is heard: ``hear`` gets the operation's name and the variable's handle."""
+
+    def __init__(self, module: Any, call: str, hear: Callable[[str, Any], None]) -> None:
+        self._module, self._hear = module, hear
+        setattr(self, call, functools.partial(self._heard, getattr(module, call)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def _heard(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        op = next(arg for arg in args if isinstance(arg, str))
+        if op.startswith(_TRAINS):
+            self._hear(op, kwargs["var"] if "var" in kwargs else args[3])
+        return original(*args, **kwargs)
+
+
+def _trained_by(ops: Collection[tf.Operation]) -> list[str]:
+    """Names of the variables that an optimizer updates in a run of these operations."""
+    found, seen, left = {}, {op.name for op in ops}, list(ops)
+    while left:
+        op = left.pop()
+        if op.type.startswith(_TRAINS):
+            found[op.inputs[0].op.name] = None
+        for other in (*(t.op for t in op.inputs), *op.control_inputs):
+            if other.name not in seen:
+                seen.add(other.name)
+                left.append(other)
+    return sorted(found)
