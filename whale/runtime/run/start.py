@@ -23,8 +23,8 @@ from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
-from whale.runtime.run.annotate import annotate_from
 from whale.runtime.run.alone import trained_alone
+from whale.runtime.run.annotate import annotate_from
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
 from whale.runtime.variables import deferred

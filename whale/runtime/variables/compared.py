@@ -20,7 +20,7 @@ def checksum(value: tf.Tensor) -> int:
     array = np.ascontiguousarray(value.numpy())
     if array.dtype.hasobject:
         return zlib.crc32(b"\0".join(map(bytes, array.reshape(-1).tolist())))
-    return zlib.crc32(array.reshape(-1).view(np.uint8))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
 def held(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:

@@ -210,7 +210,8 @@ class _PassedOn:
 
 def _trained_by(ops: Collection[tf.Operation]) -> list[str]:
     """Names of the variables that an optimizer updates in a run of these operations."""
-    found, seen, left = {}, {op.name for op in ops}, list(ops)
+    found: dict[str, None] = {}
+    seen, left = {op.name for op in ops}, list(ops)
     while left:
         op = left.pop()
         if op.type.startswith(_TRAINS):
