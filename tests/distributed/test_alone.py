@@ -43,6 +43,23 @@ def by_an_optimizer():
     import keras
     k = keras.Variable(np.ones((3, 1), np.float32), name="k")
     keras.optimizers.SGD(0.1).apply([tf.ones([3, 1])], [k])
+
+def in_another_thread():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    @tf.function
+    def in_strategy():
+        strategy.run(descend, (x, y))
+    in_strategy()
+
+def by_keras_in_a_function():
+    import keras
+    model, optimizer = keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.SGD(0.1)
+    @tf.function
+    def train_dense():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    train_dense()
 """
 
 
@@ -76,6 +93,14 @@ print("the end")
         assert fact in done.stderr, (fact, done.stderr)
 
 
+def test_functions_are_named_that_run_elsewhere_or_make_variables(launcher: Launcher) -> None:
+    done = run(launcher, "wh.init()\nin_another_thread(), by_keras_in_a_function()\n")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the tf.function `in_strategy`, under MirroredStrategy (w)" in done.stderr, done.stderr
+    assert "the tf.function `train_dense`, called at script.py" in done.stderr, done.stderr
+    assert "initialize_variables" not in done.stderr
+
+
 def test_who_wants_to_train_alone_may(launcher: Launcher) -> None:
     done = run(launcher, "wh.init(solo=True)\nin_a_function()\nif wh.rank():\n    in_a_function()\n")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,6 +118,9 @@ total = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
 print(float(total(x)))
 evaluate = wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
 print(float(evaluate(x)))
+for value in range(5):  # as of checkpoints that are evaluated
+    w.assign(tf.fill([3, 1], float(value)))
+    evaluate(x)
 """,
     )
     assert done.returncode == 0, done.stdout + done.stderr

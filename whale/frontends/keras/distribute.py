@@ -25,9 +25,15 @@ def distribute(model: Any) -> Any:
 
     Raises:
       ClusterError: called before ``wh.init``.
-      ProgramError: it is no such model.
+      ProgramError: it is no such model, or the ranks of this run train alone.
     """
-    current("wh.distribute()")
+    if current("wh.distribute()").solo:
+        raise ProgramError(
+            "wh.distribute in a run whose ranks train alone",
+            given="wh.init(solo=True)",
+            expected="a run that distributes what Keras does",
+            action="leave out solo=True, or wh.distribute",
+        )
     install()
     if not all(hasattr(model, name) for name in (*_FUNCTIONS, "make_train_function", "fit")):
         raise ProgramError(

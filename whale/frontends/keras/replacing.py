@@ -1,4 +1,4 @@
-"""Methods of Keras that do what they always did while no run of Whale goes on."""
+"""Methods of Keras that do what they always did while no run of Whale goes on that distributes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def _during_a_run(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def answering(*args: Any, **kwargs: Any) -> Any:
-        if running() is None:
+        context = running()
+        if context is None or context.solo:
             if before is not None:
                 before(args[0])
             return original(*args, **kwargs)

@@ -283,8 +283,8 @@ class Job:
             found, _ = differing([end["held"] for end in ends if end is not None])
             if found:
                 self.say(
-                    f"at the end of the run variables differ between the ranks: {in_words(found)}; assign to them on "
-                    "every rank, or inside a step, and train in steps that Whale distributes only"
+                    f"at the end of the run trainable variables differ between the ranks: {in_words(found)}; assign to "
+                    "them on every rank, or inside a step, and train in steps that Whale distributes only"
                 )
             return int(bool(found))
         if len(ends) > 1 and all(self._links[rank].joining is None for rank in self._links):

@@ -13,7 +13,7 @@ from whale.runtime.variables.deferred import make_whole
 
 
 def refuse_different_copies(holders: Iterable[Any], context: Context, when: str) -> None:
-    """Compares the copies of variables that are about to be saved; collective between processes.
+    """Compares the copies of trainable variables that are about to be saved; collective between processes.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
@@ -24,7 +24,7 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
     """
     if context.between_processes:
         only = {id(v._handle) for v in map(variable_of, holders) if v is not None}
-        refuse_differences(context.variables.held(context, context.outside, only), context, when)
+        refuse_differences(context.variables.held(context, context.outside, only, trainable=True), context, when)
 
 
 @contextmanager

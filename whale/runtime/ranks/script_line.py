@@ -12,11 +12,11 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def script_line() -> str:
-    """File name and number of the innermost line that is of no library: "train.py:12"."""
+    """File name and number of the innermost line that is of no library: "train.py:12"; "" in a thread without one."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
+    while frame is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _is_of_library(path: str) -> bool:

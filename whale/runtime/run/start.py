@@ -259,12 +259,13 @@ def _end() -> None:
 
 
 def _conclude(context: Context) -> None:
-    """What this rank has to say at the end of its run: that it trained alone, or what its variables hold."""
+    """What this rank has to say at the end of its run: that it trained alone, or what trainable variables hold."""
     if (error := trained_alone(context)) is not None:
         process.alone = str(error)
     if context.watch is None or context.outside is None or context.solo:
         return
-    if not context.watch.tell_end(process.alone, lambda: context.variables.held(context, context.outside)):
+    outside = context.outside
+    if not context.watch.tell_end(process.alone, lambda: context.variables.held(context, outside, trainable=True)):
         sys.stderr.write(f"whale: {process.alone}\n" if process.alone else "")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.client.session import BaseSession
+from tensorflow.python.eager.backprop import GradientTape
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_resource_variable_ops, gen_training_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, _UnreadVariable
@@ -20,8 +21,10 @@ from whale.runtime.variables.deferred import capturing, deferred_of
 # Methods of variables by which a step of training adds something, and those that give a value from anywhere.
 _ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
 _GIVES = ("assign", "_restore_from_tensors")
-# A value that is given so often comes from a loop: loading weights gives it once.
+# A value that is given so often, once a gradient was computed, comes from a loop of training.
 _OFTEN = 3
+# TensorFlow's own function, which gives first values to variables that a tf.function has made.
+_FIRST_VALUES = "initialize_variables"
 _TRAINS = ("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")
 
 
@@ -53,12 +56,14 @@ class Outside:
         self.trained: dict[str, dict[str, None]] = {}
         self._made: dict[int, Made] = {}
         self._sessions: set[tuple[int, ...]] = set()
+        self._differentiated = False  # whether a gradient was computed beside the run's programs
         self._replaced: list[tuple[Any, str, Any]] = []
         self._put(BaseResourceVariable, "__init__", self._making)
         for kind in (BaseResourceVariable, ResourceVariable):  # which has some of the methods once more
             for name in (*_ADDS, *_GIVES):
                 if name in vars(kind):
                     self._put(kind, name, functools.partial(self._writing, name in _ADDS))
+        self._put(GradientTape, "gradient", self._differentiating)
         self._put(BaseSession, "_do_run", self._running)
         for module, call in (("pywrap_tfe", "TFE_Py_FastPathExecute"), ("_op_def_library", "_apply_op_helper")):
             passed_on = _PassedOn(getattr(gen_training_ops, module), call, self._optimizing)
@@ -115,13 +120,20 @@ class Outside:
 
         return write
 
+    def _differentiating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            self._differentiated = self._differentiated or not capturing.get()
+            return original(*args, **kwargs)
+
+        return gradient
+
     def _running(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def do_run(session: Any, handle: Any, targets: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
             wanted = (id(session.graph), *map(id, targets), *map(id, fetches))
             if wanted not in self._sessions:
                 self._sessions.add(wanted)
                 if names := _trained_by([*targets, *(f.op for f in fetches)]):
-                    self._trained(f"a {type(session).__name__} run at {script_line()}", names)
+                    self._trained(f"a {type(session).__name__} run{_place()}", names)
             return original(session, handle, targets, fetches, *args, **kwargs)
 
         return do_run
@@ -135,10 +147,10 @@ class Outside:
             return
         if tf.executing_eagerly():
             made.given += 1
-            if adds or made.given >= _OFTEN:
+            if adds or (made.given >= _OFTEN and self._differentiated):
                 made.trained = True
-                self._trained(f"updates at {script_line()}", [made.name])
-        else:
+                self._trained(f"updates{_place()}", [made.name])
+        elif adds or self._differentiated:
             made.trained = True
             self._trained_in_function([made.name])
 
@@ -152,7 +164,7 @@ class Outside:
             made.trained = True
         if tf.executing_eagerly():
             self.written[id(handle)] = None
-            self._trained(f"{op} at {script_line()}", names)
+            self._trained(f"{op}{_place()}", names)
         else:
             self._trained_in_function(names)
 
@@ -161,8 +173,8 @@ class Outside:
         graph, outermost = tf.compat.v1.get_default_graph(), None
         while isinstance(graph, FuncGraph):
             graph, outermost = graph.outer_graph, graph
-        if outermost is not None:
-            self._trained(f"the tf.function `{outermost.name}`, called at {script_line()}", names)
+        if outermost is not None and outermost.name != _FIRST_VALUES:
+            self._trained(f"the tf.function `{outermost.name}`{_place(', called at')}", names)
 
     def _trained(self, what: str, names: Iterable[str]) -> None:
         if tf.distribute.has_strategy():
@@ -206,6 +218,12 @@ class _PassedOn:
         if op.startswith(_TRAINS):
             self._hear(op, kwargs["var"] if "var" in kwargs else args[3])
         return original(*args, **kwargs)
+
+
+def _place(before: str = " at") -> str:
+    """Which line of the script has called, if one in this thread has."""
+    line = script_line()
+    return f"{before} {line}" if line else ""
 
 
 def _trained_by(ops: Collection[tf.Operation]) -> list[str]:

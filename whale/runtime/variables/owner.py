@@ -312,9 +312,7 @@ class VariableOwner:
         ]
 
     def check(self, context: Ranks, outside: Outside | None, what: str = "wh.check_replicas()") -> int:
-        """Compares all copies of variables, also of those that were trained, but not by a program of the run.
-
-        Collective between processes. Returns how many variables were compared.
+        """Compares all copies, also of what was trained, but not by a program; how many. Collective between processes.
 
         Raises:
           CommError: a rank's copy differs from the first rank's.
@@ -329,21 +327,21 @@ class VariableOwner:
             return refuse_differences(self.held(context, outside), context, what)
         return len(whole)
 
-    def held(self, context: Ranks, outside: Outside | None, only: Collection[int] | None = None) -> Said:
+    def held(
+        self, context: Ranks, outside: Outside | None, only: Collection[int] | None = None, trainable: bool = False
+    ) -> Said:
         """What this rank says of the variables that it holds whole, to compare copies.
 
         Args:
           outside: knows of those that no program uses.
           only: numbers (``id``) of the handles of which to speak; None: all.
+          trainable: whether to speak of trainable variables only. A rank may well reset a metric that it alone shows.
         """
         found: list[tuple[str, tf.Tensor | None, bool]] = []
-        for key, entry in self._entries.items():
-            if entry.parts is None and (only is None or key in only):
-                here = context.rank in self._holders(entry, context)
-                found.append((entry.name, entry.read() if here else None, True))
-        if outside is not None:
-            found += outside.held(self._entries.keys(), only)
-        return held(found)
+        for key, e in self._entries.items():
+            if e.parts is None and (only is None or key in only) and (e.variable.trainable or not trainable):
+                found.append((e.name, e.read() if context.rank in self._holders(e, context) else None, True))
+        return held([*found, *(outside.held(self._entries.keys(), only) if outside is not None else ())])
 
     def written(self, outside: Outside) -> dict[int, str]:
         """Handles that were written to since the last step, of variables that are whole everywhere: id -> name."""
