@@ -102,7 +102,25 @@ def test_functions_are_named_that_run_elsewhere_or_make_variables(launcher: Laun
 
 
 def test_who_wants_to_train_alone_may(launcher: Launcher) -> None:
-    done = run(launcher, "wh.init(solo=True)\nin_a_function()\nif wh.rank():\n    in_a_function()\n")
+    done = run(
+        launcher,
+        """
+import keras
+wh.init(solo=True)
+in_a_function()
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+if wh.rank():
+    in_a_function()
+    model.fit(x, y, verbose=0)
+try:
+    wh.distribute(model)
+except wh.ProgramError as error:
+    assert "train alone" in str(error)
+else:
+    raise AssertionError
+""",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "alone" not in done.stderr
     assert "variables differ" not in done.stderr

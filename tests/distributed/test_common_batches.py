@@ -74,11 +74,22 @@ def orders(keras):
         assert not any(np.array_equal(one, other) for one, other in zip(epochs, epochs[1:]))
     return sums
 
-print(orders(keras), orders(tf_keras))
+def refused(keras):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    rows = np.ones((4, 1))
+    model.fit(rows, rows, epochs=2, verbose=0)
+    try:
+        model.fit(rows, rows + wh.rank(), verbose=0)
+    except wh.ProgramError as error:
+        return str(error.facts["argument"]), error.facts["given"]
+
+print(orders(keras), orders(tf_keras), refused(keras), refused(tf_keras))
 """,
     )
     assert len(said) == 2, said
     assert said[0] == said[1]
+    assert said[0].count("('y', 'ranks 0 and 1 pass different values in these arrays')") == 2, said
 
 
 def test_what_differs_between_ranks_is_found(launcher: Launcher) -> None:

@@ -11,20 +11,26 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.sharded import ShardedTensor
+from whale.frontends.keras.steps import named_parts
 from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.input.equal_inputs import refuse_other_values
 from whale.runtime.run.context import Context
 
 _UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
 
 
-def fed(dataset: Any, context: Context, of_script: bool) -> Fed:
+def fed(dataset: Any, context: Context, of_script: bool, again: bool = False) -> Fed:
     """The batches of a dataset for this rank.
 
     Args:
       dataset: of global batches, or with ``batch.mode="local"`` of the rank's own.
       of_script: whether the script made the dataset, and may want to hear what it costs to read it.
+      again: whether it is made of the same arrays as one before.
+
+    Raises:
+      ProgramError: Keras made the dataset of arrays that differ between the ranks.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return Fed(dataset, rows_vary=False)
@@ -32,7 +38,7 @@ def fed(dataset: Any, context: Context, of_script: bool) -> Fed:
     rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
     batches: Any = dataset
     if context.between_processes and not context.local_batch and not _takes_whole_batches(context):
-        found = None if of_script else _of_arrays(dataset, context)
+        found = None if of_script else _of_arrays(dataset, context, again)
         batches = found or ShardedDataset(dataset, context, "row", told=of_script)
     return Fed(batches, rows_vary)
 
@@ -99,7 +105,7 @@ class _ArrayBatches:
             yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), own)
 
 
-def _of_arrays(dataset: Any, context: Context) -> _ArrayBatches | None:
+def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
     """``dataset`` with fewer indices in each batch, if Keras made it from arrays by indices of their rows.
 
     Keras zips batches of indices with the arrays, and a function takes these rows of each. One that reads otherwise is
@@ -114,6 +120,9 @@ def _of_arrays(dataset: Any, context: Context) -> _ArrayBatches | None:
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.rank for s in specs):
         return None
+    if context.config["check.inputs"] and not again:
+        given = dict(named_parts(next(iter(arrays))))
+        refuse_other_values(given, context, "fit, evaluate or predict", "these arrays")
     shares = context.config["replica.shares"]
 
     def bounds(rows: np.ndarray) -> np.ndarray:

@@ -127,12 +127,13 @@ def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
     context = running()
     assert context is not None
     known = getattr(epochs, "_whale_fed", None)
-    if known is not None and context.seeds is not None and _repeats_its_order(epochs.data_adapter):
+    again = known is not None
+    if again and context.seeds is not None and _repeats_its_order(epochs.data_adapter):
         with common_seed():  # another one
             epochs._distributed_dataset, known = epochs.data_adapter.get_tf_dataset(), None
     if known is None:
         of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
-        known = epochs._whale_fed = feeding.fed(original(epochs), context, of_script)
+        known = epochs._whale_fed = feeding.fed(original(epochs), context, of_script, again)
     return known
 
 

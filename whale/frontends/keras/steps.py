@@ -68,7 +68,7 @@ class BatchStep:
         on_tensors.__name__ = self._name
         named = on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(on_tensors)
         kind = inspect.Parameter.POSITIONAL_ONLY
-        names = [name for name, present in _named(structure) if present]
+        names = [name for name, present in named_parts(structure) if present]
         signed: Any = named
         signed.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
         return function(tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named)
@@ -82,7 +82,7 @@ def _same_structure(one: Any, other: Any) -> bool:
     return True
 
 
-def _named(structure: Any) -> Iterator[tuple[str, Any]]:
+def named_parts(structure: Any) -> Iterator[tuple[str, Any]]:
     """(name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions behind."""
     if isinstance(structure, tuple) and len(structure) <= len(_PARTS):
         for name, part in zip(_PARTS, structure):

@@ -14,6 +14,7 @@ from whale.runtime.run.context import Context
 from whale.runtime.variables.compared import checksum
 
 FIRST_STEPS = 3
+_MOST_BYTES = 1 << 26
 
 
 def compared(
@@ -44,20 +45,31 @@ def compared(
         nonlocal calls
         if calls < FIRST_STEPS or not calls % every:
             given = {names[i]: tensors[i] for i in whole}
-            _refuse_differences(given if calls else {**given, **constants}, context, step, calls)
+            refuse_other_values(given if calls else {**given, **constants}, context, step, f"call {calls}")
         calls += 1
         return call(tensors)
 
     return checked
 
 
-def _refuse_differences(given: Mapping[str, Any], context: Context, step: str, calls: int) -> None:
+def refuse_other_values(given: Mapping[str, Any], context: Context, step: str, when: str) -> None:
+    """Compares tensors that the ranks have to be given alike; collective between processes.
+
+    Args:
+      given: by name; of what is no tensor that can be sent, nothing is said.
+      step: what they are given to.
+      when: which time that is, in words.
+
+    Raises:
+      ProgramError: they differ, with the first name.
+      CommError: the ranks are at different places.
+    """
     sums = {
-        name: checksum(value)
+        name: checksum(_sample(value))
         for name, value in given.items()
         if isinstance(value, tf.Tensor) and value.dtype.name not in UNMOVABLE
     }
-    purpose = f"the comparison of what `{step}` is given in call {calls}"
+    purpose = f"the comparison of what `{step}` is given in {when}"
     data = msgspec.json.encode((step, sums))
     everyone = context.comms[0].allgather_bytes("whale/inputs", data, context.config["check.timeout_s"], purpose)
     said = [msgspec.json.decode(one, type=tuple[str, dict[str, int]]) for one in everyone]
@@ -76,8 +88,14 @@ def _refuse_differences(given: Mapping[str, Any], context: Context, step: str, c
                 "the ranks pass different values to a step, which takes them for the same whole batch",
                 op=step,
                 argument=name,
-                given=f"ranks {' and '.join(ranks)} pass different values in call {calls}",
+                given=f"ranks {' and '.join(ranks)} pass different values in {when}",
                 expected="the same values on every rank (compared on the first steps and every check.inputs-th)",
                 action='use wh.shard(dataset), or batch.mode="local" where each rank reads files of its own; give '
                 "shuffles made before wh.init(), and random maps, a seed; remove what depends on the rank",
             )
+
+
+def _sample(value: tf.Tensor) -> tf.Tensor:
+    """All of a tensor, or of a large one elements at equal distances: what differs, differs nearly everywhere."""
+    distance = -(-value.dtype.size * int(tf.size(value)) // _MOST_BYTES) if value.dtype != tf.string else 1
+    return value if distance <= 1 else tf.reshape(value, [-1])[::distance]
