@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from tests.saved_values import difference
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests/guides/scripts"
@@ -88,20 +88,8 @@ def compared(name: str, ranks: int, folder: Path) -> Row:
     done = _run(["-m", "whale", "run", "-np", str(ranks), *script], name)
     if done.returncode:
         return Row(name, ranks, problem=(done.stdout + done.stderr)[-1500:])
-    plain = np.load(folder / "alone/rank0.npz")
-    worst, where = 0.0, ""
-    for rank in range(ranks):
-        found = np.load(here / f"rank{rank}.npz")
-        if sorted(found.files) != sorted(plain.files):
-            return Row(name, ranks, problem=f"other values: {sorted(set(found.files) ^ set(plain.files))}")
-        for key in plain.files:
-            if plain[key].shape != found[key].shape:
-                return Row(name, ranks, problem=f"{key} has shape {found[key].shape}, not {plain[key].shape}")
-            largest = max(float(np.max(np.abs(plain[key]), initial=0.0)), 1e-3)
-            gap = float(np.max(np.abs(plain[key] - found[key]), initial=0.0)) / largest
-            if not gap <= worst:
-                worst, where = gap, key
-    return Row(name, ranks, worst, where)
+    gap = difference(folder / "alone/rank0.npz", [here / f"rank{rank}.npz" for rank in range(ranks)])
+    return Row(name, ranks, gap.largest, gap.where, gap.problem)
 
 
 def _run(command: list[str], name: str) -> subprocess.CompletedProcess[str]:
