@@ -37,7 +37,7 @@ def _during_a_run(
     @functools.wraps(original)
     def answering(*args: Any, **kwargs: Any) -> Any:
         context = running()
-        if context is None or context.solo:
+        if context is None or context.solo or context.own_programs is not None:
             if before is not None:
                 before(args[0])
             return original(*args, **kwargs)
