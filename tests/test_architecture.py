@@ -121,7 +121,7 @@ def test_the_lines_that_an_example_changes_are_there() -> None:
             step, path = line[3:], ROOT / line[3:]
         elif within and line[:1] in ("-", " ") and line[1:] not in path.read_text().splitlines():
             missing.append(f"{step}: {line}")
-    assert missing == []
+    assert missing == [], "if your change is meant, update the example in CONTRIBUTING.md"
 
 
 def _mentions(path: Path, name: str) -> bool:

@@ -117,5 +117,6 @@ def test_the_version() -> None:
 
 def test_help_names_every_verb() -> None:
     text = parser().format_help()
+    first_words = [line.split()[0] for line in text.splitlines() if line.strip()]
     for verb in ("run", "plan", "show", "doctor"):
-        assert f"\n    {verb} " in text
+        assert verb in first_words

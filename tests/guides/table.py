@@ -68,16 +68,11 @@ def missing(name: str) -> str:
     return package if package and importlib.util.find_spec(package) is None else ""
 
 
-def alone(name: str, folder: Path) -> None:
-    """Runs a program in a process that never imports whale.
-
-    Raises:
-      RuntimeError: it fails; with what it said.
-    """
+def alone(name: str, folder: Path) -> str:
+    """Runs a program in a process that never imports whale; what it said if it failed, else ""."""
     (folder / "alone").mkdir(exist_ok=True)
     done = _run([str(ROOT / "tests/guides/run.py"), str(SCRIPTS / f"{name}.py"), str(folder / "alone")], name)
-    if done.returncode:
-        raise RuntimeError(f"{name} fails alone:\n{done.stderr[-3000:]}")
+    return f"alone: {done.stderr[-3000:]}" if done.returncode else ""
 
 
 def compared(name: str, ranks: int, folder: Path) -> Row:

@@ -11,7 +11,7 @@ from tests.guides.table import NEEDS, alone, compared, names
 
 @pytest.mark.parametrize("name", ["dlrm", "transformer_translation"])
 def test_a_program_equals_itself_alone(name: str, tmp_path: Path) -> None:
-    alone(name, tmp_path)
+    assert alone(name, tmp_path) == ""
     row = compared(name, 2, tmp_path)
     assert row.ok, row
 

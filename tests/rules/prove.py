@@ -19,6 +19,10 @@ def prove_all(cases: Sequence[Case] = CASES) -> list[Proof]:
 
 def main(ops: Sequence[str]) -> int:
     cases = [c for c in CASES if not ops or c.op in ops]
+    untested = sorted(set(ops) - {c.op for c in cases})
+    if untested:
+        print(f"no case for {', '.join(untested)}: add one to tests/rules/samples_*.py, or correct the name")
+        return 1
     proofs = prove_all(cases)
     findings = [f for p in proofs for f in p.findings]
     for kind in ("wrong", "missing"):

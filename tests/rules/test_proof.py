@@ -33,7 +33,7 @@ def test_missing_strategies_are_the_known_ones(proofs: list[Proof]):
 
 
 def test_rules_read_as_reviewed():
-    assert differences(RULES, rule_lines()) == []
+    assert differences(RULES, rule_lines()) == [], "if that is meant: python -m tests.rules.golden --update"
 
 
 def test_the_prover_finds_a_wrong_and_a_missing_rule():

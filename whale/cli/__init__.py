@@ -7,10 +7,24 @@ import sys
 from collections.abc import Sequence
 
 import whale
-from whale.cli import doctor, plan, profile, run, show, simulate
+from whale.cli import (
+    doctor,
+    plan,
+    profile,
+    run,
+    show,
+    simulate,
+)
 from whale.errors import WhaleError, no_tensorflow
 
-VERBS = (run, plan, show, profile, simulate, doctor)
+VERBS = (
+    run,
+    plan,
+    show,
+    profile,
+    simulate,
+    doctor,
+)
 
 
 def parser() -> argparse.ArgumentParser:
