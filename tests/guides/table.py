@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.keras_fit.table import environment
 from tests.saved_values import difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,8 +88,7 @@ def compared(name: str, ranks: int, folder: Path) -> Row:
 
 
 def _run(command: list[str], name: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    known = dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": path}
+    known = environment()
     if NEEDS.get(name) in _LEGACY:
         known["TF_USE_LEGACY_KERAS"] = "1"
     return subprocess.run([sys.executable, *command], env=known, capture_output=True, text=True, timeout=600)

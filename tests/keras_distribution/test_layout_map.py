@@ -38,7 +38,8 @@ def test_a_layout_map(name: str, axes: str, tmp_path: Path) -> None:
     saved = [tmp_path / f"{name}_{axes}_{rank}" for rank in range(batch * model)]
     gap = difference(tmp_path / f"{name}_plain_0.npz", [path.with_suffix(".npz") for path in saved])
     assert not gap.problem
-    assert gap.largest <= 1e-10, gap
+    # Backbones of keras_hub compute rotations, scores and normalisations in float32, whatever their dtype.
+    assert gap.largest <= (1e-5 if name in ("gemma", "llama") else 1e-10), gap
     for path in saved:
         lie = json.loads(path.with_suffix(".json").read_text())
         assert lie

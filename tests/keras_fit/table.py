@@ -74,8 +74,9 @@ def _run(flavour: str, plan: str, ranks: int, cases: Sequence[str], folder: Path
 
 
 def environment() -> dict[str, str]:
-    added = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
-    return dict(os.environ) | added
+    """Of a process that is started: this one's, quiet, with the project and what else is on the path."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": path}
 
 
 def _row(name: str, plan: str, ranks: int, folder: Path, said: str) -> Row:
