@@ -140,7 +140,7 @@ def test_a_pipeline_holds_for_what_is_created_under_it_and_for_what_it_decorates
     with wh.pipeline(2):
         np.testing.assert_allclose(outside(x), tf.reduce_sum(x), rtol=1e-12)
     assert outside.plan(x).micro_batches == 2
-    with pytest.raises(PlanError, match=r"(?s)different numbers.*given: wh\.pipeline\(num_micro_batch=3\), .*=4\)"):
+    with pytest.raises(PlanError, match=r"(?s)different numbers.*given: wh\.pipeline\(num_micro_batch=4\), .*=3\)"):
         wh.function(lambda x: wh.pipeline(3)(tf.reduce_sum)(x) + loss_of(x)).plan(x)
 
 
