@@ -1,4 +1,4 @@
-"""Two of the programs; all of them: ``python -m tests.guides``."""
+"""One of the programs; all of them: ``python -m tests.guides``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.guides.table import NEEDS, alone, compared, names
 
 
-@pytest.mark.parametrize("name", ["dlrm", "transformer_translation"])
+@pytest.mark.parametrize("name", ["transformer_translation"])
 def test_a_program_equals_itself_alone(name: str, tmp_path: Path) -> None:
     assert alone(name, tmp_path) == ""
     row = compared(name, 2, tmp_path)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 Layouts = dict[str, tuple[str | None, ...]]
-_MLP: Layouts = {".*up.*kernel": (None, "model"), ".*up.*bias": ("model",), ".*down.*kernel": ("model", None)}
 _TRANSFORMER: Layouts = {
+    ".*up/bias": ("model",),
     ".*tokens.*embeddings": (None, "model"),
     ".*(query|key|value)/kernel": (None, "model", None),
     ".*(query|key|value)/bias": ("model", None),
@@ -62,7 +62,6 @@ def backbone(kind: str, keras: Any) -> Any:
 
 # Name -> (what makes the model and its inputs, its layouts or the class that has them).
 MODELS: dict[str, tuple[Callable[[Any], Any], Layouts | str]] = {
-    "mlp": (mlp, _MLP),
     "fully_sharded": (mlp, {".*kernel": ("batch", None)}),  # gathered where they are used
     "transformer": (transformer, _TRANSFORMER),
     "gemma": (functools.partial(backbone, "GemmaBackbone"), "GemmaBackbone"),

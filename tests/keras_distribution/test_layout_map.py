@@ -20,7 +20,6 @@ HUB = pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="
 @pytest.mark.parametrize(
     "name, axes",
     [
-        ("mlp", "1x2"),
         ("fully_sharded", "2x1"),
         ("transformer", "2x2"),
         pytest.param("gemma", "1x2", marks=HUB),
