@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,14 +51,6 @@ def test_equals_plain_keras(flavour: str, plan: str, references: Callable[[str],
     rows = compared(flavour, plan, 2, cases, references(flavour))
     assert len(rows) == len(cases)
     assert [row for row in rows if not row.ok] == []
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    found = Launcher(tmp_path)
-    found.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-    yield found
-    assert not found.left_behind()
 
 
 MODEL = """

@@ -15,7 +15,7 @@ from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
-from whale.capture.names import of_captures
+from whale.capture.names import of_captures, unused
 from whale.capture.scaling import LossScale, scaled_losses
 from whale.capture.sharded import Drawing
 from whale.capture.signature import take_apart, tracing_options
@@ -107,7 +107,7 @@ def _captured(concrete: Any, name: str, drawn: Sequence[tf.Tensor]) -> Captured:
         if variable is None:
             variable = _variable_of_handle(external)
         if variable is not None:
-            unique = _unique(_variable_name(variable, node), names)
+            unique = unused(_variable_name(variable, node), names)
             variables.append((internal, CapturedVariable(node, unique, variable, external)))
         elif _fits_a_graph(external):
             constants.append((internal, external))
@@ -171,14 +171,6 @@ def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
 def _variable_name(variable: tf.Variable, node: str) -> str:
     name = variable.name.partition(":")[0]
     return node if name in ("captured", "") else name
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    unique, n = name, 1
-    while unique in taken:
-        unique, n = f"{name}_{n}", n + 1
-    taken.add(unique)
-    return unique
 
 
 def _with_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Program:

@@ -26,17 +26,18 @@ def of_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
     for name in names:
         scope, _, last = name.rpartition("/")
         if last.isdigit():
-            found[name] = _unused(f"{scope}/captured" if scope else "captured", used)
+            found[name] = unused(f"{scope}/captured" if scope else "captured", used)
     return found
 
 
 def with_lasting_arguments(body: Program) -> Program:
     """``body`` with arguments that are called as TensorFlow calls them, without numbers."""
     used = {n.name for n in body.nodes} - set(body.inputs)
-    return renamed(body, {n: _unused(_NUMBER.sub("", n).strip("_/") or "argument", used) for n in body.inputs})
+    return renamed(body, {n: unused(_NUMBER.sub("", n).strip("_/") or "argument", used) for n in body.inputs})
 
 
-def _unused(name: str, used: set[str]) -> str:
+def unused(name: str, used: set[str]) -> str:
+    """``name``, with a number if it is in ``used``, which it joins."""
     unique, n = name, 1
     while unique in used:
         unique, n = f"{name}_{n}", n + 1

@@ -137,7 +137,7 @@ def take_apart(
             leaves.append(leaf)
             key.append(_value_key(leaf))
     skeleton = tf.nest.map_structure(lambda _: 0, structure)
-    return Arguments(tuple(tensors), _distinct(labels), (repr(skeleton), *key), structure, tuple(leaves))
+    return Arguments(tuple(tensors), distinct_names(labels), (repr(skeleton), *key), structure, tuple(leaves))
 
 
 def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op: str) -> None:
@@ -201,24 +201,26 @@ def _paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bo
     variadic = [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
     for i, value in enumerate(positional):
         name = names[i] if i < len(names) and names[i] not in variadic else f"{variadic[0]}_{i}"
-        found += _leaves(name, value)
+        found += named_leaves(name, value)
     for name in sorted(keywords):
-        found += _leaves(name, keywords[name])
+        found += named_leaves(name, keywords[name])
     return found
 
 
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+def named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """(readable path, leaf) in the order of tf.nest.flatten."""
     flat = tf.nest.flatten(value)
     if len(flat) == 1 and flat[0] is value:
         return [(name, value)]
     if isinstance(value, Mapping):
-        return [leaf for key in sorted(value) for leaf in _leaves(f"{name}_{key}", value[key])]
+        return [leaf for key in sorted(value) for leaf in named_leaves(f"{name}_{key}", value[key])]
     if isinstance(value, (list, tuple)):
-        return [leaf for i, item in enumerate(value) for leaf in _leaves(f"{name}_{i}", item)]
+        return [leaf for i, item in enumerate(value) for leaf in named_leaves(f"{name}_{i}", item)]
     return [(f"{name}_{i}", leaf) for i, leaf in enumerate(flat)]
 
 
-def _distinct(labels: list[str]) -> tuple[str, ...]:
+def distinct_names(labels: list[str]) -> tuple[str, ...]:
+    """Identifiers for paths, each another."""
     seen: set[str] = set()
     result = []
     for label in labels:

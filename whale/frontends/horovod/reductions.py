@@ -86,12 +86,21 @@ class Compressor:
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """(what travels, what ``decompress`` needs to know)."""
-        raise NotImplementedError
+        raise _without("compress")
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         """What has travelled, in the form that it had before."""
-        raise NotImplementedError
+        raise _without("decompress")
+
+
+def _without(method: str) -> ProgramError:
+    return ProgramError(
+        "a compressor does not say how tensors travel",
+        given=f"a class derived from Compressor without {method}",
+        expected="static methods compress(tensor) and decompress(tensor, ctx)",
+        action=f"define {method}, or use hvd.Compression.none or hvd.Compression.fp16",
+    )
 
 
 class NoneCompressor(Compressor):

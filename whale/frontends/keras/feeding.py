@@ -15,10 +15,9 @@ from whale.frontends.keras.steps import named_parts
 from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_inputs import refuse_other_values
 from whale.runtime.run.context import Context
-
-_UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
 
 
 def fed(dataset: Any, context: Context, of_script: bool, again: bool = False) -> Fed:
@@ -111,7 +110,7 @@ def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | N
     Keras zips batches of indices with the arrays, and a function takes these rows of each. One that reads otherwise is
     read whole, and cut.
     """
-    while type(dataset).__name__ in _UNCHANGED:
+    while type(dataset).__name__ in UNCHANGED:
         dataset = dataset._input_dataset
     takes: Any = getattr(getattr(dataset, "_map_func", None), "_func", None)
     if getattr(takes, "__name__", "") != "grab_batch" or type(dataset._input_dataset).__name__ != "_ZipDataset":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextvars
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from whale.capture.signature import distinct_names, named_leaves
 from whale.errors import ProgramError
 from whale.runtime.function import Function, function
 from whale.runtime.run.context import Context, running
@@ -68,7 +69,7 @@ class BatchStep:
         on_tensors.__name__ = self._name
         named = on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(on_tensors)
         kind = inspect.Parameter.POSITIONAL_ONLY
-        names = [name for name, present in named_parts(structure) if present]
+        names = distinct_names([name for name, present in named_parts(structure) if present])
         signed: Any = named
         signed.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
         return function(tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named)
@@ -82,28 +83,10 @@ def _same_structure(one: Any, other: Any) -> bool:
     return True
 
 
-def named_parts(structure: Any) -> Iterator[tuple[str, Any]]:
+def named_parts(structure: Any) -> list[tuple[str, Any]]:
     """(name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions behind."""
-    if isinstance(structure, tuple) and len(structure) <= len(_PARTS):
-        for name, part in zip(_PARTS, structure):
-            yield from _paths(name, part)
-    else:
-        yield from _paths("x", structure)
-
-
-def _paths(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(structure, Mapping):
-        for key in sorted(structure):
-            yield from _paths(f"{name}_{_identifier(key)}", structure[key])
-    elif isinstance(structure, (list, tuple)):
-        for i, item in enumerate(structure):
-            yield from _paths(f"{name}_{i}", item)
-    else:
-        yield name, structure
-
-
-def _identifier(key: object) -> str:
-    return "".join(c if c.isalnum() else "_" for c in str(key))
+    parts = structure if isinstance(structure, tuple) and len(structure) <= len(_PARTS) else (structure,)
+    return [leaf for name, part in zip(_PARTS, parts) for leaf in named_leaves(name, part)]
 
 
 def takes_over(model: Any, name: str, made_now: Any, force: bool) -> Context | None:

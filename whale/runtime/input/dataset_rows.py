@@ -24,7 +24,7 @@ from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
 Seeds = Callable[[], tuple[int, int]]
 Shares = Callable[[int], tuple[int, ...]]
 
-_UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
+UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
 # What moves samples about without looking at them.
 _MOVES = ("_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset")
 _MAPS = ("_MapDataset", "_ParallelMapDataset")
@@ -66,7 +66,7 @@ def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds) 
       Unknown: the dataset's structure does not allow it.
     """
     kind = type(dataset).__name__
-    if kind in _UNCHANGED:
+    if kind in UNCHANGED:
         return own_rows(dataset._input_dataset, shares, rank, seeds)
     if kind in ("_RepeatDataset", "_TakeDataset"):
         count = _number(dataset._count)
@@ -88,7 +88,7 @@ def batch_size(dataset: Any) -> int:
       ProgramError: the dataset does not end in batch(n).
     """
     node = dataset
-    while type(node).__name__ in (*_UNCHANGED, "_RepeatDataset", "_TakeDataset"):
+    while type(node).__name__ in (*UNCHANGED, "_RepeatDataset", "_TakeDataset"):
         node = node._input_dataset
     if type(node).__name__ not in _BATCHES:
         raise ProgramError(
@@ -167,7 +167,7 @@ def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any
         elif kind in _MAPS and not _state(node):
             maps.append(node)
             lowest, base = len(above), node._input_dataset
-        elif kind not in _UNCHANGED:
+        elif kind not in UNCHANGED:
             break
         node = node._input_dataset
     for made in reversed(above[:lowest]):
@@ -218,7 +218,7 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
         raise _no_order(f"{name} with deterministic=False", "leave it out")
     if _unseeded(dataset) and not any(dataset is r for r in reseeded):
         raise _no_order(f"{name} without a seed", "give it a seed, or call tf.random.set_seed before")
-    values_only = values_only and kind in (*_MAPS, *_MOVES, *_BATCHES, *_UNCHANGED)
+    values_only = values_only and kind in (*_MAPS, *_MOVES, *_BATCHES, *UNCHANGED)
     for graph in _graphs(dataset):
         for node in graph.values():
             random = node.op in DRAWS and not values_only and _draws_freely(node)
