@@ -50,20 +50,27 @@ class split(ContextDecorator):
         ranks, on others, or on some of them.
       dim: the dimension of their result along which products that read a weight are split: -1 divides the outputs of a
         dense layer. None leaves it to what is communicated.
+      axis: the axis of the mesh over which tensors are divided, or several; None: "tensor". Over the other axes the
+        rows of the code inside are divided.
       sequence: sequence parallelism: what lies between products (normalisations, residual sums, dropout) is divided
         along this dimension of activations [batch, sequence, features], 1, or [sequence, batch, features], 0. None: it
         is whole on every rank. It moves as many bytes and holds less.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are no ranks of the run, or another ``sequence``. Later, when the program is
-        planned: nothing inside can be split, or not along ``dim`` or ``sequence``.
+      PlanError: entered with devices that are no ranks of the run, an ``axis`` that is no name, another ``sequence``.
+        Later, when the program is planned: nothing inside can be split, or not along ``dim`` or ``sequence``.
     """
 
     def __init__(
-        self, devices: Iterable[Any] | None = None, dim: int | None = None, sequence: int | None = None
+        self,
+        devices: Iterable[Any] | None = None,
+        dim: int | None = None,
+        sequence: int | None = None,
+        axis: str | Iterable[str] | None = None,
     ) -> None:
         self.devices = None if devices is None else _flat(devices)
+        self.axis = None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         self.dim = dim
         self.sequence = sequence
         self._entered: list[AbstractContextManager[None]] = []
@@ -71,7 +78,7 @@ class split(ContextDecorator):
     def __enter__(self) -> split:
         from whale.runtime.run.scopes import entered
 
-        scope = entered("split", self.devices, self.dim, self.sequence)
+        scope = entered("split", self.devices, self.dim, self.sequence, self.axis)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -225,7 +232,7 @@ def annotate(patterns: Mapping[str, Any]) -> None:
                     expected="a glob, and wh.stage(number), wh.split(...), wh.replica(...) or a tuple of them",
                     action="correct it",
                 )
-            settings = {name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "number")}
+            settings = {name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "axis", "number")}
             found[text].append(NamedScope(type(scope).__name__, **settings))
     named.annotate(found)
 

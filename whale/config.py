@@ -62,6 +62,26 @@ def parse_link(text: str) -> Link | None:
     return Link(found.get("latency_us", 0.0) * 1e-6, found.get("bandwidth_MBps", math.inf) * 1e6)
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads the value of ``mesh``: names of axes with their sizes, outermost first; an empty text names none.
+
+    Raises:
+        ConfigError: a part is no name with a positive number, or a name is there twice.
+    """
+    found: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, number = (p.strip() for p in part.partition("="))
+        if not name.isidentifier() or not number.isdigit() or int(number) < 1 or name in found:
+            raise ConfigError(
+                "a mesh cannot be read",
+                given=repr(text),
+                expected="names with sizes, each name once: stage=2,data=2,tensor=2",
+                action=f"correct the part {part!r}",
+            )
+        found[name] = int(number)
+    return found
+
+
 class Config(Mapping[str, Any]):
     """The configuration of one run: every known key with its value. Immutable; lists are returned as tuples.
 
@@ -119,6 +139,11 @@ class Config(Mapping[str, Any]):
         """The emulated link, or None."""
         return parse_link(self["communication.emulate_link"])
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """``mesh`` as sizes by names."""
+        return parse_mesh(self["mesh"])
+
     def _take(self, values: Mapping[str, Any], origin: str) -> None:
         for name, value in values.items():
             self._set(_known(name, origin), value, origin)
@@ -156,6 +181,8 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
         )
 
     element: type
+    if key.name == "mesh" and isinstance(value, Mapping):
+        value = ",".join(f"{name}={size}" for name, size in value.items())
     if key.choices and type(value) is int:
         value = str(value)  # zero.level=1
     if key.type.startswith("list"):
@@ -178,6 +205,8 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
         raise wrong()
     if key.name == "communication.emulate_link":
         parse_link(value)
+    if key.name == "mesh":
+        parse_mesh(value)
     return value
 
 

@@ -93,10 +93,17 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
     ),
     Key(
+        "mesh",
+        "str",
+        "",
+        "named axes of the ranks and their sizes, outermost first: stage=2,data=2,tensor=2, in code also as a dict; an "
+        "axis that the program names and that has no size here gets the ranks that are left; empty = one axis",
+    ),
+    Key(
         "split.ranks",
         "int",
         0,
-        "ranks that divide tensors together under wh.split; groups of as many ranks divide the batch; 0 = all ranks",
+        "short for a mesh of data and tensor, which has that size: ranks that divide tensors together; 0 = all ranks",
         minimum=0,
     ),
     Key(

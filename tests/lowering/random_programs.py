@@ -213,9 +213,9 @@ class RandomChoice(NodeChoice):
     def all_broadcast(self, node: Node) -> Choice:
         return self.choose(node, (B,) * len(node.inputs)) if node.inputs else super().all_broadcast(node)
 
-    def choose(self, node: Node, current: Sequence[Placement]) -> Choice:
+    def choose(self, node: Node, current: Sequence[Placement], like: Choice | None = None) -> Choice:
         """Operands are offered as if they lay elsewhere, so that their being moved is among the alternatives."""
-        return super().choose(node, [self._elsewhere(r, p) for r, p in zip(node.inputs, current)])
+        return super().choose(node, [self._elsewhere(r, p) for r, p in zip(node.inputs, current)], like)
 
     def _elsewhere(self, ref: Ref, placement: Placement) -> Placement:
         shape = self.state.program.type_of(ref).shape

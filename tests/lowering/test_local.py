@@ -182,8 +182,11 @@ def _counting_cond(shapes: list[tuple[int, ...]], steps: int) -> Program:
     return b.build([b.op("Less", args[0], b.const(float(steps)))])
 
 
-def _loop(rows: int, talks: bool) -> Program:
-    """State: a counter, rows (divided), their running sum (partial), a weight that the body reduces if ``talks``."""
+def looping(rows: int, talks: bool, scope: str = "") -> Program:
+    """State: a counter, rows (divided), their running sum (partial), a weight that the body reduces if ``talks``.
+
+    With a ``scope``, a layer behind it stands there.
+    """
     shapes = [(), (rows, 3), (3,), (3, 3)]
     inner, (i, x, total, w) = body("body", *shapes)
     moved = inner.op("Tanh", inner.matmul(x, w, name="product"))
@@ -196,13 +199,16 @@ def _loop(rows: int, talks: bool) -> Program:
     state = [b.const(0.0), x, b.const(np.zeros(3)), b.const(np.eye(3))]
     loop = b.loop(_counting_cond(shapes, 3), step, *state)
     outs = b.nodes[-1].refs()
-    return b.build([b.op("Square", outs[2], name="squared"), outs[1], outs[3], loop])
+    b.scope = scope
+    layer = [b.matmul(outs[1], b.read(b.variable("w", (3, 4))), name="layer")] if scope else []
+    b.scope = ""
+    return b.build([b.op("Square", outs[2], name="squared"), outs[1], outs[3], loop, *layer])
 
 
 @pytest.mark.parametrize("talks", [False, True], ids=["local body", "body that reduces"])
 @pytest.mark.parametrize("sizes", [(6,), (3, 3), (4, 2), (0, 6), (1, 0, 5)], ids=str)
 def test_loops(sizes: tuple[int, ...], talks: bool) -> None:
-    program = _loop(6, talks)
+    program = looping(6, talks)
     plan = planned(program, *sizes)
     spread = assert_equal_runs(program, plan)
     ranks = lowered(program, plan)
@@ -246,7 +252,7 @@ def test_branches(sizes: tuple[int, ...], sign: float) -> None:
 
 def test_a_function_without_strategies_stays_as_it_is() -> None:
     """Only ops that run on the first rank call it; it must not be localised by accident."""
-    program = _loop(6, False)
+    program = looping(6, False)
     plan = planned(program, 3, 3)
     kept = {g: s for g, s in plan.strategies.items() if g in ("", "body")}
     lacking = Plan(plan.program, plan.fingerprint, 2, strategies=kept, returned=plan.returned, reshards=plan.reshards)

@@ -11,12 +11,14 @@ from tests.interpreter import run
 from tests.lowering.test_reshards import _program
 from tests.programs import plan_of
 from whale.ir.layout import Placement, Strategy, parse_placement, split
+from whale.ir.mesh import Axis, Mesh
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.layout.propagate import propagate
 from whale.passes.order import complete_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.mesh import SECOND_AXIS, _placed
+from whale.runtime.spread.levels import prefix_of
+from whale.runtime.spread.placing import marked, placed
 
 SHAPE = (6, 6)
 KINDS = ("B", "P(sum)", "P(max)", "S(0)", "S(1)")
@@ -45,13 +47,14 @@ def _ranks(groups: list[Program], kinds: tuple[str, str], size: int) -> list[Pro
     for name, kind in zip(("made", "moved"), kinds):
         placement = _second(kind, groups[0].by_name[name].outputs[0].shape, size)  # type: ignore[arg-type]
         fixed[name] = Strategy((placement,), (placement,), "test")
+    mesh = Mesh((Axis("outer", len(groups)), Axis("inner", size)), tuple(range(len(groups) * size)))
     model = plan_of(groups[0], {"": propagate(groups[0], size, {}, fixed=fixed)[""]}, size, {})
     ranks = []
     for number, first in enumerate(groups):
         plan = complete_plan(first, PlanSettings(size), model) if number else model
         for place in range(size):
-            lowered = localise(first, plan, place, "comm", None, SECOND_AXIS)
-            ranks.append(_placed(lowered, set(first.by_name), "comm", number * size + place, size, len(groups)))
+            lowered = localise(first, plan, place, "comm", None, prefix_of(1))
+            ranks.append(placed(marked(lowered, "inner"), mesh, number * size + place, "comm"))
     return ranks
 
 
@@ -62,7 +65,7 @@ def test_every_change(source: str, groups: int, size: int) -> None:
     for target in KINDS:
         program, layout = _program(_first(source, groups), _first(target, groups), SHAPE)
         outer = plan_of(program, {"": layout}, groups, {})
-        first = [localise(program, outer, number, "", None) for number in range(groups)]
+        first = [marked(localise(program, outer, number, "", None), "outer") for number in range(groups)]
         for kinds in itertools.product(KINDS, repeat=2):
             found = run(_ranks(first, kinds, size), {"x": x}, {})
             for outputs in found.outputs:

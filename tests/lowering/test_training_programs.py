@@ -26,7 +26,7 @@ from whale.ir.program import Program
 from whale.passes.lay_out import expand
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.mesh import plan_program
+from whale.runtime.spread.mesh import plan_program
 
 KINDS = ("cheapest", "any", "split", "groups")
 

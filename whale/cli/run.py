@@ -40,6 +40,9 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--annotate", metavar="FILE", help="put layers and variables into scopes by name: a JSON file, see wh.annotate"
     )
+    verb.add_argument(
+        "--mesh", metavar="AXES", help="named axes of the ranks, outermost first: stage=2,data=2,tensor=2"
+    )
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -49,12 +52,14 @@ def add_to(verbs: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from whale.launcher.mpirun import Options, parse_hosts
-    from whale.launcher.run import ANNOTATE_VARIABLE, PLAN_VARIABLE, run
+    from whale.launcher.run import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, run
 
     if given.plan is not None:
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
     if given.annotate is not None:
         os.environ[ANNOTATE_VARIABLE] = os.path.abspath(given.annotate)
+    if given.mesh is not None:
+        os.environ[MESH_VARIABLE] = given.mesh
     return run(
         Options(
             ranks=given.ranks,

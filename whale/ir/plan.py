@@ -110,7 +110,7 @@ class Plan:
 
     Attributes:
       program: name of the program; fingerprint: of the program it was made for.
-      size: ranks of the one mesh axis; devices: a name for each.
+      size: coordinates of the mesh axis that it is the plan of; devices: a name for each. axis: what it is called.
       strategies: graph name -> node name -> strategy. The program itself is graph "".
       reshards: all changes of layout that the run makes.
       returned: graph name -> placements in which the graph's outputs leave it.
@@ -120,10 +120,10 @@ class Plan:
       variables: handle nodes of variables that lie split between steps, with how.
       offloaded: handle nodes of variables that lie in the host's memory, beside an accelerator.
       expanded: composite nodes that the plan speaks of in their decomposed form.
-      inner: on a mesh of two axes, the plan of the second axis, for what the first axis' first coordinate runs.
-      repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal second
-        coordinate where they have the whole tensor, once in all where each has a part.
-      inner_bytes: what moves along the second axis, in all its groups together.
+      inner: on a mesh of more axes, the plan of the next one, for what this axis' first coordinate runs.
+      repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal inner
+        coordinates where they have the whole tensor, once in all where each has a part.
+      inner_bytes: what moves along the inner axes, in all groups together.
       memory: category -> predicted bytes of each rank at the fullest moment of a step (see
         whale.runtime.compile.memory_plan);
         empty where nobody asked.
@@ -142,6 +142,7 @@ class Plan:
     fingerprint: str
     size: int
     devices: tuple[str, ...] = ()
+    axis: str = ""
     task_graphs: tuple[TaskGraph, ...] = ()
     batch_inputs: tuple[BatchInput, ...] = ()
     strategies: Mapping[str, Mapping[str, Strategy]] = field(default_factory=dict)
@@ -173,7 +174,12 @@ class Plan:
         """How many ranks run it."""
         if self.stage_groups:
             return sum(len(group.ranks) for group in self.stage_groups)
-        return self.size if self.inner is None else self.size * self.inner.size
+        return self.mesh_size
+
+    @property
+    def mesh_size(self) -> int:
+        """How many ranks its axes have together; in stages, those of a stage group."""
+        return self.size if self.inner is None else self.size * self.inner.mesh_size
 
     @property
     def logical_bytes(self) -> int:
@@ -224,6 +230,7 @@ class Plan:
                 fingerprint=self.fingerprint,
                 size=self.size,
                 devices=list(self.devices),
+                axis=self.axis,
                 task_graphs=[(t.scope, t.kind, list(t.devices), t.nodes) for t in self.task_graphs],
                 batch_inputs=[(b.name, str(b.placement), b.origin) for b in self.batch_inputs],
                 local_inputs=[b.name for b in self.batch_inputs if b.local],
@@ -279,6 +286,7 @@ class _File(msgspec.Struct):
     split_flops: int
     total_flops: int
     exceptions: list[str] = []
+    axis: str = ""
     local_inputs: list[str] = []
     variables: dict[str, str] = {}
     expanded: list[str] = []
@@ -330,6 +338,7 @@ def _plan(f: _File) -> Plan:
         fingerprint=f.fingerprint,
         size=f.size,
         devices=tuple(f.devices),
+        axis=f.axis,
         task_graphs=tuple(TaskGraph(s, k, tuple(d), n) for s, k, d, n in f.task_graphs),
         batch_inputs=tuple(BatchInput(n, parse_placement(p), o, n in f.local_inputs) for n, p, o in f.batch_inputs),
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},

@@ -24,7 +24,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         lines.insert(0, "  the programs of that name are not equal")
     mine, theirs = ({b.name: str(b.placement) for b in p.batch_inputs} for p in (one, other))
     lines += _changed("batch", mine, theirs)
-    mine, theirs = ({n: str(p) for n, p in (q.inner or q).variables.items()} for q in (one, other))
+    mine, theirs = ({n: str(p) for n, p in q.variables.items()} for q in (one, other))
     lines += _changed("variable", mine, theirs, "whole")
     mine, theirs = ({n: layout_of(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other))
     shared = mine.keys() & theirs.keys()

@@ -13,6 +13,7 @@ from whale.launcher.job.job import Job
 from whale.launcher.job.trace import TraceFile
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
+MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
 ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
 
 

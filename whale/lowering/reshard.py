@@ -95,9 +95,11 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
     view, run = TensorType(t.dtype, shape), split(cut.dim + 1, cut.sizes)
     before, after = (run, want) if have is cut else (have, run)
     local = source()
+    # The tensor may be such a view itself, of another axis.
+    runs = "runs" if e.prefix == "whale" else f"{e.prefix.replace('/', '_')}_runs"
     if local is not None:
-        local = e.reshape(name + "/runs", local, t.dtype, local_shape(shape, before, e.rank))
-    inner = replace(r, ref=Ref(f"{r.ref.node}/runs", r.ref.index), source=before, target=after)
+        local = e.reshape(f"{name}/{runs}", local, t.dtype, local_shape(shape, before, e.rank))
+    inner = replace(r, ref=Ref(f"{r.ref.node}/{runs}", r.ref.index), source=before, target=after)
     got = emit_reshard(e, inner, view, lambda: local)
     return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
 

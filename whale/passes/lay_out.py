@@ -17,6 +17,7 @@ from whale.passes.dump import dump
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import split_scope
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.model import Model
 from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.propagate import NOTHING, propagate
 from whale.passes.layout.settle import settled_layouts
@@ -97,12 +98,13 @@ def layouts_of(
     settings: PlanSettings,
     fixed: Mapping[str, Strategy] = NOTHING,
     gathered: Collection[str] = (),
+    model: Model | None = None,
 ) -> dict[str, GraphLayout]:
-    """The layouts of an expanded program (key "") and its functions; ``fixed`` and ``gathered`` as in ``propagate``."""
+    """The layouts of an expanded program (key "") and its functions; the last three arguments as in ``propagate``."""
     divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
     statistics, streams = settings.batch.local_statistics, settings.batch.local_streams
-    return settled_layouts(program, settings.size, divided, statistics, streams, local, fixed, gathered)
+    return settled_layouts(program, settings.size, divided, statistics, streams, local, fixed, gathered, model)
 
 
 def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
-from whale.ir.plan import Plan
+from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.dump import dump
 from whale.passes.exchange.device_sums import DEVICE_BACKENDS, give_to_device
@@ -27,6 +27,7 @@ from whale.passes.judge.summary import exceptions, split_and_total_flops, unrule
 from whale.passes.lay_out import Draft, expand, lay_out, layouts_of
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
+from whale.passes.layout.model import Model
 from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
@@ -178,7 +179,10 @@ def make_plan(program: Program, settings: PlanSettings) -> Plan:
 def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan:
     """The plan of a program that is ``model``'s but for what belongs to the coordinate of another mesh axis.
 
-    Nodes that both programs have lie as in ``model``; the rest follows by propagation.
+    Nodes that both programs have lie as in ``model``, but for sizes; the rest follows by propagation.
+
+    Args:
+      settings: with the batch inputs, whose rows may be others than the model's.
 
     Raises:
       PlanError: no such plan is legal.
@@ -186,11 +190,11 @@ def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan
     with no_garbage_collection():
         composites = frozenset(model.expanded)
         expanded = expand(program, composites, settings)
-        given = model.strategies[""]
-        fixed = {n.name: given[n.name] for n in expanded.nodes if n.name in given}
-        fixed = {name: fixed[name] for name in fixed if len(fixed[name].inputs) == len(expanded.by_name[name].inputs)}
-        layouts = layouts_of(expanded, model.batch_inputs, settings, fixed)
-        draft = Draft(expanded, composites, model.batch_inputs, model.variables, layouts)
+        batch = settings.batch.inputs or ()
+        theirs = {_sizes(b) for b in model.batch_inputs}
+        rows = () if theirs == {_sizes(b) for b in batch} else theirs
+        layouts = layouts_of(expanded, batch, settings, model=Model(model.strategies, rows))
+        draft = Draft(expanded, composites, batch, model.variables, layouts)
         draft = _applied(EXCHANGES, draft, settings)
         # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
         # way of the other axis, for what the model has behind it.
@@ -198,6 +202,10 @@ def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan
         reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
         plan = _checked_plan(expanded, replace(draft, reshards=reshards), settings)
         return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
+
+
+def _sizes(b: BatchInput) -> tuple[int, ...]:
+    return b.placement.sizes if isinstance(b.placement, Split) else ()
 
 
 def _applied(passes: Iterable[Pass[Draft]], draft: Draft, settings: PlanSettings) -> Draft:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whale.ir.layout import Placement
+from whale.ir.mesh import Axis
 from whale.ir.plan import BatchInput
 
 
@@ -38,9 +39,10 @@ class SplitSettings:
     """What may be divided other than the batch.
 
     Attributes:
-      ranks: how many ranks divide tensors together (see ``whale.runtime.compile.mesh``); 0: all.
+      ranks: how many ranks divide tensors together, where there is no ``mesh``; 0: all.
       scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
       known: placements that the run's variables have already, by handle node.
+      known_axes: the axes of the mesh on which these lie so; "tensor" where it is not said.
       at_rest: variables that are not known yet may lie split between steps.
       state_only: of these, only what optimizers keep.
     """
@@ -48,6 +50,7 @@ class SplitSettings:
     ranks: int = 0
     scopes: bool = True
     known: Mapping[str, Placement] = field(default_factory=dict)
+    known_axes: Mapping[str, str] = field(default_factory=dict)
     at_rest: bool = True
     state_only: bool = False
 
@@ -133,6 +136,7 @@ class PlanSettings:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
+      mesh: axes that the user has given sizes, outermost first; (): none.
     """
 
     size: int
@@ -145,6 +149,7 @@ class PlanSettings:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     dump: str = ""
+    mesh: tuple[Axis, ...] = ()
 
     def but(self, **changes: Any) -> PlanSettings:
         """These settings with some fields changed: ``settings.but(size=2, zero__level=1)``.

@@ -1,22 +1,27 @@
-"""Meshes of two axes: hand-written programs over groups of simulated ranks equal the global run."""
+"""Meshes of named axes: hand-written programs over groups of simulated ranks equal the global run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
 
 from tests.interpreter import Outcome
 from tests.lowering.compare import assert_equal_mesh
-from tests.passes.layout.split.test_divide import classifier, scoped
-from tests.programs import Builder, mlp
+from tests.lowering.test_local import looping
+from tests.passes.layout.split.test_divide import carried, classifier, scoped
+from tests.programs import mlp
 from whale.errors import PlanError
+from whale.ir.layout import split
+from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.mesh import plan_program
+from whale.runtime.spread.levels import chain
+from whale.runtime.spread.mesh import plan_program
 
 
 def run_mesh(program: Program, groups: int, per_group: int, **changes: object) -> tuple[Plan, Outcome]:
@@ -73,12 +78,82 @@ def test_mistakes() -> None:
     program = scoped(mlp(8, 12, 24, 6))
     with pytest.raises(PlanError, match=r"equal groups\n  given: split.ranks=3, 4 ranks\n  expected: .*1 or 2 or 4"):
         plan_program(program, PlanSettings(4).but(split__ranks=3))
-    with pytest.raises(PlanError, match=r"equal rows(.|\n)*9 rows of x(.|\n)*a multiple of 2 rows"):
-        plan_program(scoped(mlp(9, 12, 24, 6)), PlanSettings(4).but(split__ranks=2))
-    with pytest.raises(PlanError, match=r"equal rows(.|\n)*\[5, 1, 1, 1\]"):
-        plan_program(program, PlanSettings(4).but(split__ranks=2, batch__shares=(5, 1, 1, 1)))
     with pytest.raises(PlanError, match="through Whale only"):
         plan_program(program, PlanSettings(4).but(split__ranks=2, exchange__backend="horovod"))
-    looping = replace(program, functions={"body": Builder("body").build()})
-    with pytest.raises(PlanError, match="loops or branches"):
-        plan_program(looping, PlanSettings(4).but(split__ranks=2))
+    with pytest.raises(PlanError, match=r"do not fill the mesh\n  given: mesh tensor=3, 4 ranks"):
+        plan_program(program, PlanSettings(4, mesh=(Axis("tensor", 3),)))
+    with pytest.raises(PlanError, match=r"leaves ranks over\n  given: mesh data=1,tensor=2, 4 ranks"):
+        plan_program(program, PlanSettings(4, mesh=(Axis("data", 1), Axis("tensor", 2))))
+
+
+@pytest.mark.parametrize("rows", [(5, 3, 1, 0), (3, 2, 2, 2), (1, 0, 0, 8)])
+def test_groups_may_have_unequal_rows(rows: tuple[int, ...]) -> None:
+    plan, _ = run_mesh(scoped(mlp(9, 12, 24, 6)), 2, 2, batch__shares=rows)
+    assert str(plan.batch_inputs[0].placement) == f"S(0)[{','.join(map(str, rows))}]"
+    plan, _ = run_mesh(classifier(9, 32, 400, "split_0"), 2, 2, batch__shares=rows)
+    assert plan.split_flops_fraction == 1.0
+
+
+def test_rows_that_groups_cannot_have_alike() -> None:
+    plan, _ = run_mesh(scoped(mlp(9, 12, 24, 6)), 2, 2)
+    assert str(plan.batch_inputs[0].placement) == "S(0)[3,2,2,2]"
+
+
+def run_axes(program: Program, *axes: tuple[str, int], **changes: object) -> Plan:
+    """The plan over named axes, of which the run equals the global one on every rank."""
+    mesh = tuple(Axis(*axis) for axis in axes)
+    settings = PlanSettings(prod(a.size for a in mesh), mesh=mesh).but(**changes)
+    plan = plan_program(program, settings)
+    assert_equal_mesh(program, plan, settings)
+    return plan
+
+
+def two_scopes() -> Program:
+    """An MLP whose first layer is divided over one axis and whose second one over another."""
+    program = scoped(mlp(12, 12, 24, 6))
+    second = {"w2", "w2/read", "hidden"}
+    reads = {n.name for n in program.nodes if any(r.node in second or r.node == "w2" for r in n.inputs)} | second
+    nodes = tuple(replace(n, scope="split_1(axis=expert)") if n.name in reads else n for n in program.nodes)
+    variables = tuple(replace(v, scope="split_1(axis=expert)") if v.node == "w2" else v for v in program.variables)
+    return replace(program, nodes=nodes, variables=variables)
+
+
+@pytest.mark.parametrize("shares", [(), (4, 1, 2, 1, 0, 2, 1, 1)], ids=["even", "uneven"])
+def test_three_axes(shares: tuple[int, ...]) -> None:
+    plan = run_axes(two_scopes(), ("data", 2), ("tensor", 2), ("expert", 2), batch__shares=shares)
+    assert [p.axis for p in chain(plan)] == ["data", "tensor", "expert"]
+    assert plan.ranks == 8 and {"w1", "w2"} <= set(plan.variables)
+    assert set(plan.inner.inner.variables) == {"w2"}
+
+
+def test_four_axes_of_which_neighbours_that_divide_rows_are_one() -> None:
+    plan = run_axes(scoped(mlp(12, 12, 24, 6)), ("host", 2), ("data", 2), ("tensor", 3))
+    assert [(p.axis, p.size) for p in chain(plan)] == [("host_data", 4), ("tensor", 3)]
+
+
+def test_an_axis_without_a_size_gets_the_ranks_that_are_left() -> None:
+    plan = run_axes(scoped(mlp(12, 12, 24, 6)), ("tensor", 2), ("data", 2))
+    assert [p.axis for p in chain(plan)] == ["tensor", "data"]
+    settings = PlanSettings(6, mesh=(Axis("tensor", 2),))
+    assert [(p.axis, p.size) for p in chain(plan_program(scoped(mlp(12, 12, 24, 6)), settings))] == [
+        ("data", 3),
+        ("tensor", 2),
+    ]
+    named = plan_program(two_scopes(), PlanSettings(6, mesh=(Axis("tensor", 3),)))
+    assert [(p.axis, p.size) for p in chain(named)] == [("tensor", 3), ("expert", 2)]
+
+
+@pytest.mark.parametrize("shares", [(), (3, 2, 1, 0)], ids=["even", "uneven"])
+@pytest.mark.parametrize("talks", [False, True], ids=["local body", "body that reduces"])
+def test_loops(talks: bool, shares: tuple[int, ...]) -> None:
+    plan, spread = run_mesh(looping(6, talks, "split_0"), 2, 2, batch__shares=shares)
+    assert plan.inner is not None
+    inside = [c for c in spread.calls if c.key.startswith("body/")]
+    along_rows = [c for c in inside if c.op == "WhaleAllReduce"]
+    assert len(along_rows) == (12 if talks else 0), "a reduction per iteration along each axis, in all groups"
+
+
+def test_what_is_divided_goes_through_loops_and_branches() -> None:
+    plan = run_axes(carried(), ("data", 2), ("tensor", 2))
+    assert set(plan.variables) == {"w1", "w2"}
+    assert plan.inner.strategies[""]["loop"].outputs[1] == split(1, (12, 12))

@@ -16,7 +16,7 @@ from whale.errors import PlanError
 from whale.ir.program import Program
 from whale.lowering.micro import Call, roll
 from whale.runtime.compile import compile as compiling
-from whale.runtime.compile import micro_batches as micro
+from whale.runtime.spread import micro_batches as micro
 
 Start = Callable[..., None]
 

@@ -22,12 +22,12 @@ from whale.capture.function import capture_function
 from whale.ir.fingerprint import fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.passes.order import normalise
-from whale.runtime.compile.lower import make_any_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.measure.without_exchanges import apart
 from whale.runtime.run.context import current
+from whale.runtime.spread.lower import make_any_plan
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 Start = Callable[..., None]

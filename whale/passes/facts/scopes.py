@@ -12,8 +12,10 @@ from whale.ir.program import Program
 _PIPELINE = re.compile(r"pipeline_\d+\(micro_batches=(\d+)\)$")
 _SCOPE = re.compile(
     r"(?P<kind>split|replica)_\d+"
-    r"(?:\((?:dim=(?P<dim>-?\d+))?,?(?:sequence=(?P<sequence>\d+))?,?(?:ranks=(?P<ranks>\d+(?:\+\d+)*))?\))?$"
+    r"(?:\((?:axis=(?P<axis>\w+(?:\+\w+)*))?,?(?:dim=(?P<dim>-?\d+))?,?(?:sequence=(?P<sequence>\d+))?,?"
+    r"(?:ranks=(?P<ranks>\d+(?:\+\d+)*))?\))?$"
 )
+_AXES = re.compile(r"\(axis=[\w+]+(?P<more>,|\)$)")
 
 # What passes a variable's elements on, so that what reads the result reads the variable.
 PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}  # these make new memory, of the same elements
@@ -30,6 +32,24 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
 def has_split_scopes(program: Program) -> bool:
     """Whether anything of the program stands under ``wh.split``."""
     return any("split_" in n.scope and split_scope(n.scope) for n in program.nodes)
+
+
+def axes_of_part(part: str) -> tuple[str, ...] | None:
+    """The axes that a part of a path divides tensors over, where it is a split; None: it is none."""
+    match = _SCOPE.match(part)
+    if match is None or match["kind"] != "split":
+        return None
+    return tuple(match["axis"].split("+")) if match["axis"] else ("tensor",)
+
+
+def without_axis(part: str, axis: str) -> str:
+    """A part of a path as ``axis`` sees it: "" for a split over others, and without the axes' names for its own."""
+    axes = axes_of_part(part)
+    if axes is None:
+        return part
+    if axis not in axes:
+        return ""
+    return _AXES.sub(lambda m: "(" if m["more"] == "," else "", part)
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, static_shape
 from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.layout.graph_state import INFINITE, GraphState
+from whale.passes.layout.model import same_kind
 from whale.rules import rule_of
 from whale.rules.base import OpView, replicated
 from whale.rules.graph import handles_lists, holds_variable, view
@@ -22,15 +23,19 @@ class NodeChoice:
         self.state = state
         self._replicated: dict[tuple[int, int], Strategy] = {}
 
-    def strategy(self, node: Node, current: Sequence[Placement]) -> Strategy:
+    def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
         """How the node runs whose operands lie as ``current``.
+
+        Args:
+          like: how it runs in a program that is almost this one; what differs in sizes at most goes first.
 
         Raises:
           NeededWhole: an operand cannot be brought to where the node needs it.
         """
-        if not node.stateful and all(type(p) is Broadcast for p in current) and not self._may_be_divided(node):
+        whole = not node.stateful and all(type(p) is Broadcast for p in current)
+        if whole and (not self._may_be_divided(node) if like is None else _is_whole(like)):
             return self.all_broadcast(node)
-        return self.choose(node, current)
+        return self.choose(node, current, like)
 
     def all_broadcast(self, node: Node) -> Strategy:
         """Of whole operands what is whole, on every rank."""
@@ -44,7 +49,7 @@ class NodeChoice:
             self.state.remakable.update(node.refs())
         return found
 
-    def choose(self, node: Node, current: Sequence[Placement]) -> Strategy:
+    def choose(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
         """The cheapest strategy that the node's rule allows; on the first rank, where there is none."""
         rule = rule_of(node.op)
         op = view(self.state.program, node, self.state.parts)
@@ -70,7 +75,12 @@ class NodeChoice:
             return self.state.on_first_rank(node, why)
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
         flops = matmul_flops(node, op.inputs)
-        if flops:
+        if like is not None:
+            divided = self._divided(node, rule, op) if flops else []
+            if rule is not None:
+                divided += rule.strategies(op, _as_in(like, op, current))
+            options = [o for o in (*options, *divided) if same_kind(o, like)] or options
+        elif flops:
             # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
             # because its gradient would be cheaper to make twice than to move.
             options = [o for o in options if _divides(o)] or self._divided(node, rule, op) or options
@@ -145,6 +155,19 @@ class NodeChoice:
 
     def _potential(self, tensor_bytes: int, placement: Placement) -> float:
         return move_cost(placement, B, max(1, tensor_bytes), self.state.parts)
+
+
+def _as_in(like: Strategy, op: OpView, current: Sequence[Placement]) -> list[Placement]:
+    """How operands would lie as another program has them, where their sizes allow it; else as they do."""
+    found = list(current)
+    for i, (p, t) in enumerate(zip(like.inputs, op.inputs)):
+        if type(p) is not Split or (t.shape is not None and p.dim < len(t.shape) and t.shape[p.dim] == p.extent):
+            found[i] = p
+    return found
+
+
+def _is_whole(option: Strategy) -> bool:
+    return all(type(p) is Broadcast for p in option.inputs + option.outputs)
 
 
 def _divides(option: Strategy) -> bool:

@@ -20,6 +20,7 @@ from whale.passes.facts.rank_groups import RankGroups
 from whale.passes.layout.control_flow import branch, loop
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.graph_state import Axis, GraphState
+from whale.passes.layout.model import Model
 from whale.passes.layout.node_choice import NodeChoice
 from whale.passes.layout.per_rank import AS_ONE_DEVICE, Semantics
 from whale.passes.layout.unmovable import NeededWhole, cannot_be_sent
@@ -37,6 +38,7 @@ def propagate(
     local: Collection[str] = (),
     fixed: Mapping[str, Strategy] = NOTHING,
     gathered: Collection[str] = (),
+    model: Model | None = None,
 ) -> dict[str, GraphLayout]:
     """Strategies for the program (key "") and each function body it calls.
 
@@ -48,6 +50,7 @@ def propagate(
       local: batch inputs that come divided; the others come whole and are cut.
       fixed: strategies of nodes of the program that are decided already.
       gathered: variables that lie split only to be kept so: what is read of them is gathered for who wants it whole.
+      model: how a program that is almost this one lies, which is kept to.
 
     Raises:
       PlanError: a tensor that cannot be sent would have to be.
@@ -55,7 +58,7 @@ def propagate(
     whole: set[tuple[str, Ref]] = set()
     while True:
         try:
-            return _propagate(program, parts, batch, semantics, local, whole, fixed, gathered)
+            return _propagate(program, parts, batch, semantics, local, whole, fixed, gathered, model)
         except NeededWhole as needed:
             if needed.refs <= whole:
                 raise cannot_be_sent(needed) from None
@@ -71,6 +74,7 @@ def _propagate(
     whole: Collection[tuple[str, Ref]],
     fixed: Mapping[str, Strategy],
     gathered: Collection[str],
+    model: Model | None,
 ) -> dict[str, GraphLayout]:
     """``propagate``, given which tensors have to be made whole."""
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
@@ -84,7 +88,7 @@ def _propagate(
         if name in batch and name not in local:
             layout.preferred[Ref(name)] = batch[name]
     sliced = {name: placement for name, placement in batch.items() if name not in program.inputs}
-    Propagation(main, NodeChoice(main), fixed, gathered, sliced).run()
+    Propagation(main, NodeChoice(main), fixed, gathered, sliced, model).run()
     for ref in program.outputs:
         main.need(ref, B, program.by_name[ref.node])
     layout.outputs = tuple(
@@ -100,6 +104,7 @@ class Propagation:
       choice: for the nodes that neither are decided already nor are loops or branches.
       fixed, gathered: see ``propagate``.
       sliced: nodes that yield rows of the batch -> how these are divided.
+      model: see ``propagate``.
     """
 
     def __init__(
@@ -109,8 +114,10 @@ class Propagation:
         fixed: Mapping[str, Strategy] = NOTHING,
         gathered: Collection[str] = (),
         sliced: Mapping[str, Placement] = _NO_ROWS,
+        model: Model | None = None,
     ):
         self.state, self.choice, self.fixed, self.gathered, self.sliced = state, choice, fixed, gathered, sliced
+        self.model = model
 
     def run(self) -> None:
         """Decides about every node that has no strategy yet, in topological order."""
@@ -120,7 +127,10 @@ class Propagation:
             if node.name in strategies:
                 continue
             current = state.seen(node)
-            if (given := self.fixed.get(node.name)) is not None:
+            given = self.fixed.get(node.name)
+            if given is None and self.model is not None:
+                given = self.model.exact(state.program, state.name, node)
+            if given is not None:
                 strategy = given
             elif (spread := per_rank.spread(node, [produced[r] for r in node.inputs])) is not None:
                 strategy = spread
@@ -129,7 +139,8 @@ class Propagation:
             elif node.op in BRANCHES:
                 strategy = branch(state, node, current, self._walk)
             else:
-                strategy = self.choice.strategy(node, current)
+                like = self.model.alike(state.name, node) if self.model is not None else None
+                strategy = self.choice.strategy(node, current, like)
             strategies[node.name] = strategy
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
@@ -157,5 +168,5 @@ class Propagation:
             inner.layout.produced[ref] = placement
             if free:
                 inner.remakable.add(ref)
-        Propagation(inner, NodeChoice(inner)).run()
+        Propagation(inner, NodeChoice(inner), model=self.model).run()
         return inner

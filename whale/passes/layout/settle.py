@@ -8,6 +8,7 @@ from whale.ir.layout import Placement, Strategy
 from whale.ir.program import Program, Ref
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.local_statistics import find_local_statistics, half_local
+from whale.passes.layout.model import Model
 from whale.passes.layout.per_rank import Semantics
 from whale.passes.layout.propagate import NOTHING, propagate
 
@@ -21,6 +22,7 @@ def settled_layouts(
     local: Collection[str] = (),
     fixed: Mapping[str, Strategy] = NOTHING,
     gathered: Collection[str] = (),
+    model: Model | None = None,
 ) -> dict[str, GraphLayout]:
     """The layouts of a program (key "") and of each function body that it calls.
 
@@ -28,7 +30,7 @@ def settled_layouts(
       local_statistics: batch statistics are of each coordinate's rows, but for those whose gradient is written in
         another form: these are whole.
       local_streams: random tensors with the batch's rows are drawn by each coordinate.
-      parts, batch, local, fixed, gathered: see ``propagate``.
+      parts, batch, local, fixed, gathered, model: see ``propagate``.
 
     Raises:
       PlanError: see ``propagate``.
@@ -36,7 +38,8 @@ def settled_layouts(
     whole: set[Ref] = set()
     while True:
         statistics = find_local_statistics(program, whole) if local_statistics and batch else None
-        layouts = propagate(program, parts, batch, Semantics(statistics, local_streams), local, fixed, gathered)
+        semantics = Semantics(statistics, local_streams)
+        layouts = propagate(program, parts, batch, semantics, local, fixed, gathered, model)
         mixed = half_local(program, layouts[""], statistics) if statistics is not None else set()
         if not mixed:
             return layouts

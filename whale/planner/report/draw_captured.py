@@ -105,7 +105,7 @@ def _summary(plan: Plan) -> str:
         return (
             f"{len(plan.stage_groups)} stages, {plan.micro_batches} micro-batches, schedule {plan.schedule or 'none'}"
         )
-    split = [p for p in (plan.inner or plan).variables.values() if isinstance(p, Split)]
+    split = [p for p in plan.variables.values() if isinstance(p, Split)]
     text = f"{plan.split_flops_fraction:.0%} of products and convolutions divided"
     if plan.inner is not None:
         text += f", {plan.size} groups of {plan.inner.size} ranks"

@@ -11,9 +11,9 @@ from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.lower import make_any_plan
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
+from whale.runtime.spread.lower import make_any_plan
 
 
 class _Mark(msgspec.Struct):

@@ -17,11 +17,11 @@ from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Ground, Options, apply, best_way
 from whale.planner.captured.ways import Choice, has_scopes, trains
-from whale.runtime.compile.lower import planned_ranks
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.rates import measured_rates
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
+from whale.runtime.spread.lower import planned_ranks
 
 
 def spread_program(

@@ -27,13 +27,13 @@ from whale.planner.captured.search import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import spread_program
-from whale.runtime.compile.lower import first_ranks, lower_ranks, with_memory
 from whale.runtime.compile.memory_plan import limit_bytes, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
+from whale.runtime.spread.lower import first_ranks, lower_ranks, with_memory
 
 
 @dataclass(frozen=True)

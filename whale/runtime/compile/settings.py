@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whale.errors import PlanError
+from whale.ir.mesh import Axis
 from whale.passes.settings import (
     BatchSettings,
     ExchangeSettings,
@@ -33,6 +34,13 @@ def settings_of(context: Context) -> PlanSettings:
             expected="auto_parallel=True, or wh.stage in the program",
             action="set auto_parallel, or leave pipeline.num_stages out",
         )
+    if config["mesh"] and config["split.ranks"]:
+        raise PlanError(
+            "a mesh and its short form say two things",
+            given=f"mesh={config['mesh']}, split.ranks={config['split.ranks']}",
+            expected="one of the two",
+            action="leave split.ranks out: mesh has the sizes of all axes",
+        )
     return PlanSettings(
         size=context.size,
         batch=BatchSettings(
@@ -60,4 +68,5 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         dump=config["dump"] if context.rank == 0 else "",
+        mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )

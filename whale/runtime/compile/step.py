@@ -26,7 +26,6 @@ from whale.lowering.micro import CALL
 from whale.passes.facts.stages import has_stages
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
-from whale.runtime.compile.stage_groups import uses_of_stage_groups
 from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.whole_batch import whole_batch
 from whale.runtime.ranks.faults import raise_comm_error
@@ -35,6 +34,7 @@ from whale.runtime.run.annotate import in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import refuse_lone_writes
+from whale.runtime.spread.stage_groups import uses_of_stage_groups
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_placements import refuse_other_placements
 from whale.runtime.variables.stage_variables import Use

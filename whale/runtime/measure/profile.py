@@ -24,10 +24,10 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.order import make_plan
-from whale.runtime.compile.mesh import plan_program
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.steps import step_seconds
 from whale.runtime.measure.without_exchanges import apart, talks_inside
+from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import Planned, rank_programs
 

@@ -38,6 +38,7 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
     devices: tuple[int, ...] | None = None
     dim: int | None = None
     sequence: int | None = None
+    axis: str | tuple[str, ...] | None = None
 
 
 class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,7 +55,8 @@ class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
             if isinstance(given, int):
                 found.append(NamedScope(kind, number=given))
             elif given is not None:
-                found.append(NamedScope(kind, given.devices, given.dim, given.sequence))
+                axis = (given.axis,) if isinstance(given.axis, str) else given.axis
+                found.append(NamedScope(kind, given.devices, given.dim, given.sequence, axis))
         return found
 
 

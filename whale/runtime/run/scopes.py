@@ -21,25 +21,29 @@ SCOPE_ATTRIBUTE = "_whale_scope"
 
 @contextmanager
 def entered(
-    kind: str, devices: tuple[int, ...] | None, dim: int | None = None, sequence: int | None = None
+    kind: str,
+    devices: tuple[int, ...] | None,
+    dim: int | None = None,
+    sequence: int | None = None,
+    axis: tuple[str, ...] | None = None,
 ) -> Iterator[None]:
     """Annotates what is built inside with a new scope of ``kind``; its settings and some of the ranks go into its name.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: devices that are no ranks of the run; ``sequence`` is neither 0 nor 1.
+      PlanError: devices that are no ranks of the run; ``sequence`` is neither 0 nor 1; ``axis`` is no name.
     """
     context = current(f"the scope wh.{kind}")
-    with _in_scope(context, kind, _settings(kind, devices, dim, sequence, context)):
+    with _in_scope(context, kind, _settings(NamedScope(kind, devices, dim, sequence, axis), context)):
         yield
 
 
-def _settings(
-    kind: str, devices: tuple[int, ...] | None, dim: int | None, sequence: int | None, context: Context
-) -> str:
+def _settings(scope: NamedScope, context: Context) -> str:
     """What a replica's or a split's part of a path says behind its number."""
-    size = _checked(kind, devices, context)
-    settings = [f"dim={dim}"] if dim is not None else []
+    devices, sequence = scope.devices, scope.sequence
+    size = _checked(scope.kind, devices, context)
+    settings = [f"axis={'+'.join(_named_axes(scope.axis))}"] if scope.axis is not None else []
+    settings += [f"dim={scope.dim}"] if scope.dim is not None else []
     if sequence is not None:
         if sequence not in (0, 1) or isinstance(sequence, bool):
             raise PlanError(
@@ -55,14 +59,28 @@ def _settings(
     return f"({','.join(settings)})" if settings else ""
 
 
+def _named_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """``axes``; raises PlanError for what cannot be the name of one."""
+    for axis in axes:
+        if not isinstance(axis, str) or not axis.isidentifier() or axis == "stage":
+            raise PlanError(
+                "a split is over an axis that no mesh can have",
+                given=f"axis={axis!r}",
+                expected="a name as in mesh=data=2,tensor=4; stages are made by wh.stage",
+                action="correct axis, or leave it out for the axis tensor",
+            )
+    return axes
+
+
 @dataclass(frozen=True)
 class NamedScope:
-    """A scope of ``wh.annotate``: kind (replica, split or stage) and arguments; ``number`` is that of a stage."""
+    """A scope: kind (replica, split or stage) and arguments; ``number`` is that of a stage of ``wh.annotate``."""
 
     kind: str
     devices: tuple[int, ...] | None = None
     dim: int | None = None
     sequence: int | None = None
+    axis: tuple[str, ...] | None = None
     number: int | None = None
 
 
@@ -76,7 +94,7 @@ def scope_part(scope: NamedScope, number: int, context: Context) -> str:
       PlanError: devices that are no ranks of the run; a ``sequence`` that is none.
     """
     if scope.kind != "stage":
-        return f"{scope.kind}_{number}{_settings(scope.kind, scope.devices, scope.dim, scope.sequence, context)}"
+        return f"{scope.kind}_{number}{_settings(scope, context)}"
     _checked("stage", scope.devices, context)
     ranks = "" if scope.devices is None else f"({_ranks(scope.devices)})"
     return f"stage_{number if scope.number is None else scope.number}{ranks}"

@@ -10,7 +10,7 @@ from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype
 from whale.lowering.emit import COMMUNICATOR
 from whale.runtime.compile.compile import Compiled
-from whale.runtime.compile.stage_groups import uses_of_stage_groups
+from whale.runtime.spread.stage_groups import uses_of_stage_groups
 from whale.runtime.variables.stage_variables import Use
 
 

@@ -27,12 +27,12 @@ from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
-from whale.runtime.compile.lower import first_ranks, make_any_plan, with_memory
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
+from whale.runtime.spread.lower import first_ranks, make_any_plan, with_memory
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
 from whale.runtime.tools.what_if import compared, read_what_if
 

@@ -14,7 +14,7 @@ from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.lower import lower_ranks
+from whale.runtime.spread.lower import lower_ranks
 
 
 @dataclass(frozen=True)

@@ -260,8 +260,8 @@ def test_graphs_that_are_too_wide_go_to_the_integer_program(monkeypatch: pytest.
     assert planned(program, 2).logical_bytes == expected.logical_bytes and seen.called
 
 
-def test_what_enters_a_loop_or_branch_divided_stays_so() -> None:
-    """Columns that a split layer makes go through a loop and a branch; nothing is brought together in between."""
+def carried() -> Program:
+    """Two layers, and between them a loop and a branch through which columns go."""
     b = Builder("carried")
     x = b.input("x", (8, 12))
     b.scope = "split_0"
@@ -277,10 +277,14 @@ def test_what_enters_a_loop_or_branch_divided_stays_so() -> None:
     yes, no = then.build([then.op("Neg", one)]), other.build([other.op("Square", two)])
     flag = b.op("Less", b.reduce("Sum", b.read(w2, name="w2/flag"), 0, 1), b.const(0.0))
     chosen = b.branch(flag, yes, no, Ref(loop.node, 1))
-    program = b.build([b.matmul(chosen, b.read(w2, name="w2/read"), name="layer2")])
-    plan = planned(program, 2)
+    return b.build([b.matmul(chosen, b.read(w2, name="w2/read"), name="layer2")])
+
+
+def test_what_enters_a_loop_or_branch_divided_stays_so() -> None:
+    """Columns that a split layer makes go through a loop and a branch; nothing is brought together in between."""
+    plan = planned(carried(), 2)
     columns = split(1, (12, 12))
     assert plan.strategies[""]["loop"].outputs == (B, columns) and plan.strategies[""]["branch"].outputs == (columns,)
-    assert plan.strategies["turn"][turned.outputs[1].node].outputs == (columns,)
+    assert columns in [p for s in plan.strategies["turn"].values() for p in s.outputs]
     assert not [r for r in plan.reshards if r.graph and r.bytes]
     assert {n: p.dim for n, p in plan.variables.items() if isinstance(p, Split)} == {"w1": 1, "w2": 0}

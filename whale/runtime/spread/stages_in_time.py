@@ -15,7 +15,7 @@ from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_pla
 from whale.passes.in_time.phases import kinds, phases_of_rank
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
-from whale.runtime.compile.micro_batches import batch_rows
+from whale.runtime.spread.micro_batches import batch_rows
 
 
 class WholeInTime:

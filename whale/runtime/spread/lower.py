@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
+from whale.ir.mesh import format_axes
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
@@ -24,9 +25,9 @@ from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.mesh import lower_mesh, plan_program
-from whale.runtime.compile.micro_batches import in_micro_batches
-from whale.runtime.compile.stage_groups import lower_stage_groups, plan_stage_groups
+from whale.runtime.spread.mesh import lower_mesh, plan_program
+from whale.runtime.spread.micro_batches import in_micro_batches
+from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups
 
 _MOST_RANKS_SHOWN = 8
 
@@ -41,6 +42,7 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
     unable = {
         "wh.stage": bool(stage_groups),
         f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,
+        f"mesh {format_axes(settings.mesh)}": len([a for a in settings.mesh if a.size > 1]) > 1,
         f"pipeline.num_micro_batch={settings.time.micro_batches}": settings.time.micro_batches > 1,
     }
     refuse_rank_groups(program, settings.size, unable)

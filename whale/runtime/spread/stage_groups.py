@@ -21,7 +21,7 @@ from whale.passes.lay_out import expand
 from whale.passes.normalise.annotate import task_graphs
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.stages_in_time import WholeInTime
+from whale.runtime.spread.stages_in_time import WholeInTime
 from whale.runtime.variables.stage_variables import Use
 
 

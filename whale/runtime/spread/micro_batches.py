@@ -9,20 +9,27 @@ from whale.lowering.emit import reshard_name
 from whale.lowering.micro import roll
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.mesh import SECOND_AXIS
+from whale.runtime.spread.levels import chain, prefix_of
 
 
-def batch_rows(program: Program, plan: Plan, rank: int) -> dict[str, Split]:
-    """Nodes of ``rank``'s program that yield its rows of the batch -> how these are cut into micro-batches."""
-    inner, place, prefix = (plan, rank, "whale") if plan.inner is None else (
-        plan.inner, rank % plan.inner.size, SECOND_AXIS)  # fmt: skip
+def batch_rows(program: Program, plan: Plan, position: int) -> dict[str, Split]:
+    """Nodes of a rank's program that yield its rows of the batch -> how these are cut into micro-batches.
+
+    Args:
+      position: of the rank in the mesh of the plan's axes.
+    """
+    levels = list(chain(plan))
+    place = position % levels[-1].size
     found: dict[str, Split] = {}
-    for b in inner.batch_inputs:
+    for b in plan.batch_inputs:
         assert isinstance(b.placement, Split)
-        count = b.placement.local(place)
-        names = [b.name, reshard_name(prefix, Ref(b.name), b.placement)]
+        sizes = b.placement.sizes[position - place : position - place + levels[-1].size]
+        own = split(b.placement.dim, sizes, b.placement.blocks)
+        count = own.local(place)
+        names = [b.name, f"{b.name}/whale_rows", reshard_name(prefix_of(len(levels) - 1), Ref(b.name), own)]
         name = next((n for n in reversed(names) if n in program.by_name), "")
-        if name and (program.by_name[name].outputs[0].shape or (None,))[0] == count:
+        shape = program.by_name[name].outputs[0].shape if name else None
+        if name and (shape or (None,))[0] == count:
             found[name] = split(0, even_sizes(count, plan.micro_batches))
     return found
 

@@ -1,0 +1,65 @@
+"""Ranks in a grid of named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+# Attribute of communication ops until they name ranks: the axis along which they communicate.
+AXIS = "_axis"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of a mesh: its name, and how many coordinates it has."""
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks in order of their coordinates, those of the last axis next to each other.
+
+    Attributes:
+      axes: from the outermost to the innermost one, which is also the order in which they are planned.
+      ranks: as many as the axes have coordinates together.
+    """
+
+    axes: tuple[Axis, ...]
+    ranks: tuple[int, ...]
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Where a rank is, one number per axis."""
+        return coordinates_of(self.ranks.index(rank), [a.size for a in self.axes])
+
+    def along(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` in the coordinate of one axis only, itself included."""
+        k = next(i for i, a in enumerate(self.axes) if a.name == axis)
+        step = prod(a.size for a in self.axes[k + 1 :])
+        position = self.ranks.index(rank)
+        first = position - position // step % self.axes[k].size * step
+        return tuple(self.ranks[first + i * step] for i in range(self.axes[k].size))
+
+    def with_last(self, axis: str) -> tuple[int, ...]:
+        """All ranks, those that differ in the coordinate of one axis only next to each other."""
+        groups = dict.fromkeys(self.along(rank, axis) for rank in self.ranks)
+        return tuple(rank for group in groups for rank in group)
+
+
+def coordinates_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates of a position in a grid, the last one running fastest."""
+    found: list[int] = []
+    for size in reversed(sizes):
+        position, coordinate = divmod(position, size)
+        found.append(coordinate)
+    return tuple(reversed(found))
+
+
+def format_axes(axes: Sequence[Axis]) -> str:
+    """``data=2,tensor=4``, as the configuration has it."""
+    return ",".join(map(str, axes))

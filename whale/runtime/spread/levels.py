@@ -1,0 +1,283 @@
+"""Programs axis by axis: what the ranks of equal first coordinates run, and the plan of the axis after.
+
+Groups of equal first coordinates run almost the same program. The first coordinate alone has nodes that run once, and
+groups may have unequal rows; so the plan of the first coordinates is the model, by which those of others are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import B, Placement, Split, Strategy, split
+from whale.ir.mesh import AXIS, Axis, Mesh
+from whale.ir.ops import EXCHANGES
+from whale.ir.plan import BatchInput, Plan
+from whale.ir.program import Program
+from whale.lowering.local import localise
+from whale.passes.facts.axes import seen_along
+from whale.passes.lay_out import expand
+from whale.passes.layout.model import same_kind
+from whale.passes.normalise.annotate import annotate
+from whale.passes.order import complete_plan, make_plan
+from whale.passes.settings import PlanSettings
+from whale.runtime.spread.placing import marked
+
+
+def prefix_of(level: int) -> str:
+    """What the names of nodes begin with that lowering for an axis adds."""
+    return "whale" if level == 0 else f"whale/axis_{level}"
+
+
+class Levels:
+    """A program over the axes of a mesh: what ranks of equal first coordinates run, and the plan of the axis after.
+
+    Coordinates are a tuple with one number for each axis that the program is lowered for already.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        settings: PlanSettings,
+        axes: Sequence[Axis],
+        rows: Sequence[BatchInput],
+        models: Sequence[Plan] = (),
+    ):
+        """
+        Args:
+          rows: the batch inputs with the rows of every rank.
+          models: the plan of each axis for the first coordinates; (): they are to be made.
+        """
+        self.settings, self.axes, self.rows = settings, tuple(axes), tuple(rows)
+        self.models = list(models)
+        self._programs: dict[tuple[int, ...], Program] = {(): program}
+        self._expanded: dict[tuple[int, ...], Program] = {}
+        self._plans: dict[tuple[int, ...], Plan] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """The extents of the axes."""
+        return [a.size for a in self.axes]
+
+    def made(self) -> Plan:
+        """The plans of all axes, each the ``inner`` one of that before."""
+        found: Plan | None = None
+        mark = fingerprint(self._programs[()])
+        for level in reversed(range(len(self.axes))):
+            first = (0,) * level
+            inner, own = found, self.plan(first)
+            found = replace(own, axis=self.axes[level].name, fingerprint=mark, batch_inputs=self._of_ranks(first))
+            if inner is not None:
+                found = replace(
+                    found,
+                    inner=inner,
+                    inner_bytes=sum(n * self._bytes((*first, c)) for c, n in self._classes(first)),
+                    repeats=self._repeats(first, own),
+                    variables={**own.variables, **inner.variables},
+                )
+        assert found is not None
+        return found
+
+    def program(self, at: tuple[int, ...]) -> Program:
+        """What the ranks with these first coordinates run."""
+        if at not in self._programs:
+            *before, coordinate = at
+            outer = tuple(before)
+            lowered = self.localised(self.expanded(outer), self.plan(outer), outer, coordinate)
+            scopes = self.expanded(outer).by_name
+            self._programs[at] = _in_scopes(lowered, {name: node.scope for name, node in scopes.items()})
+        return self._programs[at]
+
+    def localised(self, expanded: Program, plan: Plan, outer: tuple[int, ...], coordinate: int) -> Program:
+        """A program lowered for the axis after ``outer``, whose exchanges say that they are along it."""
+        level = len(outer)
+        lowered = localise(expanded, plan, coordinate, "", None, prefix_of(level))
+        return marked(lowered, self.axes[level].name)
+
+    def expanded(self, at: tuple[int, ...]) -> Program:
+        """``program`` as the plan of the next axis speaks of it."""
+        if at not in self._expanded:
+            self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self._settings(at))
+        return self._expanded[at]
+
+    def plan(self, at: tuple[int, ...]) -> Plan:
+        """The plan of the axis after these coordinates."""
+        if at not in self._plans:
+            level, settings = len(at), self._settings(at)
+            if any(at):
+                found = self._completed(at, settings)
+            elif level < len(self.models):
+                found = self.models[level]
+                found = replace(
+                    found, inner=None, batch_inputs=settings.batch.inputs or (), variables=own_variables(found)
+                )
+            else:
+                found = make_plan(seen_along(self.program(at), self.axes[level].name), settings)
+                self.models.append(found)
+            self._plans[at] = found
+        return self._plans[at]
+
+    def position(self, at: tuple[int, ...]) -> int:
+        """Position in the mesh of the first rank with these coordinates."""
+        return sum(c * prod(self.sizes[i + 1 :]) for i, c in enumerate(at))
+
+    def _completed(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
+        """The model's plan for what ranks with other coordinates run."""
+        level = len(at)
+        model, program = self.plan((0,) * level), seen_along(self.program(at), self.axes[level].name)
+        found = complete_plan(program, settings, model)
+        for graph, body in (("", program), *program.functions.items()):
+            mine, first = found.strategies.get(graph, {}), model.strategies.get(graph, {})
+            for node in body.nodes:
+                if AXIS in node.attrs and node.name in mine and node.name in first:
+                    self._refuse_unlike(node.name, mine[node.name], first[node.name], at)
+        return found
+
+    def _refuse_unlike(self, name: str, mine: Strategy, first: Strategy, at: tuple[int, ...]) -> None:
+        """Raises PlanError where groups would join unlike parts of a tensor."""
+        if not same_kind(mine, first):
+            raise PlanError(
+                "groups of ranks would exchange a tensor of which they hold unlike parts",
+                op=name,
+                given=f"{mine} in the group at {at}, {first} in the first one",
+                expected="the same parts in every group",
+                action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows",
+            )
+
+    def _settings(self, at: tuple[int, ...]) -> PlanSettings:
+        """For the axis after these coordinates. Within a group, statistics and random numbers are the group's."""
+        level, sizes = len(at), self.sizes
+        last = level == len(sizes) - 1
+        name, axes = self.axes[level].name, self.settings.split.known_axes
+        known = {n: p if axes.get(n, "tensor") == name else B for n, p in self.settings.split.known.items()}
+        known |= {n: B for before in range(level) for n in self.plan(at[:before]).variables}
+        inside = prod(sizes[level + 1 :])
+        batch = tuple(replace(b, placement=summed(b, inside), local=b.local or not last) for b in self._of_ranks(at))
+        changes: dict[str, Any] = {
+            "size": sizes[level],
+            "devices": () if last else tuple(_named(g) for g in self._groups(at)),
+            "batch__inputs": batch,
+            "batch__shares": (),
+            "batch__local": {},
+            "split__ranks": 0,
+            "split__known": known,
+        }
+        if level:
+            changes |= {"batch__local_statistics": False, "batch__local_streams": False}
+        if not last:
+            changes |= {"zero__level": 0, "exchange__group_bytes": 0}
+        return self.settings.but(**changes)
+
+    def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
+        """The batch inputs with the rows of each rank that has these first coordinates."""
+        first, count = self.position(at), prod(self.sizes[len(at) :])
+        return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
+
+    def _groups(self, at: tuple[int, ...]) -> list[range]:
+        """Positions of the ranks at each coordinate of the axis after ``at``."""
+        first, count = self.position(at), prod(self.sizes[len(at) + 1 :])
+        return [range(first + c * count, first + (c + 1) * count) for c in range(self.sizes[len(at)])]
+
+    def _classes(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(coordinate, how many are like it) of the axis after ``at``: the first one, and others by their rows."""
+        found: dict[tuple, list[int]] = {}
+        for c, group in enumerate(self._groups(at)):
+            rows = tuple(tuple(sizes_of(b)[i] for i in group) for b in self.rows)
+            found.setdefault((c == 0, rows), []).append(c)
+        return [(members[0], len(members)) for members in found.values()]
+
+    def _bytes(self, at: tuple[int, ...]) -> int:
+        """What moves along the axes after these coordinates, in logical bytes."""
+        if len(at) == len(self.axes):
+            return 0
+        plan = self.plan(at)
+        if len(at) == len(self.axes) - 1:
+            return plan.logical_bytes
+        repeats = self._repeats(at, plan)
+        own = sum(r.bytes * repeats.get(r.key, 1) for r in plan.reshards)
+        return own + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
+
+    def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
+        """Key of a change of layout -> how often it takes place: once in each group that has the whole tensor."""
+        found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
+        below = at
+        for level in range(len(at) + 1, len(self.axes)):
+            below = (*below, 0)
+            for key in self._moved_whole(below, found):
+                found[key] *= self.sizes[level]
+        return found
+
+    def _moved_whole(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
+        """Of the exchanges of an earlier axis, those that the next axis does not divide."""
+        strategies, program = self.plan(at).strategies, self.expanded(at)
+        found = set()
+        for graph, body in (("", program), *program.functions.items()):
+            for node in body.nodes if graph in strategies else ():
+                key = str(node.attrs.get("key", "")) if node.op in EXCHANGES else ""
+                key = key if key in keys else key.rpartition("/")[0]  # sends and receives say who
+                strategy = strategies[graph].get(node.name)
+                if key in keys and strategy is not None:
+                    if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+                        found.add(key)
+        return found
+
+
+def levels_of(program: Program, plan: Plan, settings: PlanSettings) -> Levels:
+    """What a plan of several axes, or of one, says of a normalised program."""
+    models = list(chain(plan))
+    axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(models)]
+    return Levels(program, settings, axes, plan.batch_inputs, models)
+
+
+def chain(plan: Plan) -> Iterator[Plan]:
+    """The plans of all axes, outermost first."""
+    found: Plan | None = plan
+    while found is not None:
+        yield found
+        found = found.inner
+
+
+def own_variables(plan: Plan) -> dict[str, Placement]:
+    """The variables that lie split over a plan's own axis, and not over those inside."""
+    inside = plan.inner.variables if plan.inner is not None else {}
+    return {name: p for name, p in plan.variables.items() if name not in inside}
+
+
+def mesh_of(plan: Plan, ranks: Sequence[int]) -> Mesh:
+    """The mesh that a plan's axes make of ranks."""
+    return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))), tuple(ranks))
+
+
+def sizes_of(b: BatchInput) -> tuple[int, ...]:
+    """The rows of each rank."""
+    assert isinstance(b.placement, Split)
+    return b.placement.sizes
+
+
+def with_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Split:
+    """The batch input's placement with other rows."""
+    assert isinstance(b.placement, Split)
+    return split(b.placement.dim, sizes, b.placement.blocks)
+
+
+def summed(b: BatchInput, group: int) -> Split:
+    """The rows of each group of so many ranks."""
+    sizes = sizes_of(b)
+    return with_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _in_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
+    """``lowered`` whose nodes have the scopes that they had; what lowering added is in that of what it moves."""
+    scope: dict[str, str] = {}
+    for node in lowered.nodes:
+        found = [scope[r.node] for r in node.inputs if scope[r.node]]
+        scope[node.name] = known.get(node.name, node.scope) or (found[0] if found and node.name not in known else "")
+    return annotate(lowered.with_nodes(tuple(replace(n, scope=scope[n.name]) for n in lowered.nodes)))

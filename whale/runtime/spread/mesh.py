@@ -1,0 +1,107 @@
+"""Programs over a mesh of any number of axes: each axis is planned and lowered like the only one, program -> program.
+
+A rule says what one axis may do, and several axes do it one after the other. The program is planned and lowered for the
+outermost axis; what the ranks of one coordinate then run is a program again, with local shapes and communication ops,
+and is planned and lowered for the next axis like any other. Communication ops of earlier axes have rules like other
+ops: each rank of a group sends the part that it holds to the ranks of equal place in the other groups.
+
+An axis divides tensors under the ``wh.split`` scopes that name it and rows elsewhere (``whale.passes.facts.axes``).
+
+  plan_program    the plan of a normalised program over the axes that make a difference
+  lower_mesh      what each rank runs under a plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import even_sizes
+from whale.ir.mesh import Axis, format_axes
+from whale.ir.plan import BatchInput, Plan
+from whale.ir.program import Program
+from whale.passes.facts.axes import axes_of, seen_along
+from whale.passes.facts.batch import batch_inputs
+from whale.passes.order import make_plan
+from whale.passes.settings import PlanSettings
+from whale.runtime.spread.levels import Levels, levels_of, mesh_of, sizes_of, summed, with_sizes
+from whale.runtime.spread.placing import cut_rows, placed, with_check
+
+
+def plan_program(program: Program, settings: PlanSettings) -> Plan:
+    """The plan of a normalised program over the axes that make a difference to it.
+
+    Raises:
+      PlanError: see ``make_plan`` and ``axes_of``; the program sends its gradients through Horovod or devices.
+    """
+    axes = axes_of(program, settings)
+    if len(axes) == 1:
+        return over_one_axis(program, settings, axes[0])
+    _refuse(settings, axes)
+    rows = _rows(program, settings, [a.size for a in axes])
+    return Levels(program, settings, axes, rows).made()
+
+
+def over_one_axis(program: Program, settings: PlanSettings, axis: Axis) -> Plan:
+    """The plan of a normalised program of which all ranks are on one axis."""
+    seen = seen_along(program, axis.name)
+    plan = make_plan(seen, settings)
+    return replace(plan, axis=axis.name) if seen is program else replace(
+        plan, axis=axis.name, fingerprint=fingerprint(program)
+    )  # fmt: skip
+
+
+def lower_mesh(
+    program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
+) -> list[Program]:
+    """What each of ``ranks`` runs under a plan of several axes."""
+    levels, mesh = levels_of(program, plan, settings), mesh_of(plan, range(plan.mesh_size))
+    found = []
+    for rank in ranks:
+        at = mesh.coordinates(rank)
+        *outer, last = at
+        lowered = levels.localised(levels.expanded(tuple(outer)), levels.plan(tuple(outer)), tuple(outer), last)
+        lowered = placed(lowered, mesh, rank, comm)
+        lowered = with_check(lowered, rank, comm, plan.fingerprint, what)
+        found.append(with_own_rows(lowered, program, levels, tuple(outer)))
+    return found
+
+
+def with_own_rows(lowered: Program, program: Program, levels: Levels, outer: tuple[int, ...]) -> Program:
+    """A rank's program that takes whole batches, of which it cuts the rows of its innermost group."""
+    innermost = levels.sizes[-1]
+    for b in levels.rows:
+        if not b.local and outer:
+            lowered = cut_rows(lowered, program, b, summed(b, innermost), levels.position(outer) // innermost)
+    return lowered
+
+
+def _refuse(settings: PlanSettings, axes: Sequence[Axis]) -> None:
+    if settings.exchange.backend != "whale":
+        raise PlanError(
+            "groups of ranks communicate through Whale only",
+            given=f'mesh {format_axes(axes)}, communication.backend="{settings.exchange.backend}"',
+            expected='communication.backend="whale"',
+            action="leave communication.backend out",
+        )
+
+
+def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
+    """The batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn."""
+    asked = settings.batch
+    if asked.inputs is not None:
+        found = asked.inputs
+    else:
+        found = batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local)
+    if asked.local or asked.shares or asked.inputs is not None:
+        return tuple(found)
+    return tuple(replace(b, placement=with_sizes(b, _nested(sum(sizes_of(b)), sizes))) for b in found)
+
+
+def _nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each rank: over the first axis as even as can be, then those of each part over the next."""
+    if not sizes:
+        return (rows,)
+    return tuple(n for part in even_sizes(rows, sizes[0]) for n in _nested(part, sizes[1:]))
