@@ -45,6 +45,7 @@ def difference(run: Run, **more: Any) -> tuple[float, str]:
         "zero.min_bytes": 0,
         "sync_batch_norm": True,
         "random": "global",
+        "mesh": run.layout.mesh,
         **more,
     }
     wh.init(wh.Config(config))

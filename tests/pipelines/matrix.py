@@ -17,6 +17,7 @@ class Layout:
       model: see ``tests.pipelines.models``.
       devices: ranks of each stage; empty: as Whale shares them out.
       split: whether a layer is under ``wh.split`` inside its stage.
+      mesh: named axes of the ranks, if any.
       interleaved: whether the ranks have several stages each.
     """
 
@@ -26,6 +27,7 @@ class Layout:
     devices: tuple[tuple[int, ...], ...] = ()
     split: bool = False
     interleaved: bool = False
+    mesh: str = ""
 
 
 LAYOUTS = (
@@ -37,6 +39,10 @@ LAYOUTS = (
     Layout("2 -> 3 ranks", "chain 2", 5, ((0, 1), (2, 3, 4))),
     Layout("3 -> 1 -> 2 ranks", "chain 3", 6, ((0, 1, 2), (3,), (4, 5))),
     Layout("interleaved", "chain 4", 2, interleaved=True),
+    Layout("2 stages x 2 x 2", "chain 2", 8, split=True, mesh="stage=2,data=2,tensor=2"),
+    Layout("2 x 2 stages x 2", "chain 2", 8, split=True, mesh="data=2,stage=2,tensor=2"),
+    Layout("4 -> 2 ranks, split 2", "chain 2", 6, ((0, 1, 2, 3), (4, 5)), split=True, mesh="tensor=2"),
+    Layout("interleaved x 2 x 2", "chain 4", 8, split=True, interleaved=True, mesh="stage=2,data=2,tensor=2"),
     Layout("two towers", "towers", 3),
     Layout("two towers, contrastive", "contrastive", 3),
     Layout("tied embeddings", "tied", 3),
@@ -65,7 +71,7 @@ class Run:
 
 def is_legal(layout: Layout, micro_batches: int, schedule: str) -> bool:
     """Whether there is such a schedule: see docs/guides/pipeline.md."""
-    if layout.interleaved and (schedule != "1f1b" or micro_batches % layout.ranks):
+    if layout.interleaved and (schedule != "1f1b" or micro_batches % 2):
         return micro_batches == 1
     if layout.model == "contrastive" and micro_batches > 1:
         return False  # a loss over the whole batch

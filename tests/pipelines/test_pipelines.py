@@ -15,6 +15,7 @@ SAMPLE = random.Random(7).sample(list(all_runs()), 5)
 # A weight that several stages read, in a graph whose gradients were built outside all scopes.
 SAMPLE += [run for run in all_runs() if str(run) == "tied embeddings, 4 micro-batches, 1f1b, adam, tf1"]
 SAMPLE += [Run(REPLICAS, 4, "zb-h1", "adam", recompute=True, zero=3)]
+SAMPLE += [Run(next(x for x in LAYOUTS if x.name == "2 stages x 2 x 2"), 4, "zb-h1")]
 
 
 @pytest.mark.parametrize("run", SAMPLE, ids=str)
@@ -23,6 +24,8 @@ def test_a_pipeline_is_as_one_device(run: Run) -> None:
     assert error <= LIMIT, where
 
 
-def test_what_does_not_go_with_stages_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"split\.ranks=1\b.*\n.*all ranks of their stage"):
-        difference(Run(REPLICAS, 1, "1f1b"), **{"split.ranks": 1})
+def test_a_mesh_that_the_stages_do_not_fill_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"cannot be shared among the stages of the mesh\n  given: mesh stage=3,data=1, 2 st"
+    ):
+        difference(Run(REPLICAS, 1, "1f1b"), mesh="stage=3,data=1")

@@ -1,146 +1,86 @@
-"""How a tensor goes from one stage group to another: as it is between as many ranks, and else by way of parts.
+"""How a tensor goes from one stage group to another, between meshes of any axes.
 
-A partial sum is scattered before it is sent. What the receiving ranks want whole, or as a partial sum, is sent to each
-in part and gathered there, so that each byte crosses once; what is small is sent to each of them as it is.
+Where both have the same mesh, a rank receives what the rank of its coordinates sends. Else every rank holds a block of
+the tensor, given by spans of its dimensions, and receives what other blocks have in common with its own. A partial sum
+is scattered before it is sent. What the receiving ranks want whole, or as a partial sum, is sent to each in part and
+gathered there, so that each byte crosses once; what is small is sent to each of them as it is.
+
+  sent_as, received_as    how a tensor lies when it is sent, and how when it has arrived
+  block_of                what one rank holds of it
+  parts                   what each receiving rank gets of which sender
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 
-from whale.errors import PlanError
-from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Split, even_sizes, split
+from whale.ir.layout import FIRST, B, Broadcast, PerRank, Placement, Split, even_sizes, local_shape, split
 from whale.ir.values import Dims, TensorType, static_shape
 
 _LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that it saves
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
-    """A tensor between two stage groups.
+class Span:
+    """What is held of one dimension: ``count`` positions from ``first`` of each of ``blocks`` runs of ``run``."""
 
-    Attributes:
-      sent: how it lies over the sending ranks.
-      received: how over the receiving ones.
-      direct: coordinate c receives what coordinate c sends.
-    """
+    blocks: int
+    run: int
+    first: int
+    count: int
 
-    sent: Placement
-    received: Placement
-    direct: bool = False
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the dimension is held."""
+        return self.count == self.run
 
-    def bytes(self, t: TensorType, size: int) -> int:
-        """Bytes that are sent in total, to ``size`` ranks; 0 where nobody knows before the run."""
-        if not t.is_static:
-            return 0
-        return t.bytes if isinstance(self.received, Split) or self.received == FIRST else t.bytes * size
+    @property
+    def size(self) -> int:
+        """Positions that are held."""
+        return self.blocks * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one coordinate sends to one of another stage group.
+    """What a rank at position ``sender`` of its mesh sends to one at ``receiver`` of another one.
 
     Attributes:
-      extents: (dimension, size) where it is smaller than the sender's or the receiver's tensor.
-      cut: whether it is ``count`` positions from ``first`` of dimension ``dim`` of what the sender has, in each of its
-        ``blocks`` runs; else it is all of that.
+      spans: of the whole tensor, by dimension; None: all that the sender holds.
+      cut: dimension -> (runs, position in each of the sender's runs, how many), where it does not send all it holds.
     """
 
     sender: int
     receiver: int
-    extents: tuple[tuple[int, int], ...] = ()
-    cut: bool = False
-    dim: int = 0
-    blocks: int = 1
-    first: int = 0
-    count: int = 0
+    spans: tuple[Span, ...] | None = None
+    cut: tuple[tuple[int, int, int, int], ...] = ()
 
     def shape(self, shape: Dims | None) -> Dims | None:
-        """Its shape, given the sender's or the receiver's."""
-        if shape is None:
-            return None
-        sizes = dict(self.extents)
-        return tuple(sizes.get(d, n) for d, n in enumerate(shape))
+        """Its shape, given the sender's own."""
+        return shape if self.spans is None else tuple(s.size for s in self.spans)
 
 
-def parts(crossing: Crossing, makers: int, readers: int) -> list[Part]:
-    """All that is sent, by receiver and then by sender."""
-    if crossing.direct:
-        return [Part(c, c) for c in range(1 if crossing.sent == FIRST else makers)]
-    have, want = crossing.sent, crossing.received
-    found = []
-    for reader in range(1 if want == FIRST else readers):
-        if isinstance(want, Split) and not want.sizes[reader]:
-            continue
-        if isinstance(have, Split):
-            found += [p for maker in sorted(have.holders) if (p := _part(have, want, maker, reader)) is not None]
-        else:
-            found.append(_cut_of_whole(want, 0 if have == FIRST else reader % makers, reader))
-    return found
-
-
-def _part(have: Split, want: Placement, maker: int, reader: int) -> Part | None:
-    mine = (have.dim, have.local(maker))
-    if not isinstance(want, Split):
-        return Part(maker, reader, (mine,))
-    if want.dim != have.dim:
-        of_whole = _cut_of_whole(want, maker, reader)
-        return replace(of_whole, extents=(mine, *of_whole.extents))
-    low = max(have.offset(maker), want.offset(reader))
-    high = min(have.offset(maker) + have.sizes[maker], want.offset(reader) + want.sizes[reader])
-    if low >= high:
-        return None
-    extents = ((have.dim, have.blocks * (high - low)),)
-    cut = high - low < have.sizes[maker]
-    return Part(maker, reader, extents, cut, have.dim, have.blocks, low - have.offset(maker), high - low)
-
-
-def _cut_of_whole(want: Placement, maker: int, reader: int) -> Part:
-    if not isinstance(want, Split):
-        return Part(maker, reader)
-    first, count = want.offset(reader), want.sizes[reader]
-    extents = ((want.dim, want.blocks * count),)
-    return Part(maker, reader, extents, count < want.run, want.dim, want.blocks, first, count)
-
-
-def in_runs_of(shape: tuple[int, ...], dim: int, blocks: int) -> tuple[int, ...]:
-    """``shape`` with dimension ``dim`` seen as (runs, run)."""
-    return (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
-
-
-def crossing(
-    t: TensorType, made: Placement, makers: int, wanted: Placement, readers: int, rows: int | None = None
-) -> Crossing:
-    """How a tensor goes from ``makers`` ranks to ``readers`` ranks.
+def sent_as(t: TensorType, made: Placement, size: int, rows: int | None) -> Placement:
+    """How a tensor lies over one axis of the senders' mesh when it is sent to another mesh.
 
     Args:
-      made, wanted: its placement where it is made, and where it is read.
+      t: its type on the ranks of one coordinate of the axes before.
+      made: how it was made; size: of the axis.
       rows: the dimension that micro-batches cut; None: it is sent once.
-
-    Raises:
-      PlanError: it is a value of each rank's own.
     """
-    if makers == readers:
-        return Crossing(made, made, direct=True)
-    if isinstance(made, PerRank) or isinstance(wanted, PerRank):
-        raise PlanError(
-            "statistics of each rank's own rows cannot go to a stage with another number of ranks",
-            given=f"{t}, from {makers} to {readers} ranks",
-            expected="statistics of the whole batch, or as many ranks for each stage",
-            action="set sync_batch_norm=true",
-        )
     if not t.is_static:
-        return Crossing(FIRST if made == FIRST else B, FIRST if wanted == FIRST else B)
-    sent: Placement = made
-    if not isinstance(made, Split) and made not in (B, FIRST):
-        sent = _in_parts(t, makers, rows) if isinstance(made, Partial) else B
-    received: Placement = wanted
-    if not isinstance(wanted, Split) and wanted != FIRST:
-        received = _in_parts(t, readers, rows)
-    if isinstance(sent, Split) and isinstance(received, Split) and sent.dim == received.dim:
-        if (sent.blocks, sent.run) != (received.blocks, received.run):
-            sent = B
-    return Crossing(sent, received)
+        return FIRST if made == FIRST else B
+    if isinstance(made, (Split, Broadcast)) or made == FIRST:
+        return made
+    return B if isinstance(made, PerRank) else _in_parts(t, size, rows)
+
+
+def received_as(t: TensorType, wanted: Placement, size: int, rows: int | None) -> Placement:
+    """How a tensor lies over one axis of the receivers' mesh when it has arrived (see ``sent_as``)."""
+    if not t.is_static:
+        return FIRST if wanted == FIRST else B
+    return wanted if isinstance(wanted, Split) or wanted == FIRST else _in_parts(t, size, rows)
 
 
 def _in_parts(t: TensorType, size: int, rows: int | None) -> Placement:
@@ -151,3 +91,99 @@ def _in_parts(t: TensorType, size: int, rows: int | None) -> Placement:
         return B
     dim = max(dims, key=lambda d: shape[d])
     return split(dim, even_sizes(shape[dim], size))
+
+
+def local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]) -> TensorType:
+    """A tensor's type on the ranks with these first coordinates."""
+    shape = t.shape
+    for placement, coordinate in zip(placements, at):
+        shape = local_shape(shape, placement, coordinate)
+    return TensorType(t.dtype, shape)
+
+
+def block_of(shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> tuple[Span, ...] | None:
+    """What the rank at these coordinates holds of a tensor; None where it holds nothing.
+
+    Args:
+      placements: over each axis of its mesh, of what the axes before have left.
+
+    Raises:
+      ValueError: axes cut one dimension into unlike runs.
+    """
+    found = [Span(1, n, 0, n) for n in shape]
+    for p, coordinate in zip(placements, at):
+        if p == FIRST and coordinate:
+            return None
+        if isinstance(p, Split):
+            found[p.dim] = _within(found[p.dim], p, coordinate)
+    return None if any(s.count == 0 and s.run for s in found) else tuple(found)
+
+
+def _within(held: Span, p: Split, coordinate: int) -> Span:
+    first, count = p.offset(coordinate), p.sizes[coordinate]
+    if held.blocks == 1 and held.is_whole:
+        return Span(p.blocks, p.run, first, count)
+    if held.blocks != p.blocks or held.count != p.run:
+        raise ValueError(f"{p} of {held}")
+    return Span(held.blocks, held.run, held.first + first, count)
+
+
+def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
+    """Whether what two blocks have in common is a block: they see no dimension in unlike runs."""
+    return all(
+        (a.blocks, a.run) == (b.blocks, b.run) or (a.blocks == 1 and a.is_whole) or (b.blocks == 1 and b.is_whole)
+        for a, b in zip(have, want)
+    )
+
+
+def parts(
+    makers: Sequence[tuple[Span, ...] | None], readers: Sequence[tuple[Span, ...] | None], reader: int
+) -> list[Part]:
+    """What the rank at position ``reader`` is sent, in the order of its blocks.
+
+    Args:
+      makers, readers: what each position of the two meshes holds, or is to hold.
+    """
+    want = readers[reader]
+    if want is None:
+        return []
+    holders: dict[tuple[Span, ...], list[int]] = {}
+    for position, have in enumerate(makers):
+        if have is not None:
+            holders.setdefault(have, []).append(position)
+    found = []
+    for have, positions in holders.items():
+        common = tuple(_common(a, b) for a, b in zip(have, want))
+        if all(c is not None for c in common):
+            maker = positions[reader % len(positions)]
+            found.append(Part(maker, reader, common, _cut(have, common)))  # type: ignore[arg-type]
+    return sorted(found, key=lambda part: [s.first for s in part.spans or ()])
+
+
+def _common(a: Span, b: Span) -> Span | None:
+    """What two spans of one dimension have in common; None: nothing."""
+    if a.blocks == 1 and a.is_whole:
+        return b
+    if b.blocks == 1 and b.is_whole:
+        return a
+    low, high = max(a.first, b.first), min(a.first + a.count, b.first + b.count)
+    return Span(a.blocks, a.run, low, high - low) if low < high else None
+
+
+def _cut(have: Sequence[Span], common: Sequence[Span | None]) -> tuple[tuple[int, int, int, int], ...]:
+    found = []
+    for dim, (h, c) in enumerate(zip(have, common)):
+        assert c is not None
+        if c.size != h.size:
+            found.append((dim, c.blocks, c.first - (h.first if h.blocks == c.blocks else 0), c.count))
+    return tuple(found)
+
+
+def all_coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Coordinates of all positions of a mesh, in order."""
+    return list(product(*(range(n) for n in sizes)))
+
+
+def in_runs_of(shape: tuple[int, ...], dim: int, blocks: int) -> tuple[int, ...]:
+    """``shape`` with dimension ``dim`` seen as (runs, run)."""
+    return (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])

@@ -189,7 +189,7 @@ class Plan:
 
     def of(self, size: int) -> Plan:
         """The plan for stage groups of ``size`` ranks."""
-        return next(plan for plan in (self, *self.others) if plan.size == size)
+        return next(plan for plan in (self, *self.others) if plan.mesh_size == size)
 
     @property
     def split_flops_fraction(self) -> float:

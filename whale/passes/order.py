@@ -6,13 +6,13 @@ the program after each pass of ``NORMALISE``, and of the plan, goes to the direc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Split
+from whale.ir.layout import Split, Strategy
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.dump import dump
@@ -29,6 +29,7 @@ from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.model import Model
 from whale.passes.layout.partial_sums import reduce_partial_sums
+from whale.passes.layout.propagate import NOTHING
 from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.recompute import recompute
@@ -173,7 +174,11 @@ def make_plan(program: Program, settings: PlanSettings) -> Plan:
     """
     with no_garbage_collection():
         draft = _applied(PLAN, lay_out(program, settings), settings)
-        return _checked_plan(program, draft, settings)
+        plan = _as_plan(program, draft, settings)
+        for refuse in CHECKS:
+            refuse(draft.program, plan)
+        dump(settings.dump, "plan", draft.program, plan)
+        return plan
 
 
 def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan:
@@ -188,20 +193,36 @@ def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan
       PlanError: no such plan is legal.
     """
     with no_garbage_collection():
-        composites = frozenset(model.expanded)
-        expanded = expand(program, composites, settings)
-        batch = settings.batch.inputs or ()
-        theirs = {_sizes(b) for b in model.batch_inputs}
-        rows = () if theirs == {_sizes(b) for b in batch} else theirs
-        layouts = layouts_of(expanded, batch, settings, model=Model(model.strategies, rows))
-        draft = Draft(expanded, composites, batch, model.variables, layouts)
-        draft = _applied(EXCHANGES, draft, settings)
-        # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
-        # way of the other axis, for what the model has behind it.
-        together = {r.key: r.group for r in model.reshards}
-        reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
-        plan = _checked_plan(expanded, replace(draft, reshards=reshards), settings)
-        return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
+        expanded = expand(program, frozenset(model.expanded), settings)
+        plan = _kept_to(expanded, settings, model, NOTHING)
+        for refuse in CHECKS:
+            refuse(expanded, plan)
+        return plan
+
+
+def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mapping[str, Strategy]) -> Plan:
+    """The plan of one stage group's part of an expanded program, of which ``model`` is the plan.
+
+    Args:
+      ends: how tensors come in and go out.
+    """
+    with no_garbage_collection():
+        return _kept_to(part, settings, model, ends)
+
+
+def _kept_to(program: Program, settings: PlanSettings, model: Plan, fixed: Mapping[str, Strategy]) -> Plan:
+    batch = settings.batch.inputs or ()
+    theirs = {_sizes(b) for b in model.batch_inputs}
+    rows = () if theirs == {_sizes(b) for b in batch} else theirs
+    layouts = layouts_of(program, batch, settings, fixed, model=Model(model.strategies, rows))
+    draft = Draft(program, frozenset(model.expanded), batch, model.variables, layouts)
+    draft = _applied(EXCHANGES, draft, settings)
+    # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
+    # way of the other axis, for what the model has behind it.
+    together = {r.key: r.group for r in model.reshards}
+    reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
+    plan = _as_plan(program, replace(draft, reshards=reshards), settings)
+    return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
 
 
 def _sizes(b: BatchInput) -> tuple[int, ...]:
@@ -215,18 +236,15 @@ def _applied(passes: Iterable[Pass[Draft]], draft: Draft, settings: PlanSettings
     return draft
 
 
-def _checked_plan(program: Program, draft: Draft, settings: PlanSettings) -> Plan:
+def _as_plan(program: Program, draft: Draft, settings: PlanSettings) -> Plan:
     """The plan that the draft has become.
 
     Args:
       program: before its composite ops were expanded.
-
-    Raises:
-      PlanError: the plan is not legal.
     """
     expanded, layouts = draft.program, draft.layouts
     divided, total = split_and_total_flops(expanded, layouts)
-    plan = Plan(
+    return Plan(
         program=program.name,
         fingerprint=fingerprint(program),
         size=settings.size,
@@ -244,7 +262,3 @@ def _checked_plan(program: Program, draft: Draft, settings: PlanSettings) -> Pla
         total_flops=total,
         micro_batches=settings.time.micro_batches if draft.batch else 1,
     )
-    for refuse in CHECKS:
-        refuse(expanded, plan)
-    dump(settings.dump, "plan", expanded, plan)
-    return plan

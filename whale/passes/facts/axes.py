@@ -15,9 +15,9 @@ from whale.ir.layout import Split
 from whale.ir.mesh import Axis, format_axes
 from whale.ir.program import Program
 from whale.passes.facts.scopes import all_paths, axes_of_part, without_axis
+from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.settings import PlanSettings
 
-STAGE, DATA, TENSOR = "stage", "data", "tensor"
 ALL = "ranks"  # the one axis of a program that has no more
 
 
@@ -38,7 +38,7 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
     """
     used = set(named_axes(all_paths(program)))
     used |= {settings.split.known_axes.get(n, TENSOR) for n, p in settings.split.known.items() if isinstance(p, Split)}
-    given = tuple(a for a in settings.mesh if a.name != STAGE) if settings.mesh else _of_groups(settings)
+    given = settings.mesh or _of_groups(settings)  # a program without stages divides rows over their axis
     axes = _completed(given, used, settings.size)
     return _merged(axes, used)
 

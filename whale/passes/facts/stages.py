@@ -12,8 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from whale.errors import PlanError
+from whale.ir.mesh import Axis, format_axes
 from whale.ir.ops import ASSIGNS, READS, READS_ROWS
 from whale.ir.plan import StageGroup
 from whale.ir.program import Node, Program, Ref, function_refs
@@ -21,6 +23,7 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.facts.scopes import PASSED_ON
 
+STAGE, DATA, TENSOR = "stage", "data", "tensor"  # axes of a mesh
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
 # What may happen to a variable that every rank keeps a copy of, if its operands are free.
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
@@ -65,11 +68,13 @@ def _entered_as(stage: str) -> int:
     return int(re.search(r"stage_(\d+)[^/]*$", stage)[1])  # type: ignore[index]
 
 
-def stage_groups_of(program: Program, size: int) -> tuple[StageGroup, ...]:
+def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> tuple[StageGroup, ...]:
     """The ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
 
     Stages without ``devices`` share the ranks: with R times as many ranks as stages, rank r * stages + s has stage s,
-    and there are R replicas. With fewer ranks than stages, stage s is on rank s % size.
+    and there are R replicas. With fewer ranks than stages, stage s is on rank s % size. Where the mesh has an axis
+    ``stage``, stage s is on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a
+    row.
 
     Raises:
       PlanError: the ranks cannot be shared among the stages.
@@ -95,6 +100,8 @@ def stage_groups_of(program: Program, size: int) -> tuple[StageGroup, ...]:
             expected="devices for all stages, or for none",
             action="give devices to every wh.stage",
         )
+    elif mesh:
+        ranks = _along_mesh(stages, size, mesh)
     elif size % len(stages) == 0 or len(stages) % size == 0:
         count = len(stages)
         ranks = [tuple(range(s, size, count)) if count <= size else (s % size,) for s in range(count)]
@@ -110,6 +117,29 @@ def stage_groups_of(program: Program, size: int) -> tuple[StageGroup, ...]:
         together.setdefault(mine, []).append(stage)
     _refuse_overlap(tuple(together))
     return tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
+
+
+def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """The ranks of each stage, by their coordinates in a mesh.
+
+    Raises:
+      PlanError: the mesh is not that of so many ranks, or has another number of stages.
+    """
+    axes = list(mesh) if any(a.name == STAGE for a in mesh) else [Axis(STAGE, len(stages)), *mesh]
+    number = next(i for i, a in enumerate(axes) if a.name == STAGE)
+    filled = prod(a.size for a in axes)
+    if size % filled or len(stages) % axes[number].size or (filled != size and any(a.name == DATA for a in axes)):
+        raise PlanError(
+            "the ranks cannot be shared among the stages of the mesh",
+            given=f"mesh {format_axes(axes)}, {len(stages)} stages, {size} ranks",
+            expected="sizes whose product is the number of ranks, and the program's stages or a divisor of their number",
+            action="change the mesh or the number of ranks",
+        )
+    inside = size // prod(a.size for a in axes[: number + 1])  # an axis without a size comes behind that of the stages
+    inside = prod(a.size for a in axes[number + 1 :]) if filled == size else inside
+    groups = axes[number].size
+    of_group = [tuple(r for r in range(size) if r // inside % groups == s) for s in range(groups)]
+    return [of_group[s % groups] for s in range(len(stages))]
 
 
 def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:

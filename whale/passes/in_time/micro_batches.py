@@ -198,8 +198,12 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
     level = _levels(program, plan)
     updating = _leading_to_updates(program)
     for node in program.nodes:
-        if level[node.name] == 1 and node.op in HAS_BODIES:
-            _refuse_sums_inside(plan, node)
+        if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _summed_inside(plan, node)) is not None:
+            if any(
+                isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
+            ):
+                raise _second_round(node, f"has inside {summed}, which is wanted of the whole batch", plan.size)
+            found[node.name] = _once(node, "of what is summed before: an update under a condition")
         if level[node.name] != 3:
             continue
         if not any(
@@ -310,12 +314,10 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
             )
 
 
-def _refuse_sums_inside(plan: Plan, node: Node) -> None:
-    """A loop or branch of a micro-batch cannot wait for the others."""
+def _summed_inside(plan: Plan, node: Node) -> Ref | None:
+    """What a loop or branch of a micro-batch has inside that is wanted of all: it cannot wait for the others."""
     bodies = {func.name for func in called_functions(node)}
-    for r in plan.reshards:
-        if r.graph in bodies and _crosses(r):
-            raise _second_round(node, f"has inside {r.ref}, which is wanted of the whole batch", plan.size)
+    return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)
 
 
 def _second_round(node: Node, given: str, parts: int) -> PlanError:

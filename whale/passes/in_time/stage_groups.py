@@ -1,8 +1,8 @@
 """Stage groups: the part of a program that one group of ranks runs, and what travels between groups.
 
-The plan is made for the whole program over as many ranks as a group has; groups of other sizes have plans of their
-own. A group then runs its nodes as its plan says. A tensor that another group makes arrives in the placement in which
-it is made, from the rank of the same coordinate, or between groups of unequal sizes as ``whale.ir.crossing`` says.
+The plan is made for the whole program over a mesh like a group's; groups of other meshes have plans of their own. A
+group then runs its nodes as its plan says. A tensor that another group makes arrives as it is made, from the rank of
+the same coordinates, or between unlike meshes as ``whale.ir.crossing`` says.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whale.ir.crossing import Crossing, crossing
-from whale.ir.layout import FIRST, B, Broadcast, Placement, Split, Strategy
-from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan, Reshard, StageGroup
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, StageGroup
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.exchange.reshards import reshards_of_tensor
 from whale.passes.facts.stages import does_nothing, free_nodes, stage_of
 
 
@@ -37,10 +34,14 @@ class Cut:
     given: Mapping[Ref, tuple[int, ...]]
     fetched: Mapping[int, int]
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """By which names what comes from other groups travels."""
+        return frozenset([*map(str, self.taken), *(FETCH_KEY.format(i) for i in self.fetched)])
 
-FETCHED = "whale/fetched_{}"
-_FETCH_KEY = "fetched {}"
-Crossings = Mapping[tuple[str, int, int], Crossing]  # (key of a tensor, number of the source, of the target)
+
+FETCHED = "whale/fetched_{}"  # name of what stands for an output of the program that another group has, by number
+FETCH_KEY = "fetched {}"
 
 
 def cut(program: Program, groups: Sequence[StageGroup]) -> tuple[Cut, ...]:
@@ -124,9 +125,9 @@ class _Cutter:
                     nodes.append(const_node(ref.node, np.array(b"", object)))
                 else:
                     fetched[i] = source
-                    nodes.append(_input(ref.node, (t,), source, [_FETCH_KEY.format(i)], ""))
+                    nodes.append(_input(ref.node, (t,), source, [FETCH_KEY.format(i)], ""))
             elif ref.node in self.group_of and t.dtype not in UNMOVABLE:
-                key = _FETCH_KEY.format(i)
+                key = FETCH_KEY.format(i)
                 sent += [self._output(f"whale/fetch_sent_{i}/to_{to}", ref, k, to, key) for to in others]
             outputs.append(ref)
         effects = [n for n in program.effects if n in needed] + [n.name for n in sent]
@@ -187,118 +188,3 @@ def with_tokens(program: Program, groups: Sequence[StageGroup]) -> Program:
         nodes.append(node)
     effects = resolved((*program.effects, *alone))
     return program.with_nodes(tuple(nodes), effects=effects)
-
-
-def crossings(program: Program, cuts: Sequence[Cut], plan: Plan, rows: Mapping[Ref, Split]) -> dict:
-    """How each tensor goes from group to group: (key, source, target) -> crossing.
-
-    Args:
-      rows: tensors that travel for each micro-batch -> how these cut them.
-    """
-    plans = [plan.of(len(group.ranks)) for group in plan.stage_groups]
-
-    def made(k: int, ref: Ref) -> Placement:
-        strategy = plans[k].strategies[""].get(ref.node)
-        return strategy.outputs[ref.index] if strategy is not None else B
-
-    found = {}
-    for k, part in enumerate(cuts):
-        for ref, source in part.taken.items():
-            t, cut_by = part.program.type_of(ref), rows.get(ref)
-            found[str(ref), source, k] = crossing(
-                t, made(source, ref), plans[source].size, made(k, ref), plans[k].size, cut_by.dim if cut_by else None
-            )
-        for i, source in part.fetched.items():
-            t = program.type_of(program.outputs[i])
-            ends = plans[source].returned[""][i], plans[k].returned[""][i]
-            found[_FETCH_KEY.format(i), source, k] = crossing(t, ends[0], plans[source].size, ends[1], plans[k].size)
-    return found
-
-
-def edges_of(program: Program, cuts: Sequence[Cut], plan: Plan, found: Crossings) -> tuple[Edge, ...]:
-    """What travels between stage groups in one step, in logical bytes of all ranks together.
-
-    Args:
-      found: see ``crossings``.
-    """
-    edges = []
-    for k, part in enumerate(cuts):
-        size = len(plan.stage_groups[k].ranks)
-        for ref, source in part.taken.items():
-            moved = found[str(ref), source, k].bytes(part.program.type_of(ref), size)
-            edges.append(Edge(ref, source, k, moved))
-        for i, source in part.fetched.items():
-            ref = program.outputs[i]
-            moved = found[_FETCH_KEY.format(i), source, k].bytes(program.type_of(ref), size)
-            edges.append(Edge(ref, source, k, moved))
-    return tuple(edges)
-
-
-def plan_of_part(plan: Plan, part: Cut, number: int, found: Crossings) -> Plan:
-    """The plan for the program of stage group ``number``.
-
-    Args:
-      plan: of all groups, or of one of this size.
-    """
-    plan = plan.of(len(plan.stage_groups[number].ranks)) if plan.stage_groups else plan
-    base, returned = plan.strategies[""], plan.returned[""]
-    strategies: dict[str, Strategy] = {}
-    produced: dict[Ref, Placement] = {}
-    table = {(r.ref, r.target): r for r in plan.reshards if not r.graph}
-    for node in part.program.nodes:
-        if node.op == STAGE_INPUT:
-            keys = [(key, int(node.attrs["source"]), number) for key in node.attrs["keys"]]
-            lies = tuple(found[key].received if key in found else B for key in keys)
-            known = Strategy((), lies, "from another stage", FIRST in lies)
-            planned = base[node.name].outputs if node.name in base else lies
-            for ref, have, was in zip(node.refs(), lies, planned):
-                _arrive_as(table, part.program, ref, have, was, plan.size)
-        elif node.op == STAGE_OUTPUT:
-            (ref,) = node.inputs
-            wanted = found[node.attrs["key"], number, node.attrs["target"]].sent
-            if wanted != produced[ref] and (ref, wanted) not in table:
-                for r in reshards_of_tensor("", part.program, ref, produced[ref], {wanted: node.name}, plan.size):
-                    table.setdefault((r.ref, r.target), r)
-            known = Strategy((wanted,), (), "to another stage", wanted == FIRST)
-        else:
-            known = base.get(node.name) or Strategy((), (B,) * len(node.outputs), "order between stages")
-        strategies[node.name] = known
-        produced.update(zip(node.refs(), known.outputs))
-    outputs = tuple(
-        B if FETCHED.format(i) == ref.node and i not in part.fetched else returned[i]
-        for i, ref in enumerate(part.program.outputs)
-    )
-    for i in part.fetched:
-        ref = part.program.outputs[i]
-        _arrive_as(table, part.program, ref, produced[ref], outputs[i], plan.size)
-    read = [(r, p) for n in part.program.nodes for r, p in zip(n.inputs, strategies[n.name].inputs)]
-    kept: dict[tuple[Ref, Placement], None] = {}
-    for ref, placement in (*read, *zip(part.program.outputs, outputs)):
-        step = table.get((ref, placement)) if placement != produced[ref] else None
-        while step is not None and (ref, step.target) not in kept:
-            kept[ref, step.target] = None
-            step = table.get((ref, step.source)) if step.source != produced[ref] else None
-    order = {key: i for i, key in enumerate(table)}
-    return replace(
-        plan,
-        strategies={**plan.strategies, "": strategies},
-        reshards=(
-            *(table[key] for key in sorted(kept, key=order.__getitem__)),
-            *(r for r in plan.reshards if r.graph),
-        ),
-        returned={**plan.returned, "": outputs},
-    )
-
-
-def _arrive_as(
-    table: dict[tuple[Ref, Placement], Reshard], program: Program, ref: Ref, have: Placement, was: Placement, size: int
-) -> None:
-    """The changes of a tensor that is there as ``have``, in place of those of one that is there as ``was``."""
-    if have == was:
-        return
-    wanted: dict[Placement, str] = {was: "its readers"} if isinstance(was, Broadcast) else {}
-    wanted |= {r.target: r.origin for (of, _), r in table.items() if of == ref and r.source == was and was != B}
-    if not isinstance(was, Broadcast):
-        wanted.setdefault(was, "its readers")
-    for r in reshards_of_tensor("", program, ref, have, {t: why for t, why in wanted.items() if t != have}, size):
-        table[ref, r.target] = r

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from whale.ir.layout import FIRST, B, Placement, Split, Strategy
-from whale.ir.ops import BRANCHES, LOOPS
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.rank_groups import RankGroups
@@ -130,6 +130,8 @@ class Propagation:
             given = self.fixed.get(node.name)
             if given is None and self.model is not None:
                 given = self.model.exact(state.program, state.name, node)
+            if given is not None and node.op in HAS_BODIES:
+                current, given = list(given.inputs), None  # bodies are gone through all the same
             if given is not None:
                 strategy = given
             elif (spread := per_rank.spread(node, [produced[r] for r in node.inputs])) is not None:

@@ -34,7 +34,7 @@ from whale.runtime.run.annotate import in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import refuse_lone_writes
-from whale.runtime.spread.stage_groups import uses_of_stage_groups
+from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_placements import refuse_other_placements
 from whale.runtime.variables.stage_variables import Use
@@ -164,7 +164,7 @@ def _compiled(
     if context.dry is None and context.size > 1:
         refuse_other_placements(captured.variables, layouts, compiled.plan.variables)
     with span(context.trace, "send variables", "compile"):
-        uses = uses_of_stage_groups(compiled.program, compiled.plan)
+        uses = uses_of(compiled.program, compiled.plan)
         plan = compiled.plan
         context.variables.adopt(captured.variables, context, plan.variables, uses, plan.offloaded)
         context.variables.classify(captured.variables, compiled.kinds)

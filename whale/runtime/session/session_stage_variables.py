@@ -10,7 +10,7 @@ from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype
 from whale.lowering.emit import COMMUNICATOR
 from whale.runtime.compile.compile import Compiled
-from whale.runtime.spread.stage_groups import uses_of_stage_groups
+from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.stage_variables import Use
 
 
@@ -28,7 +28,7 @@ class Present:
 
     def uses(self, compiled: Compiled) -> dict[str, Use]:
         """What a run does with its variables, by name."""
-        by_node: Mapping[str, Use] = uses_of_stage_groups(compiled.program, compiled.plan)
+        by_node: Mapping[str, Use] = uses_of(compiled.program, compiled.plan)
         found = {}
         for variable in compiled.program.variables:
             node = compiled.program.by_name[variable.node]

@@ -22,7 +22,6 @@ from whale.lowering.local import localise
 from whale.passes.facts.axes import seen_along
 from whale.passes.lay_out import expand
 from whale.passes.layout.model import same_kind
-from whale.passes.normalise.annotate import annotate
 from whale.passes.order import complete_plan, make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.placing import marked
@@ -101,13 +100,13 @@ class Levels:
     def expanded(self, at: tuple[int, ...]) -> Program:
         """``program`` as the plan of the next axis speaks of it."""
         if at not in self._expanded:
-            self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self._settings(at))
+            self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
         return self._expanded[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
         """The plan of the axis after these coordinates."""
         if at not in self._plans:
-            level, settings = len(at), self._settings(at)
+            level, settings = len(at), self.settings_at(at)
             if any(at):
                 found = self._completed(at, settings)
             elif level < len(self.models):
@@ -148,7 +147,7 @@ class Levels:
                 action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows",
             )
 
-    def _settings(self, at: tuple[int, ...]) -> PlanSettings:
+    def settings_at(self, at: tuple[int, ...]) -> PlanSettings:
         """For the axis after these coordinates. Within a group, statistics and random numbers are the group's."""
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
@@ -280,4 +279,6 @@ def _in_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
     for node in lowered.nodes:
         found = [scope[r.node] for r in node.inputs if scope[r.node]]
         scope[node.name] = known.get(node.name, node.scope) or (found[0] if found and node.name not in known else "")
-    return annotate(lowered.with_nodes(tuple(replace(n, scope=scope[n.name]) for n in lowered.nodes)))
+    return lowered.with_nodes(
+        tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in lowered.nodes)
+    )

@@ -38,7 +38,7 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
     Raises:
       PlanError: see ``plan_program`` and ``plan_stage_groups``.
     """
-    stage_groups = stage_groups_of(program, settings.size)
+    stage_groups = stage_groups_of(program, settings.size, settings.mesh)
     unable = {
         "wh.stage": bool(stage_groups),
         f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,

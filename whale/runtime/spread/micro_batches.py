@@ -12,7 +12,7 @@ from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import chain, prefix_of
 
 
-def batch_rows(program: Program, plan: Plan, position: int) -> dict[str, Split]:
+def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
     """Nodes of a rank's program that yield its rows of the batch -> how these are cut into micro-batches.
 
     Args:
@@ -30,7 +30,7 @@ def batch_rows(program: Program, plan: Plan, position: int) -> dict[str, Split]:
         name = next((n for n in reversed(names) if n in program.by_name), "")
         shape = program.by_name[name].outputs[0].shape if name else None
         if name and (shape or (None,))[0] == count:
-            found[name] = split(0, even_sizes(count, plan.micro_batches))
+            found[name] = split(0, even_sizes(count, micro_batches))
     return found
 
 
@@ -43,7 +43,7 @@ def in_micro_batches(program: Program, plan: Plan, rank: int, settings: PlanSett
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is through.
     """
-    rows = batch_rows(program, plan, rank)
+    rows = batch_rows(program, plan, rank, plan.micro_batches)
     if not rows:
         return program
     program = prepared(program)

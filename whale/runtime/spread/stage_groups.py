@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import gcd, prod
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Placement, Split, split
+from whale.ir.mesh import Axis
 from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
-from whale.ir.program import Program
-from whale.lowering.local import localise
-from whale.lowering.stage_exchanges import Connector
+from whale.ir.program import Program, Ref
 from whale.passes.facts.batch import rows_of_ranks
 from whale.passes.facts.scopes import has_split_scopes
-from whale.passes.facts.stages import stage_of
-from whale.passes.in_time.stage_groups import Cut, crossings, cut, edges_of, plan_of_part
+from whale.passes.facts.stages import DATA, STAGE, TENSOR, stage_of
+from whale.passes.in_time.stage_groups import Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.normalise.annotate import task_graphs
-from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
+from whale.runtime.spread.levels import chain, mesh_of, own_variables
+from whale.runtime.spread.mesh import plan_program
+from whale.runtime.spread.stage_exchanges import connect
+from whale.runtime.spread.stages import Stages
 from whale.runtime.spread.stages_in_time import WholeInTime
 from whale.runtime.variables.stage_variables import Use
 
@@ -29,14 +32,19 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
     """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
 
     Raises:
-      PlanError: see ``make_plan`` and ``in_each_micro_batch``; an option that pipelines lack.
+      PlanError: see ``plan_program`` and ``in_each_micro_batch``; an option that pipelines lack.
     """
     _refuse(settings, groups)
     plan = _of_sizes(program, settings, groups)
     expanded = expand(program, plan.expanded, settings)
     at = {stage: group.ranks for group in groups for stage in group.stages}
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
-    devices = tuple("rank " + "+".join(str(p.ranks[i]) for p in groups if i < len(p.ranks)) for i in range(plan.size))
+    size = plan.mesh_size
+    whose = ["+".join(str(p.ranks[i]) for p in groups if i < len(p.ranks)) for i in range(size)]
+    each = size // plan.size
+    devices = tuple(
+        f"rank {whose[i]}" if each == 1 else f"ranks {', '.join(whose[i : i + each])}" for i in range(0, size, each)
+    )
     plan = replace(
         plan,
         schedule=settings.time.schedule if plan.micro_batches > 1 else "",
@@ -44,40 +52,71 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
         task_graphs=graphs,
         devices=devices,
     )
-    cuts = cut(expanded, groups)
-    plan = replace(plan, variables=_variables_of(plan, cuts))
-    return replace(plan, edges=edges_of(expanded, cuts, plan, crossings(expanded, cuts, plan, {})))
+    stages = Stages(expanded, plan, settings, {})
+    plan = replace(plan, variables=_variables_of(plan, stages.cuts))
+    return replace(plan, edges=stages.edges())
 
 
 def _of_sizes(program: Program, settings: PlanSettings, groups: Sequence[StageGroup]) -> Plan:
     """The plan for the largest stage groups, with those for the others."""
     first, *rest = sorted({len(group.ranks) for group in groups}, reverse=True)
-    inside = settings.but(devices=(), split__state_only=True, split__ranks=0)
-    of_size = {size: inside.but(size=size, split__known=_known(settings, size)) for size in (first, *rest)}
-    plan = make_plan(program, of_size[first])
-    if not rest and (settings.time.micro_batches == 1 or first == 1 or not has_split_scopes(program)):
+    inside = settings.but(devices=())
+    of_size = {
+        size: inside.but(
+            size=size, mesh=mesh_of_size(settings, size), split__ranks=0, split__known=_known(settings, size)
+        )
+        for size in (first, *rest)
+    }
+    plan = plan_program(program, of_size[first])
+    several = any(p.expanded for p in chain(plan) if p is not plan)
+    alone = settings.time.micro_batches == 1 or first == 1 or not has_split_scopes(program)
+    if not rest and not several and alone:
         return plan
     # All have to speak of one program, and of the same rows in each micro-batch. A split scope wants the rows of all
     # ranks, of one micro-batch at a time.
     names: set[str] = set()
-    plans = {size: make_plan(program, of_size[size]) for size in rest} | {first: plan}
+    plans = {size: plan_program(program, of_size[size]) for size in rest} | {first: plan}
+    known = {n.name for n in program.nodes}
     while True:
-        more = {name for p in plans.values() for name in p.expanded} - names
+        more = {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names
         names |= more
         expanded = expand(program, names, inside)
         for size, p in plans.items():
-            batch = in_each_micro_batch(p.batch_inputs, settings.time.micro_batches)
-            plans[size] = make_plan(expanded, of_size[size].but(batch__inputs=batch))
-        if not {name for p in plans.values() for name in p.expanded} - names:
+            batch = (
+                p.batch_inputs
+                if alone and not rest
+                else in_each_micro_batch(p.batch_inputs, settings.time.micro_batches)
+            )
+            plans[size] = plan_program(expanded, of_size[size].but(batch__inputs=batch))
+        if not {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names:
             break
     mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
     others = tuple(replace(plans[size], fingerprint=mark, expanded=kept) for size in rest)
     return replace(plans[first], fingerprint=mark, expanded=kept, others=others)
 
 
+def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
+    """The axes of a stage group of so many ranks: those of the mesh, of which the first adapts to the number of ranks.
+
+    An inner axis that does not fit into the group is as large as the ranks can be divided.
+    """
+    given = [a for a in settings.mesh if a.name != STAGE and a.size > 1]
+    if not settings.mesh and settings.split.ranks:
+        given = [Axis(DATA, max(1, size // settings.split.ranks)), Axis(TENSOR, settings.split.ranks)]
+    if prod(a.size for a in given) == size or not given:
+        return tuple(given)
+    left, found = size, []
+    for axis in reversed(given if given[0].name == DATA else [Axis(DATA, 1), *given]):
+        fits = left if axis.name == DATA else gcd(axis.size, left)
+        found.append(Axis(axis.name, fits))
+        left //= fits
+    return tuple(a for a in reversed(found) if a.size > 1) or (Axis(DATA, 1),)
+
+
 def _known(settings: PlanSettings, size: int) -> dict[str, Placement]:
-    """The layouts of variables that earlier programs have fixed, as far as they are those of so many ranks."""
-    return {name: p for name, p in settings.split.known.items() if not isinstance(p, Split) or len(p.sizes) == size}
+    """The layouts of variables that earlier programs have fixed, as far as groups of so many ranks can have them."""
+    sizes = {size, *(a.size for a in mesh_of_size(settings, size))}
+    return {name: p for name, p in settings.split.known.items() if not isinstance(p, Split) or len(p.sizes) in sizes}
 
 
 def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tuple[BatchInput, ...]:
@@ -112,24 +151,17 @@ def lower_stage_groups(
     Raises:
       PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
     """
-    cuts = cut(expanded, plan.stage_groups)
-    where = {rank: (k, c) for k, group in enumerate(plan.stage_groups) for c, rank in enumerate(group.ranks)}
-    agreed: WholeInTime | None = None  # on what stages of different numbers of ranks exchange for each micro-batch
-    if plan.others and plan.micro_batches > 1:
-        agreed = WholeInTime(expanded, plan, plan, 0, settings)
+    rows: Mapping[Ref, Split] = {}
+    in_time = plan.micro_batches > 1
+    if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
+        rows = WholeInTime(expanded, Stages(expanded, plan, settings, {}), 0, (), settings).rows
+    stages = Stages(expanded, plan, settings, rows)
     programs = []
     for rank in ranks:
-        number, coordinate = where[rank]
-        whole: WholeInTime | None = None
-        if plan.micro_batches > 1:
-            whole = WholeInTime(expanded, plan, plan.of(len(plan.stage_groups[number].ranks)), coordinate, settings)
-        rows = agreed.rows if agreed else whole.rows if whole else {}
-        found = crossings(expanded, cuts, plan, rows)
-        part = cuts[number]
-        lowered = localise(part.program, plan_of_part(plan, part, number, found), coordinate, comm, None)
-        by_key = {str(ref): by for ref, by in rows.items()}
-        connector = Connector(lowered, plan.stage_groups, number, coordinate, comm, found, by_key, plan.micro_batches)
-        connected = connector.run((plan.fingerprint, what))
+        number, at = stages.where(rank)
+        whole = WholeInTime(expanded, stages, number, at, settings) if in_time else None
+        mine = rows or (whole.rows if whole else {})
+        connected = connect(stages, stages.lowered(rank, comm), rank, comm, mine, (plan.fingerprint, what))
         programs.append(whole.pipelined(connected, number) if whole else connected)
     return programs
 
@@ -143,17 +175,11 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
             expected="a stage for every rank",
             action="start fewer ranks or change the devices of the stages",
         )
-    divided = f"split.ranks={settings.split.ranks}"
     unable = {
         f'communication.backend="{settings.exchange.backend}"': (
             settings.exchange.backend != "whale",
             "sums over the ranks of a stage, which are not all ranks",
             'set communication.backend="whale"',
-        ),
-        divided: (
-            0 < settings.split.ranks < max(len(group.ranks) for group in groups),
-            "tensors under wh.split that all ranks of their stage divide",
-            "leave it out, or give the stages fewer ranks (wh.stage(devices=...))",
         ),
         "a batch of which every rank passes its own rows (wh.shard, batch.mode)": (
             bool(settings.batch.local),
@@ -168,19 +194,33 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
             )
 
 
-def uses_of_stage_groups(expanded: Program, plan: Plan) -> dict[str, Use]:
-    """Which ranks use each variable, and whether it is written, by handle node; nothing for a plan without stages."""
+def uses_of(expanded: Program, plan: Plan) -> dict[str, Use]:
+    """Which ranks use each variable, and whether it is written, by handle node; of those that not all hold alike."""
+    written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
+    everyone = range(plan.ranks)
     found: dict[str, list[StageGroup]] = {}
     for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups) if plan.stage_groups else ()):
         for variable in part.program.variables:
             found.setdefault(variable.node, []).append(group)
-    written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
-    return {
-        name: Use(
-            frozenset(r for p in groups for r in p.ranks), name in written, groups[0].ranks if len(groups) == 1 else ()
-        )
-        for name, groups in found.items()
-    }
+    uses = {}
+    for name, groups in found.items():
+        one = groups[0].ranks if len(groups) == 1 else ()
+        place, axis = _place(plan.of(len(one)), name, one) if one else ((), "")
+        uses[name] = Use(frozenset(r for p in groups for r in p.ranks), name in written, place or one, axis)
+    if not plan.stage_groups:
+        for name in plan.variables:
+            place, axis = _place(plan, name, everyone)
+            uses[name] = Use(frozenset(everyone), name in written, place if place != tuple(everyone) else (), axis)
+    return uses
+
+
+def _place(plan: Plan, name: str, ranks: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """Ranks in an order in which those that share a variable's parts are next to each other, and over which axis."""
+    for level in chain(plan):
+        if name in own_variables(level):
+            axis = level.axis
+            return mesh_of(plan, ranks).with_last(axis), axis
+    return (), ""
 
 
 def _variables_of(plan: Plan, cuts: Sequence[Cut]) -> dict[str, Placement]:

@@ -8,14 +8,15 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.schedule import credits, live_micro_batches, schedule
 from whale.lowering.ahead import ahead
-from whale.lowering.local import localise
 from whale.lowering.micro import Call, roll
 from whale.passes.facts.stages import stages_of
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
 from whale.passes.in_time.phases import kinds, phases_of_rank
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
+from whale.runtime.spread.mesh import with_own_rows
 from whale.runtime.spread.micro_batches import batch_rows
+from whale.runtime.spread.stages import Stages
 
 
 class WholeInTime:
@@ -25,13 +26,16 @@ class WholeInTime:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
     """
 
-    def __init__(self, expanded: Program, plan: Plan, mine: Plan, coordinate: int, settings: PlanSettings):
+    def __init__(self, expanded: Program, stages: Stages, number: int, at: tuple[int, ...], settings: PlanSettings):
         """
         Args:
-          mine: the part of ``plan`` that is for stage groups of this one's size.
+          number: of the stage group; at: coordinates in its mesh, () for the first ones.
         """
-        self.plan, self.mine, self.coordinate, self.settings = plan, mine, coordinate, settings
-        whole = prepared(localise(expanded, mine, coordinate, "", None))
+        plan = self.plan = stages.plan
+        levels, mesh = stages.levels(number), stages.meshes[number]
+        at = at or (0,) * len(mesh.axes)
+        self.mine, self.position, self.settings = plan.of(len(mesh.ranks)), levels.position(at), settings
+        whole = prepared(with_own_rows(levels.program(at), expanded, levels, at[:-1]))
         time = self._planned(whole, {})
         each = {name for name, region in regions(whole, time).items() if region == EACH}
         strategies = time.strategies[""]
@@ -95,7 +99,7 @@ class WholeInTime:
         return ahead(roll(program, time, each, calls, phases), room)
 
     def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
-        rows = {**batch_rows(program, self.mine, self.coordinate), **received}
+        rows = {**batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
         streams, statistics = self.settings.batch.local_streams, self.settings.time.local_statistics
         return time_plan(program, self.plan.micro_batches, rows, streams, statistics)
 

@@ -26,12 +26,14 @@ from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 class Use:
     """What a program does with one variable: on which ranks, and whether it writes.
 
-    ``place`` are the ranks in the order of the one stage that has it; empty: there is none.
+    ``place`` are the ranks in the order of the one stage that has it, or of the ``axis`` of the mesh over which it lies
+    split; empty: all ranks in their own order.
     """
 
     ranks: frozenset[int]
     writes: bool
     place: tuple[int, ...] = ()
+    axis: str = ""
 
 
 class Home:
