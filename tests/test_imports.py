@@ -63,8 +63,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     + ("lay_out", "order"),
     "whale.passes.normalise": ("folding", "*"),
     "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
-    "whale.runtime": ("ranks", "variables", "run", "input", "described", "compile", "function", "checkpoint", "session")
-    + ("tools", "measure"),
+    "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
+    + ("session", "tools", "measure"),
     "whale.frontends": ("keras", "horovod", "start", "strategy"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),

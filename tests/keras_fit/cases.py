@@ -265,7 +265,7 @@ def optimizer_options(keras: Any, place: Any) -> Found:
     """Accumulated gradients, a moving average of weights, clipping, weight decay, a schedule."""
     x, y = samples(64)
     model = classifier(keras, place)
-    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([3, 6], [0.05, 0.04, 0.03])
     model.compile(
         keras.optimizers.Adam(
             rate, epsilon=1e-5, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.9, clipnorm=1.0,
@@ -380,6 +380,8 @@ def saved_and_loaded(keras: Any, place: Any) -> Found:
         loaded = keras.models.load_model(path)
         history = loaded.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
         model.set_weights([w * 0 for w in model.get_weights()])
+        model.save_weights(os.path.join(shared, "zeros.weights.h5"))  # of what was assigned, and not yet cut
+        assert not any(w.any() for w in model.get_weights())
         model.load_weights(os.path.join(shared, "m.weights.h5"))
         return found(loaded, history, reloaded=model.predict(x, verbose=0))
 

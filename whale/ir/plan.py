@@ -142,7 +142,6 @@ class Plan:
     fingerprint: str
     size: int
     devices: tuple[str, ...] = ()
-    axis: str = ""
     task_graphs: tuple[TaskGraph, ...] = ()
     batch_inputs: tuple[BatchInput, ...] = ()
     strategies: Mapping[str, Mapping[str, Strategy]] = field(default_factory=dict)
@@ -168,6 +167,7 @@ class Plan:
     script: tuple[str, ...] = ()
     choice: str = ""
     predicted: Predicted | None = None
+    axis: str = ""
 
     @property
     def ranks(self) -> int:

@@ -16,6 +16,7 @@ import whale as wh
 from tests.oracle.metric import difference, limit
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
+from whale.config import parse_mesh
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
 from whale.ir.plan import Plan
@@ -238,3 +239,54 @@ def test_mistakes_name_what_to_do(ranks: Callable[..., None]) -> None:
 
     with pytest.raises(PlanError, match="no product or lookup that reads a variable"):
         nothing(np.ones((4, 4)))
+
+
+class Layers(tf.Module):
+    """Two layers, of which a scope divides the first over one axis and the second over another."""
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(0)
+        self.one = tf.Variable(draw.normal(size=(6, 10)), name="one")
+        self.two = tf.Variable(draw.normal(size=(10, 4)), name="two")
+
+    def loss(self, x: tf.Tensor, first: Any, second: Any) -> tf.Tensor:
+        with first:
+            h = tf.tanh(x @ self.one)
+        with second:
+            return tf.reduce_mean((h @ self.two) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"), [("data=2,tensor=2,expert=2", 8), ("tensor=2,data=2,expert=2", 7), ("expert=2,tensor=3", 5)]
+)
+def test_layers_over_axes_of_their_own(ranks: Callable[..., None], mesh: str, rows: int) -> None:
+    """Equal to one device; each rank holds the part of its coordinate; a second program finds them there."""
+    x = np.random.default_rng(1).normal(size=(rows, 6))
+    alone = Layers()
+    nothing = contextlib.nullcontext()
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = alone.loss(tf.constant(x), nothing, nothing)
+        for v, slope in zip((alone.one, alone.two), tape.gradient(loss, (alone.one, alone.two))):
+            v.assign_sub(0.1 * slope)
+    sizes = parse_mesh(mesh)
+    ranks(int(np.prod(list(sizes.values()))), mesh=mesh)
+    model = Layers()
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            found = model.loss(x, wh.split(), wh.split(axis="expert"))
+        for v, slope in zip((model.one, model.two), tape.gradient(found, (model.one, model.two))):
+            v.assign_sub(0.1 * slope)
+        return found
+
+    for _ in range(2):
+        found = step(tf.constant(x))
+    np.testing.assert_allclose(found, loss, rtol=1e-12)
+    np.testing.assert_allclose(model.one.numpy(), alone.one.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(model.two.numpy(), alone.two.numpy(), rtol=1e-12)
+    assert len(model.one._whale_parts.placement.sizes) == sizes["tensor"]
+    assert len(model.two._whale_parts.placement.sizes) == sizes["expert"]
+    evaluated = wh.function(lambda x: model.loss(x, nothing, nothing))(tf.constant(x))
+    np.testing.assert_allclose(evaluated, alone.loss(tf.constant(x), nothing, nothing), rtol=1e-12)

@@ -132,7 +132,7 @@ def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[
         raise PlanError(
             "the ranks cannot be shared among the stages of the mesh",
             given=f"mesh {format_axes(axes)}, {len(stages)} stages, {size} ranks",
-            expected="sizes whose product is the number of ranks, and the program's stages or a divisor of their number",
+            expected="sizes whose product is the number of ranks, and as many stages as the program has, or fewer",
             action="change the mesh or the number of ranks",
         )
     inside = size // prod(a.size for a in axes[: number + 1])  # an axis without a size comes behind that of the stages

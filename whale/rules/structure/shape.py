@@ -18,12 +18,19 @@ def reshape_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
     """Terms that say which dimensions of a reshape's operand and result can be cut together.
 
     Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
-    together by their greatest common divisor.
+    together by their greatest common divisor. One of size 1 that both have in the same place is such a run: rows of
+    which there is one.
     """
     left: list[str] = []
     right: list[str] = []
     i = j = group = 0
     while i < len(before) or j < len(after):
+        if before[i : i + 1] == after[j : j + 1] == (1,):
+            group += 1
+            left.append(f"g{group}")
+            right.append(f"g{group}")
+            i, j = i + 1, j + 1
+            continue
         if i < len(before) and before[i] == 1:
             left.append("1")
             i += 1

@@ -66,6 +66,7 @@ def compile_program(
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     variables: Mapping[str, Placement] | None = None,
     marked: Callable[[], Program] | None = None,
+    axes: Mapping[str, str] = MappingProxyType({}),
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
 
@@ -73,6 +74,7 @@ def compile_program(
       local: inputs of which this rank is given its own rows only, with the rows of every rank.
       variables: how variables lie that earlier programs have fixed, by handle node; None: all lie whole, whatever the
         scopes say, because this run cannot hold them split.
+      axes: over which axes of the mesh those lie that lie split, by handle node.
       marked: captures the program with its gradients marked; None: it cannot.
 
     Raises:
@@ -82,7 +84,7 @@ def compile_program(
     """
     number, context.programs = context.programs, context.programs + 1
     clock = _Clock(context)
-    settings = _settings(program, context, variables)
+    settings = _settings(program, context, variables).but(split__known_axes=axes)
     captured, program = program, normalise(program, settings)
     clock.lap("normalise")
 

@@ -160,7 +160,8 @@ def _compiled(
     if context.config["offload.level"] and context.dry is None:
         compute_device(context.config)  # refused before anything is sent
     layouts = context.variables.layouts(captured.variables)
-    compiled = compile_program(captured.program, context, local, layouts, marked)
+    axes = context.variables.axes(captured.variables)
+    compiled = compile_program(captured.program, context, local, layouts, marked, axes)
     if context.dry is None and context.size > 1:
         refuse_other_placements(captured.variables, layouts, compiled.plan.variables)
     with span(context.trace, "send variables", "compile"):

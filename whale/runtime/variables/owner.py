@@ -74,6 +74,11 @@ class VariableOwner:
         fixed = {node: entry.layout for node, entry in known if entry is not None}
         return {node: placement for node, placement in given.items() if placement is not None} | fixed
 
+    def axes(self, captured: Sequence[CapturedVariable]) -> dict[str, str]:
+        """The axes of the mesh over which those variables lie split that an earlier program has divided."""
+        known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
+        return {node: e.parts.axis for node, e in known if e is not None and e.parts is not None and e.parts.axis}
+
     def adopt(
         self,
         captured: Sequence[CapturedVariable],
@@ -209,7 +214,7 @@ class VariableOwner:
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
                 device = HOST_DEVICE if on_host else None
-                self._split.append(Parts(c, placement, context, initial, use.place if use else (), device))
+                self._split.append(_parts(c, placement, context, initial, use, device))
             if in_turns:
                 context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
@@ -352,6 +357,12 @@ class VariableOwner:
         """The ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
+
+
+def _parts(
+    c: CapturedVariable, placement: Split, context: Ranks, initial: Initial | None, use: Use | None, device: str | None
+) -> Parts:
+    return Parts(c, placement, context, initial, use.place if use else (), device, use.axis if use else "")
 
 
 def _in_one_part(c: CapturedVariable) -> Split:

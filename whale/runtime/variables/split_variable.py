@@ -48,13 +48,15 @@ class Parts:
         initial: Initial | None = None,
         group: tuple[int, ...] = (),
         device: str | None = None,
+        axis: str = "",
     ):
         """
         Args:
           initial: the value of a variable that holds none: its parts are all that is made.
           device: on which the parts lie; None: TensorFlow's choice.
+          axis: of the mesh, over which they lie.
         """
-        self.device = device
+        self.device, self.axis = device, axis
         self.name, self.placement, self.group = captured.name, placement, group
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: dict[int, tf.Variable] = {}  # by rank
@@ -153,6 +155,11 @@ class Parts:
         if self._held() is None:
             zeros = tf.zeros(self._variable.shape, self._variable.dtype)
             gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether a whole value was assigned, which the next step cuts."""
+        return self._held() is not None
 
     def _held(self) -> tf.Tensor | None:
         value = gen_resource_variable_ops.read_variable_op(self._handle, self._variable.dtype)
