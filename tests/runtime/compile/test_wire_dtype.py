@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ Start = Callable[..., None]
 STEPS, RATE = 3, 0.5
 
 
-def trained(function: Any) -> tuple[list[np.ndarray], list[float]]:
+def trained(function: Any, scope: Callable[[], Any] = contextlib.nullcontext) -> tuple[list[np.ndarray], list[float]]:
     """Weights and losses after some steps of gradient descent."""
     generator = np.random.default_rng(1)
     shapes = ((30, 40), (40, 1))
@@ -27,7 +28,9 @@ def trained(function: Any) -> tuple[list[np.ndarray], list[float]]:
     @function
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(tf.tanh(x @ weights[0]) @ weights[1] - y))
+            with scope():
+                h = tf.tanh(x @ weights[0])
+            loss = tf.reduce_mean(tf.square(h @ weights[1] - y))
         for weight, slope in zip(weights, tape.gradient(loss, weights)):
             weight.assign_sub(RATE * slope)
         return loss
@@ -49,6 +52,19 @@ def test_the_result_is_that_of_one_device_to_the_precision_of_the_wire(ranks: St
         assert 2.0 ** -(bits + 8) < error < 2 * 2.0**-bits, "rounded, and no more than the wire rounds"
     (sent,) = {c.logical_bytes // c.calls for c in current("test").comms[0].counters() if "group" in c.key}
     assert sent == pytest.approx(2 * 2 * 2 * (30 * 40 + 40) / 3, abs=2)
+
+
+def test_groups_of_ranks_round_what_they_send_each_other(ranks: Start) -> None:
+    one, _ = trained(tf.function)
+    ranks(4, mesh="data=2,tensor=2", **{"communication.wire_dtype": "bfloat16"})
+    weights, _ = trained(wh.function, wh.split)
+    for weight, other in zip(weights, one):
+        error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
+        assert 2.0**-16 < error < 2 * 2.0**-8
+    counters = [c for c in current("test").comms[0].counters() if c.key.endswith("@0+2")]
+    sent = [c.logical_bytes // c.calls for c in counters]
+    half = 30 * 40 // 2 * 2  # elements of a rank's part of the first weight, of two bytes
+    assert half in sent, sent  # two ranks, of which each sends half of what moves
 
 
 def test_with_state_that_lies_split_it_is_refused(ranks: Start) -> None:

@@ -26,6 +26,7 @@ from whale.runtime.compile.compile import Compiled
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.names import name_of, rank_prefix
+from whale.runtime.spread.levels import chain, own_variables
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
 from whale.runtime.variables.split_variable import cut
@@ -158,6 +159,19 @@ def _unseeded(seed: int, variable: int, number: int) -> tuple[int, int]:
     return seed, (variable << 32) + number
 
 
+def _refuse_outer_axes(compiled: Compiled) -> None:
+    """Raises PlanError for a variable that lies split over an axis whose ranks have no neighbouring numbers."""
+    for axis in chain(compiled.plan):
+        if axis.inner is not None and own_variables(axis):
+            raise PlanError(
+                "a session's variables can lie split over the last axis of a mesh only",
+                op=next(iter(own_variables(axis))),
+                given=f"a split over {axis.axis}, of the axes {', '.join(p.axis for p in chain(compiled.plan))}",
+                expected=f"the axis {axis.axis} as the last one",
+                action="change the order of the axes, or write the step as a wh.function",
+            )
+
+
 def _array(initial: Initial, placement: Placement, rank: int) -> np.ndarray:
     """What a rank holds of an initial value; nothing else refers to its memory."""
     with tf_context.eager_mode():
@@ -248,6 +262,7 @@ class SessionVariables:
     def wanted(self, compiled: Compiled) -> dict[str, Layout]:
         """Names of the variables that a run reads or writes -> how its plan has them."""
         program, placed = compiled.program, compiled.plan.variables
+        _refuse_outer_axes(compiled)
         used = [v for v in program.variables if _is_used(program, v)]
         return {name_of(program.by_name[v.node]): (placed.get(v.node, B), v.type) for v in used}
 
