@@ -37,6 +37,7 @@ from whale.runtime.run.writes import refuse_lone_writes
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_placements import refuse_other_placements
+from whale.runtime.variables.owner import axes_of_parts
 from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
@@ -160,7 +161,7 @@ def _compiled(
     if context.config["offload.level"] and context.dry is None:
         compute_device(context.config)  # refused before anything is sent
     layouts = context.variables.layouts(captured.variables)
-    axes = context.variables.axes(captured.variables)
+    axes = axes_of_parts(captured.variables)
     compiled = compile_program(captured.program, context, local, layouts, marked, axes)
     if context.dry is None and context.size > 1:
         refuse_other_placements(captured.variables, layouts, compiled.plan.variables)

@@ -74,11 +74,6 @@ class VariableOwner:
         fixed = {node: entry.layout for node, entry in known if entry is not None}
         return {node: placement for node, placement in given.items() if placement is not None} | fixed
 
-    def axes(self, captured: Sequence[CapturedVariable]) -> dict[str, str]:
-        """The axes of the mesh over which those variables lie split that an earlier program has divided."""
-        known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
-        return {node: e.parts.axis for node, e in known if e is not None and e.parts is not None and e.parts.axis}
-
     def adopt(
         self,
         captured: Sequence[CapturedVariable],
@@ -357,6 +352,12 @@ class VariableOwner:
         """The ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
+
+
+def axes_of_parts(captured: Sequence[CapturedVariable]) -> dict[str, str]:
+    """The axes of the mesh over which those variables lie split that an earlier program has divided, by handle node."""
+    parts = ((c.node, getattr(c.variable, "_whale_parts", None)) for c in captured)
+    return {node: of_variable.axis for node, of_variable in parts if of_variable is not None and of_variable.axis}
 
 
 def _parts(
