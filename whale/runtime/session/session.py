@@ -252,7 +252,8 @@ class Session(tf.compat.v1.Session):
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
-        compiled = compile_program(program, self._whale, parts, known)
+        axes = dict.fromkeys(known or (), self._variables.axis)
+        compiled = compile_program(program, self._whale, parts, known, axes=axes)
         load_ops(compiled.ranks)
         self._uses[key] = self._present.uses(compiled)
         self._layouts[key] = self._variables.wanted(compiled)

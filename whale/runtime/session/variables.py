@@ -159,8 +159,13 @@ def _unseeded(seed: int, variable: int, number: int) -> tuple[int, int]:
     return seed, (variable << 32) + number
 
 
-def _refuse_outer_axes(compiled: Compiled) -> None:
-    """Raises PlanError for a variable that lies split over an axis whose ranks have no neighbouring numbers."""
+def _last_axis(compiled: Compiled) -> str:
+    """The axis over which a run's variables lie split.
+
+    Raises:
+      PlanError: it is one whose ranks have no neighbouring numbers.
+    """
+    *_, last = chain(compiled.plan)
     for axis in chain(compiled.plan):
         if axis.inner is not None and own_variables(axis):
             raise PlanError(
@@ -170,6 +175,7 @@ def _refuse_outer_axes(compiled: Compiled) -> None:
                 expected=f"the axis {axis.axis} as the last one",
                 action="change the order of the axes, or write the step as a wh.function",
             )
+    return last.axis
 
 
 def _array(initial: Initial, placement: Placement, rank: int) -> np.ndarray:
@@ -194,6 +200,7 @@ class SessionVariables:
         self.context, self._inner, self._graph = context, inner, graph
         self._held: dict[str, Initial] = {}
         self._split: dict[str, Split] = {}
+        self.axis = ""  # of the mesh, over which these lie
         self._types: dict[str, TensorType] = {}
         self._runs: Counter[str] = Counter()  # of random ops
         self._seeds = 0
@@ -262,7 +269,7 @@ class SessionVariables:
     def wanted(self, compiled: Compiled) -> dict[str, Layout]:
         """Names of the variables that a run reads or writes -> how its plan has them."""
         program, placed = compiled.program, compiled.plan.variables
-        _refuse_outer_axes(compiled)
+        self.axis = _last_axis(compiled) if placed else self.axis
         used = [v for v in program.variables if _is_used(program, v)]
         return {name_of(program.by_name[v.node]): (placed.get(v.node, B), v.type) for v in used}
 

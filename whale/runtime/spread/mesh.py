@@ -18,12 +18,13 @@ from dataclasses import replace
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import even_sizes
+from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import Axis, format_axes
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, seen_along
 from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.scopes import has_split_scopes
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import Levels, levels_of, mesh_of, sizes_of, summed, with_sizes
@@ -37,6 +38,7 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
       PlanError: see ``make_plan`` and ``axes_of``; the program sends its gradients through Horovod or devices.
     """
     axes = axes_of(program, settings)
+    settings = _in_each_micro_batch(program, settings, axes)
     if len(axes) == 1:
         return over_one_axis(program, settings, axes[0])
     _refuse(settings, axes)
@@ -76,6 +78,25 @@ def with_own_rows(lowered: Program, program: Program, levels: Levels, outer: tup
         if not b.local and outer:
             lowered = cut_rows(lowered, program, b, summed(b, innermost), levels.position(outer) // innermost)
     return lowered
+
+
+def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
+    """Settings by which each rank has some rows of each micro-batch, where a split scope brings rows together.
+
+    Where the rows allow it: a rank that has rows of its own of some micro-batches only could not go on.
+    """
+    count, batch = settings.time.micro_batches, settings.batch
+    if count == 1 or settings.size == 1 or batch.inputs is not None or batch.local or batch.shares:
+        return settings
+    if not has_split_scopes(program):
+        return settings
+    found = batch_inputs(program, settings.size, (), batch.marked)
+    rows = [sum(sizes_of(b)) for b in found]
+    if not all(n % count == 0 and n >= count * settings.size for n in rows):
+        return settings
+    sizes = [a.size for a in axes]
+    of_one = [replace(b, placement=split(0, _nested(n // count, sizes), count)) for b, n in zip(found, rows)]
+    return settings.but(batch__inputs=tuple(of_one))
 
 
 def _refuse(settings: PlanSettings, axes: Sequence[Axis]) -> None:

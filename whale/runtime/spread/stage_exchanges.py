@@ -177,7 +177,7 @@ class _Connector:
         if key not in self.rows:
             return attrs
         cut = self.rows[key]
-        if part.spans is not None:
+        if part.spans is not None or self.stages.plan.others:  # what was agreed on is of another mesh
             micro_batches = self.stages.plan.micro_batches
             n = static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
             cut = split(cut.dim, (n,) * micro_batches, cut.blocks)

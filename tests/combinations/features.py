@@ -1,0 +1,82 @@
+"""The features that a program can be spread with, and what each changes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One feature.
+
+    Attributes:
+      name: as the table has it.
+      axes: sizes that it gives axes of the mesh.
+      config: keys of the configuration.
+      marks: what it asks of the program and of how it is called (see ``tests.combinations.run``).
+      limit: of the difference, where it rounds.
+      instead: features that say the same thing otherwise, and are not combined with it.
+    """
+
+    name: str
+    axes: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    marks: frozenset[str] = frozenset()
+    limit: float = 1e-10
+    instead: frozenset[str] = frozenset()
+
+
+def _of(name: str, *marks: str, instead: Iterable[str] = (), limit: float = 1e-10, **axes: int) -> Feature:
+    return Feature(name, axes, {}, frozenset(marks), limit, frozenset(instead))
+
+
+def _set(name: str, *marks: str, limit: float = 1e-10, instead: Iterable[str] = (), **config: Any) -> Feature:
+    keys = {key.replace("__", "."): value for key, value in config.items()}
+    return Feature(name, {}, keys, frozenset(marks), limit, frozenset(instead))
+
+
+FEATURES: tuple[Feature, ...] = (
+    _of("tensor", "tensor", tensor=2),
+    _of("second tensor axis", "expert", expert=2),
+    _of("sequence", "attention", "sequence", tensor=2, instead=["tensor"]),
+    _of("2 stages", "stages", stage=2, instead=["4 stages", "unequal stages", "interleaved"]),
+    _of("4 stages", "stages", stage=4, instead=["unequal stages", "interleaved"]),
+    _of("unequal stages", "stages", "unequal", instead=["interleaved"]),
+    _of("interleaved", "stages", "chunks", stage=2, instead=["2 stages"]),
+    _set("micro-batches", pipeline__num_micro_batch=4),
+    _set("gpipe", pipeline__num_micro_batch=4, pipeline__schedule="gpipe", instead=["micro-batches", "zb-h1"]),
+    _set("zb-h1", pipeline__num_micro_batch=4, pipeline__schedule="zb-h1", instead=["micro-batches"]),
+    _set("zero 1", zero__level=1, zero__min_bytes=0, instead=["zero 3"]),
+    _set("zero 3", zero__level=3, zero__min_bytes=0),
+    _set("recompute auto", gradient_checkpoint__type="auto", instead=["recompute marked"]),
+    _set("recompute marked", "checkpoint", gradient_checkpoint__type="collection"),
+    _set("16 bits on the wire", communication__wire_dtype="bfloat16", limit=2e-2),
+    _of("loop", "loop"),
+    _of("branch", "branch"),
+    _of("session", "session"),
+    _of("shard", "shard"),
+    _set("unequal shares", replica__shares=(6, 2, 4, 4, 4, 4, 2, 6)),
+    _of("some devices", "devices"),
+    _of("saved", "saved"),
+    _set("auto_parallel", "auto", auto_parallel=True),
+)
+BY_NAME = {feature.name: feature for feature in FEATURES}
+
+
+def clash(features: Iterable[Feature]) -> bool:
+    """Whether some of the features say the same thing in two ways."""
+    names = {f.name for f in features}
+    return any(f.instead & names for f in features)
+
+
+def mesh_of(features: Iterable[Feature]) -> str:
+    """The mesh that the features ask for; the rest of the ranks is the axis data."""
+    found: dict[str, int] = {}
+    for feature in features:
+        found.update(feature.axes)
+    order = sorted(found, key=["stage", "tensor", "expert"].index)
+    return ",".join(f"{name}={found[name]}" for name in order)
