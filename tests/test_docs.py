@@ -16,7 +16,11 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
 DECISIONS = ROOT / "docs" / "decisions"
 DOCUMENTS = [
-    *(path for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (path := ROOT / name).exists()),
+    *(
+        path
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+        if (path := ROOT / name).exists()
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 _ROOTS = sorted(p.name for p in ROOT.iterdir() if p.is_dir() and p.name != ".git")

@@ -110,11 +110,11 @@ def test_on_a_terminal_prefixes_are_coloured_and_ctrl_c_ends_the_run(launcher: L
 
 
 def test_output_may_arrive_together_with_the_greeting() -> None:
-    unpacker = Unpacker(HELLO_LIMIT_BYTES)
+    unpacker = Unpacker(first_bytes=HELLO_LIMIT_BYTES)
     large = b"x" * 2 * HELLO_LIMIT_BYTES
     assert unpacker.feed(pack(Kind.HELLO, b"{}") + pack(Kind.STDOUT, large)) == [
         (Kind.HELLO, b"{}"),
         (Kind.STDOUT, large),
     ]
     with pytest.raises(ValueError, match="limit"):
-        Unpacker(HELLO_LIMIT_BYTES).feed(pack(Kind.STDOUT, large))
+        Unpacker(first_bytes=HELLO_LIMIT_BYTES).feed(pack(Kind.STDOUT, large))

@@ -240,6 +240,9 @@ def environment(options: Options, address: str, token: str, restarts: int) -> di
         result.update({name: str(count) for name, count in thread_variables(options.threads).items()})
     # Older Open MPI asks for it in the environment as well; the rest is chatter about networks it did not find.
     result.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    if options.is_local:
+        # Ranks of one host talk through memory; MPI's TCP would listen on all addresses, for nobody.
+        result.setdefault("OMPI_MCA_btl", "^tcp")
     result.setdefault("OMPI_MCA_btl_base_warn_component_unused", "0")
     result.setdefault("OMPI_MCA_btl_base_warn_peer_error", "0")
     # Ranks write into pipes; what draws a progress bar asks these instead of its own stdout.

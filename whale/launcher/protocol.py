@@ -1,11 +1,17 @@
-"""The frames between launcher and worker: one byte of kind, four bytes of payload length (big endian), payload."""
+"""What goes between launcher and worker: the run's token as it is, then frames both ways.
+
+A frame is one byte of kind, four bytes of payload length (big endian), payload. The launcher looks at nothing of a
+connection before the token has come and was compared (job/door.py).
+"""
 
 from __future__ import annotations
 
 import enum
 import json
 import struct
-from typing import Any
+from typing import Any, TypedDict, TypeVar
+
+import msgspec
 
 ADDRESS_VARIABLE = "WHALE_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "WHALE_LAUNCHER_TOKEN"
@@ -15,25 +21,120 @@ TRACE_VARIABLE = "WHALE_LAUNCHER_TRACE"
 SEGMENTS_VARIABLE = "WHALE_LAUNCHER_SEGMENTS"
 
 _HEADER = struct.Struct("!BI")
+TOKEN_BYTES = 32  # of a run's token as text: 128 random bits in hexadecimal digits
 HELLO_LIMIT_BYTES = 4096
+FRAME_LIMIT_BYTES = 1 << 28  # of any other frame; counters of many keys are the longest
+TEXT_LIMIT = 1 << 20  # characters of an error's message, and of its traceback
 HEARTBEAT_S = 0.5
 
 
 class Kind(enum.IntEnum):
     """What a frame says. The payload is JSON, but for STDOUT, STDERR and TRACE, where it is the bytes written."""
 
-    HELLO = 1  # worker: {token, rank, size, host, pid, clock}: the pid is the script's; the clock, see clock.py
+    HELLO = 1  # worker: `Hello`
     STDOUT = 2  # worker
     STDERR = 3  # worker
-    FAILURE = 4  # worker: {type, message, traceback, code}, sent when the script raised, before its process ends
-    EXIT = 5  # worker: {code, signal}, after all output
+    FAILURE = 4  # worker: `Raised`, sent when the script raised, before its process ends
+    EXIT = 5  # worker: `Exit`, after all output
     SIGNAL = 6  # launcher: {signal}, to be sent to the script's process group
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
-    STOPPED = 8  # worker: {stopped}, when the script's process is stopped (SIGSTOP) or goes on
-    SCRIPT = 9  # worker: a message of the script to the launcher, see whale/runtime/ranks/watch.py
+    STOPPED = 8  # worker: `Stopped`, when the script's process is stopped (SIGSTOP) or goes on
+    SCRIPT = 9  # worker: `FromScript`, a message of the script, see whale/runtime/ranks/watch.py
     LOST = 10  # launcher: {rank, what}, for the script: another rank is gone
-    CLOCK = 11  # launcher: {asked_ns}; worker: {asked_ns, received_ns, answered_ns}
+    CLOCK = 11  # launcher: {asked_ns}; worker: `Answer`
     TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """A worker's greeting; ``pid`` is the script's process, ``clock`` as in clock.py."""
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    clock: str
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """How a script failed, as script.py reports it."""
+
+    type: str
+    message: str
+    traceback: str
+    code: int
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """How a script's process ended: its exit code, and the signal that killed it or 0."""
+
+    code: int
+    signal: int
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """Whether a script's process is stopped."""
+
+    stopped: bool
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A worker's answer to the question for its time; in nanoseconds of the clocks of asker, worker, worker."""
+
+    asked_ns: int
+    received_ns: int
+    answered_ns: int
+
+
+class Stall(TypedDict):
+    """A rank's longest wait."""
+
+    what: str
+    seconds: float
+    missing: list[int]
+
+
+class End(TypedDict):
+    """How a rank's run ended: what it trained alone, and what its variables hold, as whale/replicas.py compares it."""
+
+    alone: str
+    held: dict[str, tuple[int, bool]]
+
+
+class Counter(TypedDict):
+    """What a rank has communicated under one key."""
+
+    key: str
+    kind: str
+    calls: int
+    logical_bytes: int
+    wire_bytes: int
+    seconds: float
+    waiting_seconds: float
+
+
+class FromScript(msgspec.Struct, frozen=True):
+    """A message of a script's; what it does not say is None."""
+
+    joining: bool | None = None
+    freeze_s: float | None = None
+    stall: Stall | None = None
+    end: End | None = None
+    counters: list[Counter] | None = None
+
+
+_Message = TypeVar("_Message")
+
+
+def unpack(payload: bytes, message: type[_Message]) -> _Message:
+    """The message that a frame's payload holds.
+
+    Raises:
+        ValueError: it holds none of that kind.
+    """
+    try:
+        return msgspec.json.decode(payload, type=message)
+    except RecursionError:  # brackets within brackets, in a field that nobody asked for
+        raise ValueError("a message is nested too deeply") from None
 
 
 def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
@@ -45,15 +146,17 @@ def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
 class Unpacker:
     """Collects received bytes and returns the frames that are complete.
 
-    Attributes:
-        limit_bytes: of the payload of the first frame, as long as it is set.
+    Args:
+        first_bytes: the longest payload of the first frame.
+        limit_bytes: the longest of each other.
     """
 
-    __slots__ = ("_buffer", "limit_bytes")
+    __slots__ = ("_buffer", "_first_bytes", "_limit_bytes")
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, first_bytes: int | None = None, limit_bytes: int = FRAME_LIMIT_BYTES) -> None:
         self._buffer = bytearray()
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._first_bytes = first_bytes
 
     def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
         """The frames that ``data`` completes.
@@ -67,12 +170,13 @@ class Unpacker:
         while len(self._buffer) - offset >= _HEADER.size:
             number, length = _HEADER.unpack_from(self._buffer, offset)
             kind = Kind(number)
-            # What follows a greeting in the same bytes is not under its limit, which ends with the greeting.
-            if self.limit_bytes is not None and not frames and length > self.limit_bytes:
-                raise ValueError(f"a frame of {length} bytes, limit {self.limit_bytes}")
+            limit = self._limit_bytes if self._first_bytes is None else self._first_bytes
+            if length > limit:
+                raise ValueError(f"a frame of {length} bytes, limit {limit}")
             end = offset + _HEADER.size + length
             if len(self._buffer) < end:
                 break
+            self._first_bytes = None
             frames.append((kind, bytes(self._buffer[offset + _HEADER.size : end])))
             offset = end
         del self._buffer[:offset]

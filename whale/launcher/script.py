@@ -11,6 +11,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from whale.launcher.protocol import TEXT_LIMIT
+
 
 def run_script(target: str, arguments: list[str], as_module: bool, report: int) -> int:
     """Runs a script (or module) as ``__main__`` in this process.
@@ -57,7 +59,9 @@ def _exit_code(end: SystemExit, report: int) -> int:
 
 def _send(report: int, kind: type[BaseException] | None, message: str, text: str, code: int) -> None:
     name = "" if kind is None else kind.__qualname__
-    data = json.dumps({"type": name, "message": message, "traceback": text, "code": code}).encode()
+    # The cause stands at the end of a traceback.
+    report_of = {"type": name, "message": message[:TEXT_LIMIT], "traceback": text[-TEXT_LIMIT:], "code": code}
+    data = json.dumps(report_of, ensure_ascii=False).encode(errors="replace")  # names of files may be no text
     while data:
         data = data[os.write(report, data) :]
     os.close(report)

@@ -65,7 +65,7 @@ def main() -> None:
     target, *rest = arguments[1:] if as_module else arguments
     # A run started inside another run's rank must not take the outer rank for its own.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
-    connection, token = _connect(), os.environ[TOKEN_VARIABLE]
+    connection = _connect(os.environ[TOKEN_VARIABLE])
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
     if open_folder(segments):
@@ -101,7 +101,6 @@ def main() -> None:
     if script_trace is not None:
         os.close(script_trace)
     hello = {
-        "token": token,
         "rank": place.rank,
         "size": place.size,
         "host": socket.gethostname(),
@@ -161,11 +160,13 @@ def _trace_pipe() -> tuple[int, int]:
     return reader, writer
 
 
-def _connect() -> socket.socket:
+def _connect(token: str) -> socket.socket:
+    """A connection that has shown the token at once: the launcher does not keep those for long that have not."""
     host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
     connection.settimeout(None)
     keep_alive(connection)
+    connection.sendall(token.encode())
     return connection
 
 

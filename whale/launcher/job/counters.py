@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from whale.launcher.protocol import Counter
 
 TOP_KEYS = 10
 TOP_RANKS = 16
@@ -25,7 +26,7 @@ class _Sum:
     moving_s: float = 0.0
     rank_s: dict[int, float] = field(default_factory=dict)
 
-    def add(self, rank: int, counter: Mapping[str, Any]) -> None:
+    def add(self, rank: int, counter: Counter) -> None:
         self.calls += counter["calls"]
         self.logical_bytes += counter["logical_bytes"]
         self.wire_bytes += counter["wire_bytes"]
@@ -48,7 +49,7 @@ class _Sum:
         return f"{rank}: {self.rank_s[rank]:,.3f}"
 
 
-def tables(counters: Mapping[int, list[dict[str, Any]]], size: int, width: int) -> str:
+def tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
     """The counters of all ranks by kind of operation, by key, and by rank, as text.
 
     Args:

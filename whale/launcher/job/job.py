@@ -27,6 +27,7 @@ from typing import Any
 from whale.errors import ClusterError
 from whale.launcher import segments
 from whale.launcher.job import ranks
+from whale.launcher.job.door import Door
 from whale.launcher.job.ending import GRACE_S, OWN_END_S, Ending
 from whale.launcher.job.lookout import Lookout
 from whale.launcher.job.mpirun_process import MpirunProcess
@@ -34,8 +35,7 @@ from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.reports import Reports
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import Options
-from whale.launcher.protocol import Kind
-from whale.launcher.worker import keep_alive
+from whale.launcher.protocol import End, Kind
 from whale.replicas import differing, in_words
 
 START_TIMEOUT_S = 120.0
@@ -76,6 +76,7 @@ class Job:
         self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpirun: MpirunProcess
+        self._door: Door
 
     def run(self, line: list[str], environment: dict[str, str]) -> int:
         """Starts the ranks with a command, and returns the exit code of the run once all of it has ended.
@@ -91,7 +92,7 @@ class Job:
             self._mpirun = MpirunProcess(line, environment)
             try:
                 self._register(self._wake, self._read_signals)
-                self._register(self._listener, self._accept)
+                self._door = Door(self._listener, self._token, self._selector, self._welcome)
                 self._register(self._mpirun.output, self._read_mpirun)
                 self._loop()
                 return self._conclude()
@@ -135,7 +136,7 @@ class Job:
         start_by_s = time.monotonic() + START_TIMEOUT_S
         # A run that is being ended need not wait for ranks that have not come up.
         while self._running or not (self._complete or self._ending.begun):
-            deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s]
+            deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
             if not self._complete:
                 deadlines_s.append(start_by_s)
             if self._mpirun.ended:
@@ -146,6 +147,7 @@ class Job:
             for key, _ in ready:
                 key.data()
             self._printer.flush_idle()
+            self._door.look()
             self._lookout.look()
             self._ending.send_due()
             if not ready and time.monotonic() > self._ending.give_up_s:
@@ -186,34 +188,37 @@ class Job:
             if number in _SIGNALS:
                 self._ending.stop(number)
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        keep_alive(connection)
+    def _welcome(self, connection: socket.socket) -> None:
         link = ranks.RankLink(connection, freeze_s=self._freeze_s)
         self._register(connection, lambda: self._read_link(link))
 
     def _read_link(self, link: ranks.RankLink) -> None:
+        """Takes what a connection has to say. Nothing of it is an error here: the worst is a rank that is lost."""
+        wrong: Exception | None = None
         try:
             data = link.connection.recv(_READ_BYTES)
-            frames = link.unpacker.feed(data)
-        except (OSError, ValueError):
-            data, frames = b"", []
+        except OSError:
+            data = b""
         link.heard_s = time.monotonic()
-        for kind, payload in frames:
-            if link.rank is not None:
-                self._reports.take(link, link.rank, kind, payload)
-            elif not self._greet(link, kind, payload):
-                data = b""
-                break
+        try:
+            for kind, payload in link.unpacker.feed(data):
+                if link.rank is not None:
+                    self._reports.take(link, link.rank, kind, payload)
+                elif not self._greet(link, kind, payload):
+                    data = b""
+                    break
+        except ValueError as error:
+            data, wrong = b"", error
         if not data:
             self._selector.unregister(link.connection)
             link.connection.close()
             if link.rank is not None and not link.exited:
                 link.exited = True
-                self._ending.fail(ranks.lost(link.rank, link.host))
+                gone = ranks.unreadable(link.rank, link.host, wrong) if wrong else ranks.lost(link.rank, link.host)
+                self._ending.fail(gone)
 
     def _greet(self, link: ranks.RankLink, kind: Kind, payload: bytes) -> bool:
-        rank = link.greet(kind, payload, self._token, self._options.ranks)
+        rank = link.greet(kind, payload, self._options.ranks)
         if rank is None or rank in self._links:
             link.rank = None
             return False
@@ -277,7 +282,7 @@ class Job:
         self.say(f"rank {cause.rank} {cause.reason}")
         return cause.code
 
-    def _end_well(self, ends: list[dict[str, Any] | None]) -> int:
+    def _end_well(self, ends: list[End | None]) -> int:
         """The exit code of a run without a failure: that of one whose ranks end with different variables is 1."""
         if all(end is not None for end in ends):
             found, _ = differing([end["held"] for end in ends if end is not None])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
 import signal
 import socket
@@ -13,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from whale.launcher import clock
-from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
+from whale.launcher.protocol import (
+    HELLO_LIMIT_BYTES,
+    Counter,
+    End,
+    Exit,
+    Hello,
+    Kind,
+    Raised,
+    Stall,
+    Unpacker,
+    pack,
+    unpack,
+)
 from whale.started import CONTROL_VARIABLE
 
 # Errors of this name are what a rank gets when another one is gone: never the cause.
@@ -46,29 +56,33 @@ class Failure:
         return self.error_type == _CONSEQUENCE
 
 
-def raised(rank: int, report: dict[str, Any]) -> Failure:
+def raised(rank: int, report: Raised) -> Failure:
     """The failure that a worker's FAILURE frame describes."""
-    code, kind = report["code"], report["type"]
+    code, kind = report.code, report.type
     if not kind:
         return Failure(rank, code, f"failed: exit code {code}")
-    first_line = report["message"].strip().partition("\n")[0]
+    first_line = report.message.strip().partition("\n")[0]
     what = f"{kind}: {first_line}" if first_line else kind
-    return Failure(rank, code, f"failed: {what} (exit code {code})", kind, report["traceback"])
+    return Failure(rank, code, f"failed: {what} (exit code {code})", kind, report.traceback)
 
 
-def ended(rank: int, status: dict[str, int]) -> Failure | None:
+def ended(rank: int, status: Exit) -> Failure | None:
     """The failure that a worker's EXIT frame describes, or None for exit code 0."""
-    if status["signal"]:
-        reason = f"was killed by {signal_name(status['signal'])}"
-        return Failure(rank, status["code"], reason, signal=status["signal"])
-    if status["code"]:
-        return Failure(rank, status["code"], f"failed: exit code {status['code']}")
+    if status.signal:
+        return Failure(rank, status.code, f"was killed by {signal_name(status.signal)}", signal=status.signal)
+    if status.code:
+        return Failure(rank, status.code, f"failed: exit code {status.code}")
     return None
 
 
 def lost(rank: int, host: str) -> Failure:
     """The failure of a rank whose worker is gone without a word."""
     return Failure(rank, 1, f"was lost: its connection from {host} broke, the process was killed or the host is gone")
+
+
+def unreadable(rank: int, host: str, why: object) -> Failure:
+    """The failure of a rank whose worker sends what none sends."""
+    return Failure(rank, 1, f"was lost: what came over its connection from {host} is no message of a worker: {why}")
 
 
 def stopped(rank: int, seconds: float) -> Failure:
@@ -141,7 +155,7 @@ class RankLink:
     """
 
     connection: socket.socket
-    unpacker: Unpacker = field(default_factory=lambda: Unpacker(HELLO_LIMIT_BYTES))
+    unpacker: Unpacker = field(default_factory=lambda: Unpacker(first_bytes=HELLO_LIMIT_BYTES))
     rank: int | None = None
     host: str = ""
     raised: bool = False
@@ -153,24 +167,22 @@ class RankLink:
     stopped_s: float | None = None
     freeze_s: float = 0.0
     joining: bool | None = None
-    stall: dict[str, Any] | None = None
+    stall: Stall | None = None
     trace: bytearray = field(default_factory=bytearray)
     clock: clock.Clock = field(default_factory=clock.Clock)
-    counters: list[dict[str, Any]] | None = None
-    end: dict[str, Any] | None = None
+    counters: list[Counter] | None = None
+    end: End | None = None
 
-    def greet(self, kind: Kind, payload: bytes, token: str, size: int) -> int | None:
+    def greet(self, kind: Kind, payload: bytes, size: int) -> int | None:
         """Handles the first frame: the rank, or None when it does not come from a worker of this run."""
         try:
-            hello = json.loads(payload)
-            known = kind is Kind.HELLO and hmac.compare_digest(str(hello["token"]), token)
-            if not known or hello["size"] != size or not 0 <= hello["rank"] < size:
-                return None
-            self.rank, self.host, self.pid = int(hello["rank"]), str(hello["host"]), int(hello["pid"])
-            self.clock = clock.Clock(is_ours=bool(hello["clock"]) and hello["clock"] == clock.identity())
-        except (ValueError, KeyError, TypeError):
+            hello = unpack(payload, Hello)
+        except ValueError:
             return None
-        self.unpacker.limit_bytes = None
+        if kind is not Kind.HELLO or hello.size != size or not 0 <= hello.rank < size:
+            return None
+        self.rank, self.host, self.pid = hello.rank, hello.host, hello.pid
+        self.clock = clock.Clock(is_ours=bool(hello.clock) and hello.clock == clock.identity())
         return self.rank
 
     def send_signal(self, number: int) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any
 
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import Ending
 from whale.launcher.job.lookout import Lookout
 from whale.launcher.job.output import Printer
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.protocol import Kind
+from whale.launcher.protocol import Exit, FromScript, Kind, Raised, Stopped, unpack
 
 _HIDDEN_BYTES = 1 << 18
 _STREAM_OF = {Kind.STDOUT: 0, Kind.STDERR: 1}
@@ -38,7 +36,11 @@ class Reports:
         self._verbose = verbose
 
     def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> None:
-        """Acts on one frame of a rank."""
+        """Acts on one frame of a rank.
+
+        Raises:
+            ValueError: no worker sends this.
+        """
         if kind in _STREAM_OF:
             # After the first failure, or when being stopped, the ranks complain about exactly that.
             if kind is Kind.STDERR and self._ending.begun and not self._verbose:
@@ -47,20 +49,20 @@ class Reports:
                 self._printer.write(rank, _STREAM_OF[kind], payload)
         elif kind is Kind.FAILURE:
             link.raised = True
-            self._ending.fail(ranks.raised(rank, json.loads(payload)))
+            self._ending.fail(ranks.raised(rank, unpack(payload, Raised)))
         elif kind is Kind.EXIT:
-            self._take_exit(link, rank, json.loads(payload))
+            self._take_exit(link, rank, unpack(payload, Exit))
         elif kind is Kind.STOPPED:
-            link.stopped_s = time.monotonic() if json.loads(payload)["stopped"] else None
+            link.stopped_s = time.monotonic() if unpack(payload, Stopped).stopped else None
         elif kind is Kind.SCRIPT:
-            self._take_message(link, json.loads(payload))
+            self._take_message(link, unpack(payload, FromScript))
         elif kind in (Kind.CLOCK, Kind.TRACE) and self._trace is not None:
             self._trace.take(link, kind, payload)
 
-    def _take_exit(self, link: ranks.RankLink, rank: int, status: dict[str, int]) -> None:
+    def _take_exit(self, link: ranks.RankLink, rank: int, status: Exit) -> None:
         link.exited, link.stopped_s = True, None
         self._printer.flush_rank(rank)
-        link.code = status["code"]
+        link.code = status.code
         failure = ranks.ended(rank, status)
         if failure is None:
             # Ranks to which it has said good-bye know it better.
@@ -68,11 +70,13 @@ class Reports:
         elif not link.raised:
             self._ending.fail(failure)
 
-    def _take_message(self, link: ranks.RankLink, message: dict[str, Any]) -> None:
-        link.joining = message.get("joining", link.joining)
-        link.freeze_s = message.get("freeze_s", link.freeze_s)
-        link.end = message.get("end", link.end)
-        link.counters = message.get("counters", link.counters)
-        if "stall" in message and not self._ending.begun:
-            link.stall = message["stall"]
+    def _take_message(self, link: ranks.RankLink, message: FromScript) -> None:
+        if message.joining is not None:
+            link.joining = message.joining
+        if message.freeze_s is not None:
+            link.freeze_s = message.freeze_s
+        link.end = message.end or link.end
+        link.counters = message.counters or link.counters
+        if message.stall is not None and not self._ending.begun:
+            link.stall = message.stall
             self._lookout.expect_stalls()

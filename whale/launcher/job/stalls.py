@@ -34,7 +34,8 @@ def report(links: Mapping[int, RankLink], now_s: float) -> str:
         for key, members in waits.items()
     ]
     for rank in sorted({rank for _, missing in waits for rank in missing} - waiting):
-        lines.append(f"  rank {rank} {_state(links[rank], now_s)}")
+        if rank in links:
+            lines.append(f"  rank {rank} {_state(links[rank], now_s)}")
     return "\n".join(lines)
 
 

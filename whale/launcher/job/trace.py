@@ -16,7 +16,7 @@ import msgspec
 
 from whale.errors import ClusterError
 from whale.launcher.job.ranks import RankLink
-from whale.launcher.protocol import HEARTBEAT_S, Kind
+from whale.launcher.protocol import HEARTBEAT_S, Answer, Kind, unpack
 
 
 class TraceFile:
@@ -56,11 +56,14 @@ class TraceFile:
                 link.ask_clock()
 
     def take(self, link: RankLink, kind: Kind, payload: bytes) -> None:
-        """Handles a frame of kind CLOCK or TRACE."""
+        """Handles a frame of kind CLOCK or TRACE.
+
+        Raises:
+            ValueError: it is no answer.
+        """
         if kind is Kind.CLOCK:
-            answer = json.loads(payload)
-            times = answer["asked_ns"], answer["received_ns"], answer["answered_ns"]
-            link.clock.add(*times, heard_ns=time.monotonic_ns())
+            answer = unpack(payload, Answer)
+            link.clock.add(answer.asked_ns, answer.received_ns, answer.answered_ns, heard_ns=time.monotonic_ns())
             self.greet(link)
         else:
             link.trace += payload
@@ -108,7 +111,7 @@ class TraceFile:
                 event = msgspec.json.decode(line.decode(errors="replace").rstrip(","), type=dict[str, Any])
                 if "ts" in event:
                     event["ts"] = round(event["ts"] - by_ns / 1e3, 3)
-            except (msgspec.DecodeError, TypeError):
+            except (msgspec.DecodeError, TypeError, RecursionError):
                 self._unreadable += 1
                 continue
             yield msgspec.json.encode(event)

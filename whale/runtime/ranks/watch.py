@@ -140,7 +140,7 @@ class Watch:
     def _tell(self, message: dict[str, Any]) -> None:
         if self._launcher is not None:
             with self._tell_lock:
-                self._launcher.sendall(json.dumps(message).encode() + b"\n")
+                self._launcher.sendall(json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
 
 
 def _sentence(rank: int, wait: Wait) -> str:
