@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from whale.errors import WhaleError as WhaleError
     from whale.frontends.keras.distribute import distribute as distribute
     from whale.frontends.strategy.strategy import Strategy as Strategy
+    from whale.frontends.tf1.monitored import MonitoredTrainingSession as MonitoredTrainingSession
     from whale.runtime.checkpoint.export import export as export
     from whale.runtime.checkpoint.manager import CheckpointManager as CheckpointManager
     from whale.runtime.function import function as function
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from whale.runtime.run.start import check_replicas as check_replicas
     from whale.runtime.run.start import init as init
     from whale.runtime.run.start import shutdown as shutdown
-    from whale.runtime.session.monitored import MonitoredTrainingSession as MonitoredTrainingSession
+    from whale.runtime.session.session import InteractiveSession as InteractiveSession
     from whale.runtime.session.session import Session as Session
     from whale.runtime.tools.dry_run import plan as plan
     from whale.runtime.tools.memory_report import memory_report as memory_report
@@ -70,7 +71,8 @@ _PUBLIC = {
     "export": "whale.runtime.checkpoint.export",
     "function": "whale.runtime.function",
     "Session": "whale.runtime.session.session",
-    "MonitoredTrainingSession": "whale.runtime.session.monitored",
+    "InteractiveSession": "whale.runtime.session.session",
+    "MonitoredTrainingSession": "whale.frontends.tf1.monitored",
     "loss_scale": "whale.runtime.run.loss_scale",
     "memory_report": "whale.runtime.tools.memory_report",
     "plan": "whale.runtime.tools.dry_run",

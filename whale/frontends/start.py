@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from whale.frontends.keras import install as keras
+from whale.frontends.tf1 import install as tf1
 from whale.runtime.run import start
 
 
@@ -13,3 +14,4 @@ from whale.runtime.run import start
 def init(*args: Any, **kwargs: Any) -> None:  # noqa: D103, the doc string is that of what it wraps
     start.init(*args, **kwargs)
     keras.install()
+    tf1.install()

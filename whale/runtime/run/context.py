@@ -87,6 +87,8 @@ class Context(Ranks):
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
+      between_runs: what is done on every rank after a run of a session that all ranks make.
+      at_end: what puts TensorFlow's settings back that the run has changed.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
@@ -116,6 +118,8 @@ class Context(Ranks):
     outside: Outside | None = None
     distributed: bool = False
     solo: bool = False
+    between_runs: list[Callable[[], None]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     @property

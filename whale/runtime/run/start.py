@@ -239,6 +239,8 @@ def _end() -> None:
     context.ended = True
     _conclude(context)
     context.variables.clear()
+    for put_back in context.at_end:
+        put_back()
     if context.seeds is not None:
         context.seeds.take_back()
     if context.outside is not None:

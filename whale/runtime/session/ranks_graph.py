@@ -12,6 +12,7 @@ from whale.ir.program import Program
 from whale.lowering.functions import lower_to_graph
 from whale.runtime.run.context import unique
 from whale.runtime.session.names import own_resources, random_streams
+from whale.runtime.session.plain import PlainSession
 
 # (what is fed, (options, metadata) of Session.run) -> what is fetched
 Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
@@ -26,7 +27,7 @@ class RanksGraph:
 
     def __init__(self, config: Any) -> None:
         self.graph = tf.Graph()
-        self.session = tf.compat.v1.Session(graph=self.graph, config=config)
+        self.session = PlainSession(graph=self.graph, config=config)
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
 
     def close(self) -> None:

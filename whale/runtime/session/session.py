@@ -1,4 +1,4 @@
-"""``wh.Session``: a TF1 session whose runs are spread over the ranks."""
+"""``wh.Session``: a TF1 session whose runs are spread over the ranks, and the kinds of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client.session import BaseSession
 
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
@@ -35,8 +37,8 @@ from whale.runtime.variables.stage_variables import Use
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
 
-class Session(tf.compat.v1.Session):
-    """Runs parts of a graph on all ranks; takes the place of tf.compat.v1.Session, as a context manager too.
+class SpreadSession(BaseSession):  # type: ignore[misc]
+    """Runs parts of a graph on all ranks: what the sessions below share.
 
     Every rank makes the same runs. What is fed is global (the whole batch), and so is what is fetched. The first run of
     a set of fetches and shapes compiles it. Variables live in this session's ranks: initialise or restore them through
@@ -67,6 +69,7 @@ class Session(tf.compat.v1.Session):
                 action="start the script with `whale run -np N` and leave the target out",
             )
         super().__init__("", graph, config)
+        self._acts_between = False
         self._ranks_graph = RanksGraph(config)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
@@ -123,10 +126,43 @@ class Session(tf.compat.v1.Session):
 
         return call
 
+    def _make_callable_from_options(self, callable_options: Any) -> Any:
+        """What Keras runs in graphs: names of fetches, feeds and targets in a message."""
+        asked = config_pb2.CallableOptions()
+        asked.ParseFromString(callable_options.SerializeToString())
+        if asked.tensor_connection:
+            raise ProgramError(
+                "a run that feeds a tensor with another one cannot be spread over ranks",
+                given="tensor_connection",
+                expected="values",
+                action="feed values, or connect the tensors when the graph is built",
+            )
+        element = self.graph.as_graph_element
+        fetches, feeds = [element(n) for n in asked.fetch], [element(n).ref() for n in asked.feed]
+        targets = [element(n) for n in asked.target]
+
+        def call(*values: Any, run_metadata: Any = None) -> Any:
+            return self._do_run(None, targets, fetches, dict(zip(feeds, values, strict=True)), None, run_metadata)
+
+        return call
+
     def _do_run(
         self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
     ) -> Any:
         """TensorFlow's session has taken fetches and feeds apart and converted values; here is where they run."""
+        values = self._run_parts(handle, target_list, fetch_list, feed_dict, options, run_metadata)
+        if self._whale.between_runs and not self._acts_between and not _fills_queues(target_list, fetch_list):
+            self._acts_between = True  # what is done between runs makes runs
+            try:
+                for act in list(self._whale.between_runs):
+                    act()
+            finally:
+                self._acts_between = False
+        return values
+
+    def _run_parts(
+        self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
+    ) -> Any:
         if handle is not None:
             raise ProgramError(
                 "a partial run cannot be spread over ranks",
@@ -136,7 +172,7 @@ class Session(tf.compat.v1.Session):
             )
         feeds = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
         settings = options, run_metadata
-        if target_list and not fetch_list and all(op.type in _QUEUE_WRITERS for op in target_list):
+        if _fills_queues(target_list, fetch_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._one_rank.run([], target_list, feeds, settings)
         if saves := self._saves([*fetch_list, *target_list], feeds):
@@ -262,6 +298,19 @@ class Session(tf.compat.v1.Session):
         traced = run if trace is None else trace.steps(run, name, compiled.number)
         self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)
         return compiled
+
+
+def _fills_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
+    """Whether a run only puts something into queues, as those of queue runners do."""
+    return bool(targets) and not fetches and all(op.type in _QUEUE_WRITERS for op in targets)
+
+
+class Session(SpreadSession, tf.compat.v1.Session):  # type: ignore[misc]
+    """Takes the place of tf.compat.v1.Session, as a context manager too; see ``SpreadSession``."""
+
+
+class InteractiveSession(SpreadSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
+    """Takes the place of tf.compat.v1.InteractiveSession: the default session from its making on."""
 
 
 class _PlanOnly(BaseException):

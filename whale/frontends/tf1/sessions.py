@@ -1,0 +1,44 @@
+"""``tf.compat.v1.Session`` and its kinds, which are Whale's while a run goes on, under all of their names.
+
+Not the names are replaced, but what their calls make: TensorFlow's own modules, and those that have imported the
+classes before, get Whale's sessions too, and a session of Whale, which inherits from them, is what it says it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.client import session
+
+from whale.frontends.tf1.taking import replace_function, replace_method, taken
+
+
+def change() -> None:
+    """Has the classes make Whale's sessions during a run."""
+    for kind in (session.Session, session.InteractiveSession):
+        kind.__new__ = staticmethod(_new)
+    replace_function(tf.compat.v1.train.MonitoredTrainingSession, _monitored)
+    replace_method(tf.compat.v1.train.Supervisor, "__init__", _supervisor)
+
+
+def _new(kind: type, *args: Any, **kwargs: Any) -> Any:
+    made = kind
+    if kind in (session.Session, session.InteractiveSession) and taken() is not None:
+        from whale.runtime.session.session import InteractiveSession, Session
+
+        made = Session if kind is session.Session else InteractiveSession
+    return object.__new__(made)
+
+
+def _monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
+    """Every rank is a chief, so that all have the same hooks and make the same runs."""
+    return original(master, is_chief or taken() is not None, *args, **kwargs)
+
+
+def _supervisor(original: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    if taken() is not None:
+        given.arguments["is_chief"] = True
+    original(*given.args, **given.kwargs)

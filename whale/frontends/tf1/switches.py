@@ -1,0 +1,42 @@
+"""TensorFlow 1's variables and control flow have a form that can be distributed; a run turns it on, and says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from whale.frontends.tf1.taking import replace_function, taken
+
+_SWITCHES = {
+    "resource variables": ("enable_resource_variables", "disable_resource_variables", "resource_variables_enabled"),
+    "control flow of version 2": ("enable_control_flow_v2", "disable_control_flow_v2", "control_flow_v2_enabled"),
+}
+
+
+def change() -> None:
+    """Has ``disable_v2_behavior`` during a run leave both as they are."""
+    for _, name, _ in _SWITCHES.values():
+        replace_function(getattr(tf.compat.v1, name), _kept)
+
+
+def _kept(original: Callable[[], None]) -> None:
+    if taken() is None:
+        original()
+
+
+def turn_on() -> None:
+    """Turns on what is off, until the end of the run."""
+    context = taken()
+    if context is None:
+        return
+    v1 = tf.compat.v1
+    off = {what: names for what, names in _SWITCHES.items() if not getattr(v1, names[2])()}
+    for on, back, _ in off.values():
+        getattr(v1, on)()
+        context.at_end.append(getattr(v1, back))
+    if off and context.rank == 0:
+        sys.stderr.write(
+            f"whale: turned on {' and '.join(off)} for the graphs that are built from now on (call wh.init() before)\n"
+        )

@@ -1,0 +1,84 @@
+"""Whether what a script makes of TensorFlow 1 is Whale's at the moment, and how TensorFlow's own methods ask that."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from whale.runtime.run.context import Context, running
+
+# Whether sessions are taken, where that is not the run's to say; False is for what one rank does for all of them.
+_asked: contextvars.ContextVar[bool | None] = contextvars.ContextVar("asked", default=None)
+
+
+def taken() -> Context | None:
+    """The context of the run over which sessions are spread; None: TensorFlow does what it always does.
+
+    A run of one rank is left alone as well, unless it is configured or measured.
+    """
+    context = running()
+    if context is None or _asked.get() is not None:
+        return context if _asked.get() else None
+    if context.solo or context.own_programs is not None:
+        return None
+    if context.planned_size > 1 or context.dry is not None or context.meter is not None:
+        return context
+    config = context.config
+    return context if any(config.origin(key) != "default" for key in config) else None
+
+
+def follows() -> Context | None:
+    """The context of a run in which this rank is not the one that writes files; None: it writes."""
+    context = taken()
+    return context if context is not None and context.between_processes and context.rank > 0 else None
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Inside, this rank does everything by itself: sessions are TensorFlow's own, and files are written."""
+    token = _asked.set(False)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+@contextmanager
+def always() -> Iterator[None]:
+    """Inside, sessions are Whale's in any run."""
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def replace_method(kind: Any, name: str, new: Callable[..., Any]) -> None:
+    """``new(original, ...)`` answers where ``kind.name(...)`` is called, of a class or a module."""
+    original = getattr(kind, name)
+    setattr(kind, name, functools.wraps(original)(functools.partial(new, original)))
+    if isinstance(kind, type):  # a partial is no method
+        answering = getattr(kind, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return answering(self, *args, **kwargs)
+
+        setattr(kind, name, method)
+
+
+def replace_function(original: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """``new(original, ...)`` answers for a function under every name by which a module knows it, the script's too."""
+
+    @functools.wraps(original)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        return new(original, *args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [key for key, value in list(names.items()) if value is original]:
+            setattr(module, name, answering)
