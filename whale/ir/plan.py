@@ -315,7 +315,7 @@ def plan_from_json(data: bytes) -> Plan:
     """
     try:
         version = msgspec.json.decode(data, type=_Version).version
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -324,7 +324,7 @@ def plan_from_json(data: bytes) -> Plan:
         )
     try:
         return _plan(msgspec.json.decode(data, type=_File))
-    except (msgspec.ValidationError, ValueError, IndexError) as e:
+    except (ValueError, IndexError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
 
 

@@ -20,7 +20,8 @@ from whale.ir.program import Node, Program, topological
 from whale.lowering.local import localise
 from whale.passes.lay_out import expand
 from whale.passes.settings import PlanSettings
-from whale.runtime.tools import dry_run, plan_check
+from whale.runtime.spread import proof
+from whale.runtime.tools import dry_run
 from whale.runtime.tools.plan_prediction import rank_programs
 
 __all__ = ["double"]
@@ -84,12 +85,12 @@ def test_exchanges_that_nobody_answers_are_found() -> None:
     plan = planned(program, 4, 4)
     expanded = expand(program, plan.expanded, PlanSettings(size=2))
     first, second = (localise(expanded, plan, rank, "c", None) for rank in range(2))
-    assert plan_check.of_exchanges([first, second]) == []
+    assert proof.of_exchanges([first, second]) == []
     sums = [n for n in second.nodes if n.op == "WhaleAllReduce"]
     without = second.with_nodes(tuple(n for n in second.nodes if n is not sums[0]))
-    assert "do not take part" in plan_check.of_exchanges([first, without])[0]
+    assert "do not take part" in proof.of_exchanges([first, without])[0]
     other = tuple(replace(n, op="WhaleAllGather") if n is sums[0] else n for n in second.nodes)
-    assert "rank 1 WhaleAllGather" in plan_check.of_exchanges([first, second.with_nodes(other)])[0]
+    assert "rank 1 WhaleAllGather" in proof.of_exchanges([first, second.with_nodes(other)])[0]
 
 
 def pipeline(tmp_path: Path) -> list[Program]:
@@ -98,7 +99,7 @@ def pipeline(tmp_path: Path) -> list[Program]:
     plan = load_plan(path)
     assert len(plan.stage_groups) == 2
     found = rank_programs(dry_run.first_step(plan.script[0], plan.script[1:], 2, str(path)))
-    assert plan_check.of_exchanges(found) == plan_check.of_waits(found) == []
+    assert proof.of_exchanges(found) == proof.of_waits(found) == []
     return found
 
 
@@ -117,13 +118,13 @@ def test_sends_without_receives_and_ranks_that_wait_for_each_other_are_found(tmp
     sent = exchanges(first, "WhaleSend")[0]
     lost = next(n for n in exchanges(second, "WhaleRecv") if n.attrs["key"] == sent.attrs["key"])
     deaf = replace(lost, op="Const", inputs=(), attrs={"value": np.zeros(lost.outputs[0].shape or (), np.float32)})
-    found = plan_check.of_exchanges([first, second.with_nodes(tuple(deaf if n is lost else n for n in second.nodes))])
+    found = proof.of_exchanges([first, second.with_nodes(tuple(deaf if n is lost else n for n in second.nodes))])
     assert len(found) == 1 and found[0].startswith(f"rank 0 sends {sent.attrs['key']} (")
     assert found[0].endswith("to rank 1, which does not receive it")
     mute = first.with_nodes(tuple(n for n in first.nodes if n is not sent))
-    assert "which does not send it" in plan_check.of_exchanges([mute, second])[0]
+    assert "which does not send it" in proof.of_exchanges([mute, second])[0]
     send, receive = exchanges(first, "WhaleSend")[0].name, exchanges(first, "WhaleRecv")[0].name
-    found = plan_check.of_waits([after(first, send, receive), second])  # its gradient comes of what it is to send
+    found = proof.of_waits([after(first, send, receive), second])  # its gradient comes of what it is to send
     assert len(found) == 1 and f"rank 0 begins {send} only after {receive}" in found[0] and "rank 1 begins" in found[0]
 
 
@@ -133,12 +134,12 @@ def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
     expanded = expand(program, plan.expanded, PlanSettings(size=2))
     ranks = [localise(expanded, plan, rank, "c", None) for rank in range(2)]
     one, other = (n.name for n in exchanges(ranks[0], "WhaleAllReduce")[:2])
-    assert plan_check.of_waits([after(ranks[0], one, other), ranks[1]]) == []
-    assert "rank 1 begins" in plan_check.of_waits([after(ranks[0], one, other), after(ranks[1], other, one)])[0]
+    assert proof.of_waits([after(ranks[0], one, other), ranks[1]]) == []
+    assert "rank 1 begins" in proof.of_waits([after(ranks[0], one, other), after(ranks[1], other, one)])[0]
 
 
 def test_stages_have_each_rank_once() -> None:
     plan = replace(
         planned(mlp(8, 4, 4, 2), 4, 4), stage_groups=(StageGroup("a", (0,), ("s0",)), StageGroup("b", (0,), ("s1",)))
     )
-    assert plan_check.of_stage_groups(plan) == ["the stages have the ranks [0, 0], not each of 2 once"]
+    assert proof.of_stage_groups(plan) == ["the stages have the ranks [0, 0], not each of 2 once"]

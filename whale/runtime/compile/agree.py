@@ -14,6 +14,7 @@ from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.spread.lower import make_any_plan
+from whale.runtime.spread.proof import prove
 
 
 class _Mark(msgspec.Struct):
@@ -84,9 +85,16 @@ def _purpose(program: Program, number: int) -> str:
 
 
 def made_plan(program: Program, context: Context, settings: PlanSettings) -> Plan:
-    """The saved plan where it is this program's, else a new one."""
+    """The saved plan where it is this program's, else a new one.
+
+    Raises:
+      PlanError: the saved plan is not legal for the program, or none can be made.
+    """
     saved = context.saved.of(program, settings) if context.saved is not None else None
-    return saved if saved is not None else make_any_plan(program, settings)
+    if context.saved is None or saved is None:
+        return make_any_plan(program, settings)
+    prove(program, saved, settings, context.saved.path)
+    return saved
 
 
 def agreed_plan(program: Program, number: int, context: Context, settings: PlanSettings) -> Plan:

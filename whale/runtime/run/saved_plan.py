@@ -96,4 +96,15 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan:
             expected=f"{plan.ranks} ranks",
             action=f"start {plan.ranks} ranks, or make the plan again with -np {ranks}",
         )
-    return SavedPlan(path, plan)
+    saved = SavedPlan(path, plan)
+    try:
+        _ = saved.choice
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            "what the saved plan says of auto_parallel cannot be read",
+            given=path,
+            reason=error,
+            expected="a file that `whale plan -o FILE train.py` wrote",
+            action="make the plan again",
+        ) from error
+    return saved
