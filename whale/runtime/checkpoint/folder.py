@@ -17,8 +17,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tensorflow as tf
+from google.protobuf import text_format
 from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
+from whale.errors import CheckpointError
+
+_STATE_CHARACTERS = 1 << 24
 _TEMPORARY = ".writing-"
 _DATA = re.compile(r"(?P<prefix>.+)\.data-\d{5}-of-\d{5}")
 
@@ -33,6 +37,11 @@ class CheckpointFolder:
     Attributes:
       kept: path -> time of writing (s since 1970) of the complete checkpoints, oldest first.
       latest: path of the newest one.
+      found_by_files: what to tell the user when the file ``checkpoint`` was missing or damaged, and the complete
+        checkpoints were found by their files; else "".
+
+    Raises:
+      CheckpointError: the file ``checkpoint`` names one that is not in this folder.
     """
 
     def __init__(self, directory: str, name: str, max_to_keep: int | None, keep_every_s: float | None) -> None:
@@ -42,18 +51,70 @@ class CheckpointFolder:
         self.latest: str | None = None
         self._preserved_at = time.time() - 1.0
         os.makedirs(directory, exist_ok=True)
-        state = tf.train.get_checkpoint_state(directory)
-        if state is not None:
+        self.found_by_files = ""
+        self._read_state()
+
+    def _read_state(self) -> None:
+        """Takes what the file ``checkpoint`` says, or, without a readable one, the complete checkpoints there are."""
+        path = os.path.join(self.directory, "checkpoint")
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read(_STATE_CHARACTERS)
+            state = text_format.Parse(text, CheckpointState())
+            if not state.model_checkpoint_path:
+                raise ValueError("it names no checkpoint")
+        except FileNotFoundError:
+            self._take_files(f"{path} is missing")
+        except (ValueError, RecursionError, text_format.ParseError) as error:
+            self._take_files(f"{path} cannot be read ({str(error) or type(error).__name__})")
+        else:
             self._take(state)
 
     def _take(self, state: CheckpointState) -> None:
         now = time.time()
-        self.latest = state.model_checkpoint_path or None
+        self.latest = self._own(state.model_checkpoint_path)
         self._preserved_at = min(state.last_preserved_timestamp, now)
         times = state.all_model_checkpoint_timestamps or [now] * len(state.all_model_checkpoint_paths)
         for path, written in zip(state.all_model_checkpoint_paths, times):
             if not state.last_preserved_timestamp or written > self._preserved_at:
-                self.kept[path] = min(written, now)
+                self.kept[self._own(path)] = min(written, now)
+
+    def _own(self, name: str) -> str:
+        """The path of a checkpoint that the state file names: one of this folder, wherever that has been moved to.
+
+        Raises:
+          CheckpointError: it is elsewhere; nothing outside of the folder is read, written or removed.
+        """
+        base = os.path.basename(name)
+        path = os.path.join(self.directory, base)
+        inside = os.path.normpath(os.path.join(self.directory, name)) == os.path.normpath(path)
+        moved = os.path.isabs(name) and os.path.exists(f"{path}.index")
+        if base in ("", ".", "..") or "\0" in base or not (inside or moved):
+            raise CheckpointError(
+                "a state file names a checkpoint that is not in its folder",
+                given=f"{name!r} in {os.path.join(self.directory, 'checkpoint')}",
+                expected="names of checkpoints beside it",
+                action="remove that file: the complete checkpoints of the folder are then found without it",
+            )
+        return path
+
+    def _take_files(self, why: str) -> None:
+        """Takes the complete checkpoints by their files, in the order of their numbers."""
+        numbers: dict[int, str] = {}
+        for entry in os.scandir(self.directory):
+            found = re.fullmatch(rf"{re.escape(self.name)}-(\d{{1,18}})\.index", entry.name)
+            path = entry.path.removesuffix(".index")
+            if found and self._is_complete(path):
+                numbers[int(found[1])] = path
+        self.kept = {numbers[n]: os.path.getmtime(f"{numbers[n]}.index") for n in sorted(numbers)}
+        self.latest = next(reversed(self.kept), None)
+        if self.kept:
+            self.found_by_files = f"{why}; {len(self.kept)} complete checkpoints were found by their files"
+
+    def _is_complete(self, path: str) -> bool:
+        """Whether as many files are there as the name of each says."""
+        data = self._files(path)[1:]
+        return bool(data) and all(int(name[-5:]) == len(data) for name in data)
 
     def begin(self) -> str:
         """Removes what killed runs have left, and makes a folder for the parts of a new checkpoint."""
@@ -67,7 +128,10 @@ class CheckpointFolder:
         for entry in list(os.scandir(self.directory)):
             data = _DATA.fullmatch(entry.name)
             if entry.name.startswith(_TEMPORARY):
-                shutil.rmtree(entry.path)
+                if entry.is_symlink():
+                    os.unlink(entry.path)
+                else:
+                    shutil.rmtree(entry.path)
             elif data and data["prefix"].startswith(f"{self.name}-"):
                 if not os.path.exists(os.path.join(self.directory, f"{data['prefix']}.index")):
                     os.unlink(entry.path)
@@ -81,10 +145,8 @@ class CheckpointFolder:
         try:
             self._install(temporary, parts, path)
         except BaseException:
-            state = tf.train.get_checkpoint_state(self.directory)
             self.kept, self.latest = {}, None
-            if state is not None:
-                self._take(state)
+            self._read_state()
             raise
 
     def _install(self, temporary: str, parts: Sequence[str], path: str) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
-from whale.errors import CheckpointError, CommError
+from whale.errors import CheckpointError
 from whale.runtime.checkpoint import reading as checkpoint_reading
+from whale.runtime.checkpoint.agreement import Said, check_equal, decoded, encoded
 from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
 from whale.runtime.checkpoint.gathering import refuse_different_copies
 from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
@@ -22,18 +23,6 @@ from whale.runtime.run.context import Context, current
 
 _LOOK_EVERY_S = 0.02
 _Result = TypeVar("_Result")
-
-
-class _Said(msgspec.Struct):
-    """What a rank tells the others: an error, a digest of what it is about to write, and of the first its folder."""
-
-    error: str = ""
-    digest: bytes = b""
-    temporary: str = ""
-    number: int = 0
-    counter: int = 0
-    latest: str | None = None
-    checkpoints: list[str] = []
 
 
 class CheckpointManager:
@@ -95,10 +84,12 @@ class CheckpointManager:
         self._saving: _Saving | None = None
         keep_every_s = keep_checkpoint_every_n_hours and keep_checkpoint_every_n_hours * 3600.0
 
-        def open_folder() -> _Said:
+        def open_folder() -> Said:
             if self._context.rank == 0:
                 self._folder = CheckpointFolder(self._directory, checkpoint_name, max_to_keep, keep_every_s)
                 self._folder.clean()
+                if self._folder.found_by_files:
+                    sys.stderr.write(f"whale: {self._folder.found_by_files}\n")
             return self._state_of_folder()
 
         self._state = self._together("opened", open_folder)[0]
@@ -155,19 +146,17 @@ class CheckpointManager:
             shares: dict[int, list[tuple[str, str, tf.Tensor]]] = {}
             writers: list[int] = []
 
-            def begin() -> _Said:
+            def begin() -> Said:
                 entries = entries_of(self._checkpoint, context)
                 writers.extend(share_out(entries, context.size))
                 shares.update((rank, snapshot(entries, writers, rank)) for rank in context.ranks)
                 number = int(counter if checkpoint_number is None else checkpoint_number)
                 temporary = self._folder.begin() if self._folder is not None else ""
-                return _Said("", digest(entries, writers), temporary, number, int(counter))
+                return Said("", digest(entries, writers), temporary, number, int(counter), place=self._place)
 
             saved = ObjectGraphView(self._checkpoint).breadth_first_traversal()[0]
             refuse_different_copies(saved, context, self._purpose("begun"))
-            said = self._together("begun", begin)
-            _check_equal(said)
-            first = said[0]
+            first = self._together("begun", begin)[0]
             counter.assign(first.counter)
             path = os.path.join(self._directory, f"{self._name}-{first.number}")
             self._saving = _Saving(self._folder, first.temporary, path, shares, sorted(set(writers)))
@@ -194,7 +183,7 @@ class CheckpointManager:
             saving.abandon()
             raise
 
-        def install() -> _Said:
+        def install() -> Said:
             saving.install()
             return self._state_of_folder()
 
@@ -217,23 +206,29 @@ class CheckpointManager:
             return self._checkpoint.restore(None)
         status = None
 
-        def read() -> _Said:
+        def read() -> Said:
             nonlocal status
             status = checkpoint_reading.restore(self._checkpoint, os.fspath(path), self._context)
-            return _Said()
+            return Said(place=os.path.abspath(path))
 
         with span(self._context.trace, "restore checkpoint", "checkpoint"):
             self._together("restored", read)
         return status
 
-    def restore_or_initialize(self) -> str | None:
+    def restore_or_initialize(self, fallback: bool = False) -> str | None:
         """Restores the newest complete checkpoint on every rank, or calls ``init_fn``. Returns its path, or None.
 
+        Args:
+          fallback: of a damaged checkpoint, the first rank says so, and the one before is restored. To find out, it
+            reads all of a checkpoint before the ranks do.
+
         Raises:
-          CheckpointError: as ``restore``.
+          CheckpointError: as ``restore``; with ``fallback``, when none of the checkpoints is whole.
         """
         self.wait()
         path = self.latest_checkpoint
+        if path is not None and fallback:
+            path = self._newest_whole(path)
         if path is not None:
             self.restore(path)
             if self._interval is not None:
@@ -241,6 +236,19 @@ class CheckpointManager:
         elif self._init_fn is not None:
             self._init_fn()
         return path
+
+    def _newest_whole(self, latest: str) -> str:
+        """The newest checkpoint of which every tensor can be read; those after it are said to be damaged."""
+
+        def look() -> Said:
+            if self._context.rank != 0:
+                return Said()
+            older = [path for path in reversed(self._state.checkpoints) if path != latest]
+            return Said(latest=checkpoint_reading.newest_whole([latest, *older]))
+
+        found = self._together("looked through", look)[0].latest
+        assert found is not None  # else it was an error
+        return found
 
     def _is_time(self, check_interval: bool) -> bool:
         if self._interval is None:
@@ -251,29 +259,33 @@ class CheckpointManager:
         self._last_step = step
         return True
 
-    def _state_of_folder(self) -> _Said:
+    @property
+    def _place(self) -> str:
+        return os.path.abspath(self._directory)
+
+    def _state_of_folder(self) -> Said:
         if self._folder is None:
-            return _Said()
-        return _Said(latest=self._folder.latest, checkpoints=list(self._folder.kept))
+            return Said(place=self._place)
+        return Said(latest=self._folder.latest, checkpoints=list(self._folder.kept), place=self._place)
 
     def _purpose(self, when: str) -> str:
         return f"a checkpoint in {self._directory} that is to be {when}"
 
-    def _together(self, when: str, act: Callable[[], _Said]) -> list[_Said]:
+    def _together(self, when: str, act: Callable[[], Said]) -> list[Said]:
         """Acts on every rank. Returns what each of them says, or raises on all ranks if one of them failed."""
         context, failure = self._context, None
         try:
             mine = act()
         except Exception as error:  # told to the others, and raised below
-            failure, mine = error, _Said(error=f"{type(error).__name__}: {error}"[:2000])
+            failure, mine = error, Said(error=f"{type(error).__name__}: {error}"[:2000])
         said = [mine]
         if context.between_processes:
             purpose = self._purpose(when)
-            data = msgspec.msgpack.encode(mine)
-            everyone = context.comms[0].allgather_bytes(f"whale/checkpoint/{when}", data, WRITE_TIMEOUT_S, purpose)
-            said = [msgspec.msgpack.decode(other, type=_Said) for other in everyone]
+            key = f"whale/checkpoint/{when}"
+            said = decoded(context.comms[0].allgather_bytes(key, encoded(mine), WRITE_TIMEOUT_S, purpose))
         failed = [rank for rank, other in enumerate(said) if other.error]
         if not failed:
+            check_equal(said)
             return said
         if failure is not None and not isinstance(failure, (OSError, tf.errors.OpError)):
             raise failure
@@ -326,12 +338,12 @@ class _Saving:
         self._shares.clear()  # the snapshot: variables can be updated in place again
         self._own_written.set()
 
-    def written(self) -> _Said:
+    def written(self) -> Said:
         """Waits for this process's parts."""
         self._own_written.wait()
         if self._error is not None:
             raise self._error
-        return _Said()
+        return Said()
 
     def install(self) -> None:
         """Waits until the checkpoint is complete; all parts are written."""
@@ -371,14 +383,3 @@ class _Saving:
         except Exception as error:
             self._folder.discard(self._temporary)
             self._error = error
-
-
-def _check_equal(said: list[_Said]) -> None:
-    other = next((rank for rank, s in enumerate(said) if s.digest != said[0].digest), None)
-    if other is not None:
-        raise CommError(
-            "the ranks save different objects",
-            given=f"rank 0 and rank {other} have checkpoints of other variables, or of variables that lie otherwise",
-            expected="the same tf.train.Checkpoint on every rank",
-            action="make it of the same objects on every rank, at the same place of the script",
-        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
+from google.protobuf.message import DecodeError
 from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
 
 from whale.errors import CheckpointError
@@ -25,6 +27,8 @@ from whale.runtime.variables.deferred import deferred_of, restore_from
 
 _READ_TOGETHER_BYTES = 64 << 20
 _DAMAGES = (tf.errors.DataLossError, tf.errors.OutOfRangeError)
+# TensorFlow's reader has exceptions of C++ for some damages: a file that ends too early is an IndexError.
+_NAMELESS = (IndexError, RuntimeError, ValueError, TypeError, DecodeError)
 
 
 def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any:
@@ -48,7 +52,32 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
             set_random_state(reader.get_tensor(STATE_KEY).decode())
     except tf.errors.OpError as error:
         raise _explained(error, path) from error
+    except _NAMELESS as error:
+        tensors, files = damages(path)
+        if not tensors and not files:
+            raise  # of the program, and not of the files: a variable of another shape
+        raise _damaged(path, tensors, files, str(error)) from error
     return status
+
+
+def newest_whole(paths: Sequence[str]) -> str:
+    """The first of these checkpoints of which all can be read; says on stderr which are passed over.
+
+    Raises:
+      CheckpointError: none of them is whole.
+    """
+    for path in paths:
+        tensors, files = damages(path)
+        if not tensors and not files:
+            return path
+        what = f"{', '.join(tensors) or 'no tensor'} cannot be read, in {', '.join(files) or 'its index'}"
+        sys.stderr.write(f"whale: the checkpoint {path} is damaged ({what}); the one before is looked at\n")
+    raise CheckpointError(
+        "no checkpoint is whole",
+        given=", ".join(paths),
+        expected="one of which every tensor can be read",
+        action="bring one back from a copy, or begin in another folder",
+    )
 
 
 def _restore_split_variables(status: Any, path: str, context: Context) -> None:
@@ -112,7 +141,10 @@ def _explained(error: tf.errors.OpError, path: str) -> CheckpointError:
             expected="a checkpoint of these objects, in a folder that every rank can read",
             action="look for the files; latest_checkpoint names the newest complete one",
         )
-    tensors, files = damages(path)
+    return _damaged(path, *damages(path), reason)
+
+
+def _damaged(path: str, tensors: Sequence[str], files: Sequence[str], reason: str) -> CheckpointError:
     return CheckpointError(
         "a checkpoint is damaged",
         given=path,
@@ -120,7 +152,7 @@ def _explained(error: tf.errors.OpError, path: str) -> CheckpointError:
         files=", ".join(files) or "its index",
         reason=reason,
         expected="the bytes that were written, by their checksums",
-        action="restore an older one: the manager's `checkpoints` lists them",
+        action="restore an older one, of the manager's `checkpoints`, as restore_or_initialize(fallback=True) does",
     )
 
 
@@ -132,7 +164,7 @@ def damages(path: str) -> tuple[list[str], list[str]]:
     try:
         reader = tf.train.load_checkpoint(path)
         shapes = reader.get_variable_to_shape_map()
-    except tf.errors.OpError:
+    except (tf.errors.OpError, *_NAMELESS):
         return [], [f"{path}.index"]
     names = tf.io.gfile.glob(f"{path}.data-?????-of-?????")
     tensors: list[str] = []
@@ -142,9 +174,9 @@ def damages(path: str) -> tuple[list[str], list[str]]:
             continue
         try:
             tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[""], dtypes=[dtype])
-        except tf.errors.OpError as error:
+        except (tf.errors.OpError, *_NAMELESS) as error:
             tensors.append(key)
-            shard = re.search(r"shard (\d+)", error.message or "")
+            shard = re.search(r"shard (\d+)", str(error))
             if shard:
                 files.add(f"{path}.data-{int(shard[1]):05d}-of-{len(names):05d}")
             else:  # TensorFlow does not say which one ends too early
