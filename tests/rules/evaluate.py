@@ -56,7 +56,10 @@ def evaluate(op_type: str, attrs: Mapping[str, Any], inputs: Sequence[np.ndarray
     """
     function = getattr(tf.raw_ops, op_type)
     parameters = _parameters(op_type)
-    grouped, given = _group(op_type, [tf.constant(x) for x in inputs]), {k: _attribute(v) for k, v in attrs.items()}
+    grouped, given = (
+        _group(op_type, [tf.constant(x) for x in inputs]),
+        {k: _attribute(v) for k, v in attrs.items() if k[0] != "_"},
+    )
     # raw_ops renames some arguments and attributes (Select's t and e are x and y there) but keeps their order.
     unnamed = iter([p for p in parameters if p not in grouped and p not in given])
     result = function(**{k if k in parameters else next(unnamed): v for k, v in (*grouped.items(), *given.items())})

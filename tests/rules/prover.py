@@ -162,10 +162,17 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
             continue
         local = rule.localize(op, strategy, at)
         mine = [local.consts.get(i, o[at]) for i, o in enumerate(operands)]
-        mine = [x + local.added[i] if i in local.added else x for i, x in enumerate(mine)]
+        for added in (local.added, local.moved):
+            mine = [x + added[i] if i in added else x for i, x in enumerate(mine)]
         window, inside = local.window, np.ones(0, bool)
         if window is not None:
             mine[window.indices], inside = window.local(mine[window.indices])
+            if window.rows is not None:
+                values = mine[window.rows]
+                mine[window.rows] = values.reshape(-1, *values.shape[inside.ndim :])[inside.reshape(-1)]
+                mine[window.indices] = mine[window.indices].reshape(-1, mine[window.indices].shape[-1])[
+                    inside.reshape(-1)
+                ]
             if window.masked is not None and window.masked >= 0:
                 mine[window.masked] = window.zeroed(mine[window.masked], inside)
         outs = evaluate(local.op or case.op, {**case.attrs, **local.attrs}, mine)

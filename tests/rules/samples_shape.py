@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.rules.sampling import D, F, K, N, case
+import numpy as np
+
+from tests.rules.sampling import Arg, D, F, K, N, case
+from whale.rules.graph import BLOCKS
 
 SHAPES = [
     case("Reshape", F(8, 6), K([48])), case("Reshape", F(8, 6), K([4, 2, 6])), case("Reshape", F(4, 2, 6), K([8, 6])),
@@ -68,6 +71,20 @@ SLICES = [
     case("BatchToSpace", F(8, 2, 2, 6), K([[0, 0], [0, 0]]), block_size=2),
 ]  # fmt: skip
 
+_BLOCKS = {BLOCKS: 4}
+
+
+def _counted(*shape: int) -> Arg:
+    """Indices of which the first column counts the blocks."""
+
+    def make(r: np.random.Generator) -> np.ndarray:
+        found = r.integers(0, 4, shape).astype(np.int32)
+        found[..., 0] = np.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 2))
+        return found
+
+    return Arg(make, f"counted{list(shape)}")
+
+
 GATHERS = [
     case("GatherV2", F(6, 4), N(8), K(0)), case("GatherV2", F(8, 6, 4), N(3), K(1)),
     case("GatherV2", F(4, 6, 2), N(4, 3), K(1), batch_dims=1), case("GatherV2", F(8, 5), N(8), K(1), batch_dims=1),
@@ -80,6 +97,12 @@ GATHERS = [
       for op in ("TensorScatterAdd", "TensorScatterSub", "TensorScatterMax", "TensorScatterMin",
          "ScatterNdNonAliasingAdd")),
     case("TensorScatterUpdate", F(6, 4), D([[1], [3]], "int32"), F(2, 4)),
+    case("TensorScatterUpdate", F(6, 4), D([[1, 3], [3, 0], [5, 2]], "int32"), F(3)),
+    # The first column counts blocks.
+    case("ScatterNd", _counted(4, 3, 2), F(4, 3, 5), K([4, 6, 5]), **_BLOCKS, search=False),
+    case("GatherNd", F(4, 6, 5), _counted(4, 3, 2), **_BLOCKS, search=False),
+    case("TensorScatterAdd", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
+    case("TensorScatterMax", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
     case("OneHot", N(8, 3), K(4), D(1.0), D(0.5)), case("OneHot", N(8, 3), K(4), D(1.0), D(0.5), axis=0),
     case("OneHot", N(8), K(4), D(2.0), D(-1.0), axis=1),
     # Not searched: how many rows of a rank fall into a part depends on the data, and a layout has sizes.
@@ -96,6 +119,8 @@ _IDS = D([0, 0, 1, 1, 1, 2, 2, 3], "int32")
 SEGMENTS = [
     *(case(f"UnsortedSegment{k}", F(8, 4), N(8), K(5)) for k in ("Sum", "Max", "Min", "Prod")),
     case("UnsortedSegmentSum", F(8, 3, 4), N(8, 3), K(5)),
+    *(case(f"UnsortedSegment{k}", F(8, 3), D([1, 0, 2, 3, 5, 4, 7, 6], "int32"), K(8), **_BLOCKS, search=False)
+      for k in ("Sum", "Max")),
     *(case(f"Segment{k}", F(8, 4), _IDS) for k in ("Sum", "Mean", "Max", "Min", "Prod")),
     *(case(f"SparseSegment{k}", F(6, 4), N(8), _IDS) for k in ("Sum", "Mean", "SqrtN")),
     *(case(f"SparseSegment{k}WithNumSegments", F(6, 4), N(8), _IDS, K(5)) for k in ("Sum", "Mean", "SqrtN")),

@@ -279,6 +279,7 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
         P -> S                    (p-1) T     reduce-scatter
         P -> B                    2 (p-1) T   all-reduce
         S -> S                    what is not yet at its owner; (p-1)/p T from one evenly cut dimension to another
+        S -> S, runs of one dim   (p-1) T     by way of B
         B -> S, B -> P, S -> P    0           a slice, or a fill with the reduction's identity
 
     Exact for uneven and empty shares: what is counted between S, B and O is what each coordinate needs and lacks.
@@ -298,7 +299,10 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
         return 0
     if isinstance(source, PerRank):
         return moved_bytes(P_SUM, target, tensor_bytes, size)
-    by_way_of_whole = isinstance(source, Split) and isinstance(target, Split) and (in_runs(source) or in_runs(target))
+    by_way_of_whole = (
+        isinstance(source, Split) and isinstance(target, Split) and source.dim == target.dim
+        and (in_runs(source) or in_runs(target))
+    )  # fmt: skip
     if isinstance(target, Broadcast) or by_way_of_whole:
         return collective_bytes("WhaleAllGather", tensor_bytes, size)
     return tensor_bytes - tensor_bytes * _staying(source, target) // _positions(source, target)

@@ -13,7 +13,7 @@ from whale.ir.layout import FIRST, B, Partial, Placement, Split, Strategy, local
 from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
-from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype
+from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter, is_joint, unread_communication
 from whale.lowering.reshard import emit_reshard
 from whale.lowering.window import emit_window, emit_zeroed
@@ -276,6 +276,11 @@ class _Localiser:
                 t = self.program.type_of(ref)
                 both = (found, e.const(f"{operand}/added", self._added(edit.added[i])))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
+            if i in edit.moved:
+                operand = f"{name}/{e.prefix}_from_first_{i}"
+                t = self._local_type(self.program.type_of(ref), placement)
+                both = (found, e.const(f"{operand}/offset", edit.moved[i]))
+                found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             inputs.append(found)
         inside = None
         if edit.window is not None:
@@ -295,7 +300,10 @@ class _Localiser:
         if inside is not None and edit.window is not None and edit.window.masked == -1:
             found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
             e.nodes[found_in.name] = found_in
-            emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, types[edit.window.indices])
+            indices = types[edit.window.indices]
+            if edit.window.column is not None:
+                indices = TensorType(indices.dtype, static_shape(indices)[:-1])
+            emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, indices)
         elif edit.divide_by is not None:
             e.nodes[name + "/whale_sum"] = replace(lowered, name=name + "/whale_sum")
             t = outputs[0]

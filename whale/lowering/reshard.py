@@ -85,15 +85,18 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
 def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
     """A change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
     have, want = r.source, r.target
-    if isinstance(have, Split) and isinstance(want, Split):
+    if isinstance(have, Split) and isinstance(want, Split) and have.dim == want.dim:
         whole = emit_reshard(e, replace(r, target=B), t, source)
         return emit_reshard(e, replace(r, source=B), t, lambda: whole)
-    cut = have if isinstance(have, Split) else want
-    assert isinstance(cut, Split)
+    runs_of = {p.dim: p.blocks for p in (have, want) if isinstance(p, Split) and p.blocks > 1}
     whole_shape = static_shape(t)
-    shape = whole_shape[: cut.dim] + (cut.blocks, cut.run) + whole_shape[cut.dim + 1 :]
-    view, run = TensorType(t.dtype, shape), split(cut.dim + 1, cut.sizes)
-    before, after = (run, want) if have is cut else (have, run)
+    shape: tuple[int, ...] = ()
+    place: list[int] = []  # of each dimension in the view; of runs, that of what is in one
+    for dim, size in enumerate(whole_shape):
+        shape += (runs_of[dim], size // runs_of[dim]) if dim in runs_of else (size,)
+        place.append(len(shape) - 1)
+    view = TensorType(t.dtype, shape)
+    before, after = (split(place[p.dim], p.sizes) if isinstance(p, Split) else p for p in (have, want))
     local = source()
     # The tensor may be such a view itself, of another axis.
     runs = "runs" if e.prefix == "whale" else f"{e.prefix.replace('/', '_')}_runs"

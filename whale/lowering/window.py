@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +24,8 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
       For each index whether it falls into the rank's part.
     """
     source, t = inputs[window.indices], types[window.indices]
+    if window.column is not None:
+        return _of_column(e, name, window, inputs, types)
     kind = {"T": DType(t.dtype)}
 
     def number(suffix: str, value: int) -> Ref:
@@ -38,6 +42,44 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
     if window.masked is not None and window.masked >= 0:
         at = window.masked
         inputs[at] = emit_zeroed(e, f"{name}/values", window, inputs[at], types[at], inside, t)
+    return inside
+
+
+def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
+    """The same for indices of several columns; what has rows of its own loses those that fall elsewhere."""
+    source, t = inputs[window.indices], types[window.indices]
+    shape = static_shape(t)
+    *lead, columns = shape
+    one = TensorType(t.dtype, tuple(lead))
+    begin, end, at = [0] * len(lead) + [window.column], [*lead, (window.column or 0) + 1], np.int32
+    bounds = [e.const(f"{name}/{n}", np.array(v, at)) for n, v in (("begin", begin), ("end", end))]
+    strides = e.const(f"{name}/strides", np.ones(len(shape), at))
+    masks = {"begin_mask": 0, "end_mask": 0, "ellipsis_mask": 0, "new_axis_mask": 0}
+    attrs = {"T": DType(t.dtype), "Index": DType("int32"), **masks, "shrink_axis_mask": 1 << len(lead)}
+    column = e.add(f"{name}/column", "StridedSlice", (source, *bounds, strides), attrs, (one,))
+    seen, kinds = [column], [one]
+    inner = replace(window, indices=0, column=None, rows=None, masked=-1)
+    inside = emit_window(e, f"{name}/of_column", inner, seen, kinds)
+    # The other columns stay: what this one changed by is added to it alone.
+    kind = {"T": DType(t.dtype)}
+    change = e.add(f"{name}/change", "Sub", (seen[0], column), kind, (one,))
+    change = e.reshape(f"{name}/changes", change, t.dtype, (*lead, 1))
+    only = e.const(f"{name}/only", np.eye(columns, dtype=numpy_dtype(t.dtype))[window.column])
+    spread = e.add(f"{name}/by_column", "Mul", (change, only), kind, (t,))
+    local = e.add(f"{name}/local", "AddV2", (source, spread), kind, (t,))
+    inputs[window.indices] = local
+    if window.rows is None:
+        return inside
+    count = math.prod(lead)
+    flags = e.reshape(f"{name}/flags", inside, "bool", (count,))
+    own = e.add(f"{name}/own", "Where", (flags,), {"T": DType("bool")}, (TensorType("int64", (None, 1)),))
+    for operand in (window.indices, window.rows):
+        t = types[operand]
+        rest = static_shape(t)[len(lead) :]
+        flat = e.reshape(f"{name}/flat_{operand}", inputs[operand], t.dtype, (count, *rest))
+        found = (TensorType(t.dtype, (None, *rest)),)
+        attrs = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
+        inputs[operand] = e.add(f"{name}/own_{operand}", "GatherNd", (flat, own), attrs, found)
     return inside
 
 

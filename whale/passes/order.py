@@ -34,6 +34,7 @@ from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalise.annotate import annotate, task_graphs
+from whale.passes.normalise.blocks import mark_blocks
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow
@@ -114,6 +115,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("specialise", always, lambda p, s: specialise(p)),
     Pass("unpack", always, lambda p, s: unpack(p)),
     Pass("skip_overflow", lambda s: s.precision.matmul_dtype == "float16", lambda p, s: skip_overflow(p)),
+    Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),
     Pass("annotate", always, lambda p, s: annotate(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,8 @@ class Window:
     -1, which the op ignores; with ``masked`` it becomes a position that exists, and its elements are zeroed, in that
     operand (a number), or in the first output (-1), whose dimensions from ``at`` are those of the indices.
     ``runs`` is how many runs the dimension consists of; only one can be counted from an offset.
+    With ``column``, the last dimension of the indices is a position in several dimensions, of which this one is cut;
+    then what belongs to an index that falls elsewhere is left out, with its rows in the operands ``rows``, or zeroed.
     """
 
     indices: int
@@ -68,9 +70,17 @@ class Window:
     masked: int | None = None
     at: int = 0
     runs: int = 1
+    column: int | None = None
+    rows: int | None = None
 
     def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(what the rank's node sees, whether it is inside)."""
+        """(what the rank's node sees, whether it is inside); of indices with rows, what is not inside is to go."""
+        if self.column is not None:
+            one = replace(self, column=None, masked=0 if self.rows is None else None)
+            near, inside = one.local(indices[..., self.column])
+            seen = indices.copy()
+            seen[..., self.column] = near
+            return seen, inside
         moved = indices - np.array(self.offset, indices.dtype)
         inside = (moved >= 0) & (moved < self.size)
         other = np.clip(moved, 0, self.size - 1) if self.masked is not None else np.full_like(moved, -1)
@@ -92,6 +102,7 @@ class Local:
       op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
       divide_by: the first output is divided by this afterwards (the global count of a mean).
       added: operand number -> what is added to it (a seed of the rank's own).
+      moved: operand number -> what is added to it, because it counts from the rank's first position.
       window: indices into a dimension that is cut.
     """
 
@@ -100,6 +111,7 @@ class Local:
     op: str | None = None
     divide_by: float | None = None
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
+    moved: Mapping[int, np.ndarray] = field(default_factory=dict)
     window: Window | None = None
 
 

@@ -75,6 +75,8 @@ class NodeChoice:
             return self.state.on_first_rank(node, why)
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
         flops = matmul_flops(node, op.inputs)
+        if rule is not None and like is None and not node.stateful:
+            options = [*options, *self._by_rows(rule, op, current, options)]
         if like is not None:
             divided = self._divided(node, rule, op) if flops else []
             if rule is not None:
@@ -100,6 +102,32 @@ class NodeChoice:
         if not any(r in self.state.origins for r in node.inputs):
             return False
         return matmul_flops(node, [self.state.program.type_of(r) for r in node.inputs]) > 0
+
+    def _by_rows(
+        self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
+    ) -> list[Strategy]:
+        """Ways to take an operand by its rows that none of the options takes as it lies, cut along another dimension.
+
+        Such operands come out of split scopes; to exchange parts for rows is less than to gather all of it.
+        """
+        found: dict[Strategy, None] = {}
+        for i, (p, t) in enumerate(zip(current, op.inputs)):
+            if type(p) is not Split or not p.dim or not t.is_static or t.dtype in UNMOVABLE:
+                continue
+            if any(o.inputs[i] == p for o in options):
+                continue
+            cut = self._rows_cut(static_shape(t)[0])
+            if cut.smallest:
+                found.update((o, None) for o in rule.strategies(op, [*current[:i], cut, *current[i + 1 :]]))
+        return [o for o in found if o not in options]
+
+    def _rows_cut(self, rows: int) -> Split:
+        """How as many rows lie as the batch does, of which they are several each, or several of which they are."""
+        for s in self.state.axis.rows.values():
+            more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, s.extent // max(rows, 1))
+            if rows * less == s.extent * more and not any(n % less for n in s.sizes):
+                return split(0, tuple(n * more // less for n in s.sizes), s.blocks)
+        return split(0, even_sizes(rows, self.state.parts))
 
     def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
         """Ways to divide a product whose operands are whole or partial, but made from the batch."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from whale.ir.plan import TaskGraph
-from whale.ir.program import Program
+from whale.ir.program import Node, Program
 from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
 from whale.passes.facts.stages import assign_stages
 
@@ -57,8 +57,17 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
         if node.op in PASSED_ON:
             reads[node.name] = own
         if not node.scope and (split_scope(scope[node.name]) or split_scope(own)):
+            if not own and _is_between(program, node, scope[node.name]):
+                continue
             serves = served[node.name]
             scope[node.name] = own or (next(iter(serves)) if len(serves) == 1 else "")
+
+
+def _is_between(program: Program, node: Node, path: str) -> bool:
+    """Whether all that a node reads, and all that reads it, was put into one scope: sums of gradients are in none."""
+    readers = [reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())]
+    near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
+    return bool(node.inputs and readers) and all(other == path for other in near)
 
 
 def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.layout import Split
+from whale.ir.values import numpy_dtype
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import axis, names, term, terms
+from whale.rules.graph import BLOCKS
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
@@ -51,15 +53,50 @@ def _depth(op: OpView) -> int | None:
     return shape[-1] if shape else None
 
 
-def _addressed(op: OpView) -> str | None:
+def _addressed(op: OpView, flag: str = "") -> tuple[str, str] | None:
+    """Terms of what indices address, and of the dimensions before their last one.
+
+    A dimension that they address can be cut if all sizes are known. Within blocks, the first one is cut with the
+    first one of the indices.
+    """
     depth = _depth(op)
-    return None if depth is None else " ".join([f"v{n}^" for n in range(depth)] + ["q*"])
+    if depth is None:
+        return None
+    known = all(t.is_static for t in (*op.inputs, *op.outputs))
+    addressed = [f"v{n}{flag if known else '^'}" for n in range(depth)]
+    within = _within_blocks(op)
+    return " ".join(["b", *addressed[1:], "q*"] if within else [*addressed, "q*"]), "b " if within else ""
+
+
+def _within_blocks(op: OpView) -> bool:
+    """Whether the blocks that the node is known to stay within can be shared out."""
+    return int(op.attr(BLOCKS, 0)) >= op.parts > 1
+
+
+def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """A rank's part of a dimension that indices address: positions counted from its first."""
+    indices, rows = (0, 1) if op.node.op == "ScatterNd" else (1, None if op.node.op == "GatherNd" else 2)
+    cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
+    depth = _depth(op)
+    apart = {BLOCKS: 0} if BLOCKS in op.node.attrs else {}
+    if not isinstance(cut, Split) or depth is None or cut.dim >= depth:
+        return Local(attrs=apart) if apart else UNCHANGED
+    offset, count = cut.offset(coordinate), cut.local(coordinate)
+    if isinstance(strategy.inputs[indices], Split):
+        own = cut.indices(coordinate)
+        first = np.zeros((len(own),) + (1,) * (len(op.inputs[indices].shape or ()) - 2) + (depth,))
+        first[..., 0] += (np.arange(len(own)) - own).reshape(-1, *(1,) * (first.ndim - 2))
+        first = first.astype(numpy_dtype(op.inputs[indices].dtype))
+        return Local(attrs={BLOCKS: len(own)}, moved={indices: first})
+    masked = -1 if rows is None else None
+    window = Window(indices, offset, count, masked, runs=cut.blocks, column=cut.dim, rows=rows)
+    return Local(attrs=apart, window=window)
 
 
 def gather_nd(op: OpView) -> str:
-    """the number of dimensions an index addresses"""
-    params = _addressed(op)
-    return REPLICATED if params is None else f"{params}, i* k^ -> i* q*"
+    """the number of dimensions an index addresses, and blocks"""
+    terms = _addressed(op, "+")
+    return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i* k^ -> {terms[1]}i* q*"
 
 
 def resource_gather(op: OpView) -> str:
@@ -74,21 +111,21 @@ def resource_gather(op: OpView) -> str:
 
 
 def scatter_nd(op: OpView) -> str:
-    """the number of dimensions an index addresses"""
-    result = _addressed(op)
-    return REPLICATED if result is None else f"i*+ k^, i*+ q*, [out0] -> {result}"
+    """the number of dimensions an index addresses, and blocks"""
+    terms = _addressed(op)
+    return REPLICATED if terms is None else f"{terms[1]}i*+ k^, {terms[1]}i*+ q*, [out0] -> {terms[0]}"
 
 
 def tensor_scatter(op: OpView) -> str:
-    """the number of dimensions an index addresses"""
-    result = _addressed(op)
-    return REPLICATED if result is None else f"{result}, i*^ k^, i*^ q* -> {result}"
+    """the number of dimensions an index addresses, and blocks"""
+    terms = _addressed(op)
+    return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*^ k^, {terms[1]}i*^ q* -> {terms[0]}"
 
 
 def tensor_extremum(op: OpView) -> str:
-    """the number of dimensions an index addresses; taking a maximum twice changes nothing, so rows can be cut"""
-    result = _addressed(op)
-    return REPLICATED if result is None else f"{result}, i*+ k^, i*+ q* -> {result}"
+    """the number of dimensions an index addresses, and blocks; a maximum may be taken twice, so rows can be cut"""
+    terms = _addressed(op)
+    return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*+ k^, {terms[1]}i*+ q* -> {terms[0]}"
 
 
 def one_hot(op: OpView) -> str:
@@ -129,14 +166,14 @@ def _data_operands(op: OpView) -> str:
 RULES = (
     rule("GatherV2", gather, copy="0", local=_rows_here),
     rule("Gather", "v^ q*, i* -> i* q*", copy="0"),
-    rule("GatherNd", gather_nd, copy="0"),
+    rule("GatherNd", gather_nd, copy="0", local=_part_here),
     rule("ResourceGather", resource_gather, local=_rows_here),
     rule("ResourceGatherNd", "., i* k^ -> i* q*^"),
-    rule("ScatterNd", scatter_nd, lin="1"),
-    rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2"),
-    rule("TensorScatterUpdate", tensor_scatter, copy="0&2"),
-    rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max"),
-    rule("TensorScatterMin", tensor_extremum, mono="min:0&2", reduce="min"),
+    rule("ScatterNd", scatter_nd, lin="1", local=_part_here, produces_any=True),
+    rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2", local=_part_here),
+    rule("TensorScatterUpdate", tensor_scatter, copy="0&2", local=_part_here),
+    rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max", local=_part_here),
+    rule("TensorScatterMin", tensor_extremum, mono="min:0&2", reduce="min", local=_part_here),
     rule("OneHot", one_hot, lin="2&3", local=_depth_here, produces_any=True),
     rule("DynamicPartition", "i*^ q*, i*^ -> {n^ q*}", copy="0"),
     rule("DynamicStitch ParallelDynamicStitch", dynamic_stitch, copy=_data_operands),

@@ -10,6 +10,8 @@ import numpy as np
 from whale.ir.layout import Split
 from whale.ir.values import numpy_dtype
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
+from whale.rules.dims import times
+from whale.rules.graph import BLOCKS
 from whale.rules.registry import rule
 
 
@@ -40,21 +42,45 @@ def _weights(op: OpView) -> str | None:
 def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """A rank's segments: numbers counted from its first; rows of others have the number -1, which is dropped."""
     cut = strategy.outputs[0]
+    apart = {BLOCKS: 0} if BLOCKS in op.node.attrs else {}
     if not isinstance(cut, Split) or cut.dim != 0:
-        return UNCHANGED
-    count = np.array(cut.local(coordinate), numpy_dtype(op.inputs[2].dtype))
-    return Local(consts={2: count}, window=Window(1, cut.offset(coordinate), cut.local(coordinate), runs=cut.blocks))
+        return Local(attrs=apart) if apart else UNCHANGED
+    offset, count = cut.offset(coordinate), cut.local(coordinate)
+    consts = {2: np.array(count, numpy_dtype(op.inputs[2].dtype))}
+    if isinstance(strategy.inputs[1], Split):
+        blocks = int(op.attr(BLOCKS))
+        rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks
+        own = cut.indices(coordinate)[::segments] // segments
+        first = np.repeat((np.arange(len(own)) - own) * segments, rows).astype(numpy_dtype(op.inputs[1].dtype))
+        return Local(attrs={BLOCKS: len(own)}, consts=consts, moved={1: first})
+    return Local(attrs=apart, consts=consts, window=Window(1, offset, count, runs=cut.blocks))
 
 
-_UNSORTED = "i*+ q*, i*+, . -> s q*"
+def unsorted(op: OpView) -> str:
+    """blocks that rows are known to stay within"""
+    blocks, ids, found = int(op.attr(BLOCKS, 0)), op.inputs[1].shape, op.outputs[0].shape
+    if (
+        blocks < op.parts
+        or op.parts == 1
+        or ids is None
+        or len(ids) != 1
+        or ids[0] is None
+        or not found
+        or not found[0]
+    ):
+        return "i*+ q*, i*+, . -> s q*"
+    rows = times(ids[0] // blocks, "b", inner=True)
+    return f"{rows} q*, {rows}, . -> {times(found[0] // blocks, 'b', inner=True)} q*"
+
+
 _SORTED = "i^ q*, i^ -> s^ q*"
 _COUNTED = "i+ q*, i+, . -> s^ q*"
 
 RULES = (
-    rule("UnsortedSegmentSum", _UNSORTED, lin="0", local=_segments_here, produces_any=True),
-    rule("UnsortedSegmentMax", _UNSORTED, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
-    rule("UnsortedSegmentMin", _UNSORTED, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
-    rule("UnsortedSegmentProd", _UNSORTED, reduce="prod", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentSum", unsorted, lin="0", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentMax", unsorted, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentMin", unsorted, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentProd", unsorted, reduce="prod", local=_segments_here, produces_any=True),
     rule("SegmentSum SegmentMean", _SORTED, lin="0"),
     rule("SegmentMax", _SORTED, mono="max:0"),
     rule("SegmentMin", _SORTED, mono="min:0"),

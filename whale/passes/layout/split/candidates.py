@@ -34,6 +34,7 @@ class Candidates:
         self.region, self.sequences = region, sequences
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
+        self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks
         self._seed()
         self._spread()
         self._settle_handles()
@@ -58,6 +59,11 @@ class Candidates:
                 for dim, size in enumerate(variable.type.shape or ()):
                     if size is not None and size >= len(group):
                         self._note(Ref(name), split(dim, sizes_within(size, group, self.region.parts)))
+                    elif size is not None and size > 1 and dim == 0 and len(variable.type.shape or ()) > 2:
+                        # Fewer experts than ranks: some ranks have one each, the others none.
+                        few = split(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
+                        self._few.add(few.holders)
+                        self._note(Ref(name), few)
         for name in self.region.weights:
             if (cut := self.region.cut_of_image(name)) is not None:
                 self._note(Ref(name), cut)
@@ -83,7 +89,9 @@ class Candidates:
         return True
 
     def _within(self, placement: Split, group: frozenset[int]) -> bool:
-        """Whether the ranks of a group have a part each, and no others."""
+        """Whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
+        if placement.holders in self._few and placement.holders < group:
+            return True
         return placement.smallest > 0 if len(group) == self.region.parts else placement.holders == group
 
     def _spread(self) -> None:

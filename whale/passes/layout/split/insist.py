@@ -20,6 +20,8 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
     divided: dict[str, bool] = {}
     first: set[str] = set()
     whole = {handle for name, uses in region.weights.items() if region.cut_of_image(name) for _, handle in uses}
+    # Factors of a weight, as in W + A B: it is enough that their product is split, the smaller one may be whole.
+    factors = {h for uses in region.weights.values() if len({i for i, _ in uses}) > 1 for _, h in uses}
     for handle in whole:
         candidates.keep(handle, lambda o: o.outputs[0] == B)
     for name, uses in region.weights.items():
@@ -33,6 +35,10 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
             continue
         for i, handle in uses:
             if handle in whole:
+                continue
+            if handle in factors:
+                split_somehow = candidates.keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs))
+                divided[scope[0]] |= split_somehow
                 continue
             taken = candidates.keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
             if handle not in first and scope[1] is not None and node.op not in ROW_LOOKUPS:

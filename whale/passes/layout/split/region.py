@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from whale.ir.layout import Placement, Split, split
-from whale.ir.ops import HAS_BODIES, ROW_LOOKUPS
+from whale.ir.ops import HAS_BODIES, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.facts.rank_groups import sizes_within
-from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
+from whale.passes.facts.scopes import ranks_of_scope, split_scope
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
 
@@ -26,7 +26,7 @@ class SplitRegion:
       known: placements of variables, by handle node, that earlier programs of the run have fixed.
       at_rest: whether variables that are not known yet may lie split between steps.
       nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
-      weights: products and lookups -> (operand that is a variable of rank 2 or more, its handle).
+      weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
       group: node -> the ranks that divide it; groups: all of these, and that of all ranks.
     """
 
@@ -91,22 +91,46 @@ class SplitRegion:
         return not variable.scope and bool(readers) and readers <= self.nodes.keys()
 
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
-        """Products and lookups -> (operand that is a variable of rank 2 or more, its handle)."""
+        """Products and lookups -> (operand made from variables of rank 2 or more, and nothing else; their handles)."""
         found: dict[str, list[tuple[int, str]]] = {}
+        alone = self._made_from_weights()
         for node in self.nodes.values():
             lookup = node.op in ROW_LOOKUPS
             if not lookup and not self.flops(node):
                 continue
             for i, ref in enumerate(node.inputs[:1] if lookup else node.inputs):
-                handle = self._variable_behind(ref)
-                if handle is not None and len(self.handles[handle].type.shape or ()) >= 2:
-                    found.setdefault(node.name, []).append((i, handle))
+                if ref.node in alone:
+                    found.setdefault(node.name, []).extend((i, handle) for handle in self._behind(ref))
+        return {name: uses for name, uses in found.items() if uses}
+
+    def _made_from_weights(self) -> set[str]:
+        """Variables, constants, and what is computed from these alone: normalised weights, scaled ones, their sums."""
+        program = self.program
+        found: set[str] = set()
+        for node in program.nodes:
+            if node.name in self.handles or node.name in program.variable_of or node.op == "Const":
+                found.add(node.name)
+            elif node.inputs and node.op not in HAS_BODIES and all(r.node in found for r in node.inputs):
+                if not node.stateful or node.op in READS:
+                    found.add(node.name)
         return found
 
-    def _variable_behind(self, ref: Ref) -> str | None:
-        node = self.program.by_name[ref.node]
-        while node.name not in self.handles:
-            if node.op not in PASSED_ON or not node.inputs:
-                return None
-            node = self.program.by_name[node.inputs[0].node]
-        return node.name
+    def _behind(self, ref: Ref) -> list[str]:
+        """The weights that a tensor is made from element by element, those of products on the way left out.
+
+        Weights are variables of rank 2 or more, and as large as the tensor if any is: beside them stand factors of low
+        rank, scales of columns, masks.
+        """
+        program, seen = self.program, {ref.node}
+        stack, found = [ref.node], []
+        while stack:
+            node = program.by_name[stack.pop()]
+            if node.name in self.handles:
+                found.append(node.name)
+            elif not self.flops(node) and (node.op not in LOOKUPS):
+                new = [r.node for r in reversed(node.inputs) if r.node not in seen]
+                seen.update(new)
+                stack += new
+        found = [name for name in found if len(self.handles[name].type.shape or ()) >= 2]
+        size = program.type_of(ref).elements
+        return [name for name in found if self.handles[name].type.elements == size] or found

@@ -1,0 +1,136 @@
+"""Mixtures of experts: tokens go to experts, which lie on ranks of their own, and come back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.giant.measure import RANKS, Line, Scopes, sgd, weight
+
+TOKENS, WIDTH, HIDDEN, EXPERTS, GROUPS = 1024, 256, 512, 8, 4
+CAPACITY_FACTOR = 1.25
+FLOAT = 4
+
+
+class Experts:
+    """Top-1 experts, whose tokens are dispatched in groups that have a capacity of their own.
+
+    Args:
+      form: how tokens get to their experts: "einsum", "scatter" or "gather".
+    """
+
+    def __init__(self, scopes: Scopes, dtype: Any, form: str, experts: int = EXPERTS, groups: int = GROUPS) -> None:
+        self.scopes, self.dtype, self.form, self.experts, self.groups = scopes, dtype, form, experts, groups
+        self.router = weight(0, WIDTH, experts, dtype=dtype)
+        self.into = weight(1, experts, WIDTH, HIDDEN, dtype=dtype)
+        self.out = weight(2, experts, HIDDEN, WIDTH, dtype=dtype)
+        self.before = weight(3, WIDTH, WIDTH, dtype=dtype)
+        self.variables = [self.router, self.into, self.out, self.before]
+        self.capacity = int(np.ceil(CAPACITY_FACTOR * TOKENS / groups / experts))
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        x = np.random.default_rng(number).standard_normal((TOKENS, WIDTH), np.float32)
+        return (tf.cast(x, self.dtype),)
+
+    def step(self, x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with self.scopes.replica():
+                h = tf.tanh(x @ self.before)
+            loss = tf.reduce_mean(tf.square(self.layer(h) - x))
+        sgd(loss, tape, self.variables)
+        return loss
+
+    def layer(self, x: tf.Tensor) -> tf.Tensor:
+        groups, capacity, experts = self.groups, self.capacity, self.experts
+        with self.scopes.replica():
+            x = tf.reshape(x, [groups, TOKENS // groups, WIDTH])
+            chances = tf.nn.softmax(tf.einsum("gtd,de->gte", x, self.router))
+            chosen = tf.argmax(chances, -1, output_type=tf.int32)
+            one = tf.one_hot(chosen, experts, dtype=self.dtype)
+            gate = tf.reduce_sum(chances * one, -1)
+            place = tf.reduce_sum((tf.cumsum(one, axis=1) - 1) * one, -1)
+            kept = tf.cast(place < capacity, self.dtype)
+            place = tf.cast(place, tf.int32)
+            gate = gate * kept
+        if self.form == "einsum":
+            y = self.by_einsum(x, one, place, gate)
+        elif self.form == "scatter":
+            y = self.by_scatter(x, chosen, place, kept, gate)
+        else:
+            y = self.by_gather(x, chosen, place, kept, gate)
+        with self.scopes.replica():
+            return tf.reshape(y, [TOKENS, WIDTH])
+
+    def apply(self, dispatched: tf.Tensor) -> tf.Tensor:
+        hidden = tf.nn.relu(tf.einsum("gecd,edh->gech", dispatched, self.into))
+        return tf.einsum("gech,ehd->gecd", hidden, self.out)
+
+    def by_einsum(self, x: tf.Tensor, one: tf.Tensor, place: tf.Tensor, gate: tf.Tensor) -> tf.Tensor:
+        with self.scopes.replica():
+            slots = tf.one_hot(place, self.capacity, dtype=self.dtype)
+            combine = gate[..., None, None] * one[..., :, None] * slots[..., None, :]
+            dispatch = tf.cast(combine > 0, self.dtype)
+            dispatched = tf.einsum("gtec,gtd->gecd", dispatch, x)
+        with self.scopes.split():
+            applied = self.apply(dispatched)
+        with self.scopes.replica():
+            return tf.einsum("gtec,gecd->gtd", combine, applied)
+
+    def by_scatter(
+        self, x: tf.Tensor, chosen: tf.Tensor, place: tf.Tensor, kept: tf.Tensor, gate: tf.Tensor
+    ) -> tf.Tensor:
+        groups, capacity = self.groups, self.capacity
+        with self.scopes.replica():
+            group = tf.broadcast_to(tf.range(groups)[:, None], [groups, TOKENS // groups])
+            index = tf.stack([group, chosen, tf.minimum(place, capacity - 1)], -1)
+            dispatched = tf.scatter_nd(index, x * kept[..., None], [groups, self.experts, capacity, WIDTH])
+        with self.scopes.split():
+            applied = self.apply(dispatched)
+        with self.scopes.replica():
+            return gate[..., None] * tf.gather_nd(applied, index)
+
+    def by_gather(
+        self, x: tf.Tensor, chosen: tf.Tensor, place: tf.Tensor, kept: tf.Tensor, gate: tf.Tensor
+    ) -> tf.Tensor:
+        groups, capacity = self.groups, self.capacity
+        with self.scopes.replica():
+            slot = chosen * capacity + tf.minimum(place, capacity - 1)
+            mine = tf.one_hot(slot, self.experts * capacity, dtype=self.dtype) * kept[..., None]
+            token = tf.argmax(mine, 1, output_type=tf.int32)  # of each slot
+            used = tf.reduce_max(mine, 1)
+            dispatched = tf.gather(x, token, batch_dims=1) * used[..., None]
+            dispatched = tf.reshape(dispatched, [groups, self.experts, capacity, WIDTH])
+        with self.scopes.split():
+            applied = self.apply(dispatched)
+        with self.scopes.replica():
+            applied = tf.reshape(applied, [groups, self.experts * capacity, WIDTH])
+            return gate[..., None] * tf.gather(applied, slot, batch_dims=1)
+
+
+def wanted(experts: int = EXPERTS, groups: int = GROUPS) -> int:
+    """Four all-to-alls of the slots, the sums of the gradients of the router and of what is before it, and the loss."""
+    slots = groups * experts * int(np.ceil(CAPACITY_FACTOR * TOKENS / groups / experts))
+    exchanged = slots * WIDTH * FLOAT * (RANKS - 1) // RANKS
+    return 4 * exchanged + 2 * (RANKS - 1) * (WIDTH * (WIDTH + experts) + 1) * FLOAT
+
+
+def lines() -> list[Line]:
+    """The rows about experts."""
+    found = [
+        Line(f"experts, {form}, routed under replica", partial(Experts, form=form), wanted())
+        for form in ("einsum", "scatter", "gather")
+    ]
+    accumulated = {"pipeline.num_micro_batch": 2}
+    found += [
+        Line(
+            f"experts, {form}, micro-batches",
+            partial(Experts, form=form, groups=8),
+            wanted(groups=8),
+            config=accumulated,
+        )
+        for form in ("einsum", "scatter", "gather")
+    ]
+    return [*found, Line("3 experts on 4 ranks", partial(Experts, form="einsum", experts=3), wanted(3))]

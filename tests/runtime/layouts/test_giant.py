@@ -1,0 +1,64 @@
+"""Experts and classifiers of many classes over ranks of one process: what moves is what has to, as on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from benchmarks.giant import classifier, experts
+from benchmarks.giant.measure import SPREAD, Line, difference, ranks
+
+LIMIT = 1e-10
+LINES = {line.name.split(", 200")[0]: line for line in (*experts.lines(), *classifier.lines())}
+# Of 200,000 classes nothing that moves has a dimension: the small size moves as many bytes.
+SPARED = [
+    "ArcFace, one-hot margin",
+    "CosFace, tensor_scatter_nd_update margin",
+    "x @ l2_normalize(W)",
+    "x @ (W * 2)",
+    "x @ (W + A @ B)",
+    "weight norm",
+    "experts, scatter, routed under replica",
+    "experts, gather, routed under replica",
+    "3 experts on 4 ranks",
+    "experts, einsum, micro-batches",
+    "experts, gather, micro-batches",
+]
+
+
+def planned_bytes(line: Line, make: Any) -> int:
+    with ranks(line):
+        model = make(SPREAD, tf.float32)
+        return int(wh.function(model.step).plan(*model.batch(0)).logical_bytes)
+
+
+@pytest.mark.parametrize("name", SPARED)
+def test_what_moves_is_what_has_to(name: str) -> None:
+    line = LINES[name]
+    assert planned_bytes(line, line.small or line.make) <= 1.05 * line.wanted
+    assert difference(line) <= LIMIT
+
+
+def test_fewer_groups_than_ranks_are_dispatched_all_the_same() -> None:
+    """Blocks that cannot be shared out: the scatter's rows are."""
+    line = Line("two groups", partial(experts.Experts, form="scatter", groups=2), 0)
+    assert difference(line) <= LIMIT
+
+
+@pytest.mark.parametrize("form", ["scatter", "gather"])
+def test_unequal_rows_and_micro_batches(form: str) -> None:
+    for config in ({"replica.shares": [2, 1, 1]}, {"pipeline.num_micro_batch": 2}):
+        count = 3 if "replica.shares" in config else 2
+        line = Line(form, partial(experts.Experts, form=form, experts=6), 0, count, config)
+        assert difference(line) <= LIMIT
+
+
+def test_groups_of_data_and_experts() -> None:
+    """Axis by axis: what one axis has cut, the other cuts again."""
+    for form in ("scatter", "gather"):
+        line = Line(form, partial(experts.Experts, form=form), 0, 4, {"mesh": "data=2,tensor=2"})
+        assert difference(line) <= LIMIT
