@@ -21,6 +21,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "uneven": ({"replica.shares": [3, 1]}, ""),
     "split": ({}, "wide"),
     "stages": ({"pipeline.num_micro_batch": 2}, "stages"),
+    "stages_whole": ({}, "stages"),  # each batch in one piece
     "zero": ({"zero.level": "3", "zero.min_bytes": 0}, ""),
     "auto": ({"auto_parallel": True}, ""),
 }

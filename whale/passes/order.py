@@ -101,11 +101,8 @@ def _narrowed(draft: Draft, settings: PlanSettings) -> Draft:
 
 
 def _fused(draft: Draft, settings: PlanSettings) -> Draft:
-    # What has the rows of a batch travels for each micro-batch, counts before the first one, gradients after the
-    # last one: not together.
-    rows = {b.placement.extent for b in draft.batch if isinstance(b.placement, Split)}
-    apart = rows if settings.time.micro_batches > 1 else ()
-    reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, settings.exchange.group_bytes, apart)
+    in_time, group_bytes = settings.time.micro_batches > 1, settings.exchange.group_bytes
+    reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, in_time)
     return replace(draft, reshards=reshards)
 
 

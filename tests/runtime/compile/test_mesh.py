@@ -95,8 +95,15 @@ def test_groups_may_have_unequal_rows(rows: tuple[int, ...]) -> None:
 
 
 def test_rows_that_groups_cannot_have_alike() -> None:
-    plan, _ = run_mesh(scoped(mlp(9, 12, 24, 6)), 2, 2)
+    plan, _ = run_mesh(classifier(9, 32, 400, "split_0"), 2, 2)
     assert str(plan.batch_inputs[0].placement) == "S(0)[3,2,2,2]"
+
+
+def test_ranks_of_an_axis_that_every_input_arrives_under_have_the_same_rows() -> None:
+    plan, _ = run_mesh(scoped(mlp(9, 12, 24, 6)), 2, 2)
+    assert str(plan.batch_inputs[0].placement) == "S(0)[5,4]"
+    assert plan.inner.batch_inputs == ()
+    assert run_axes(scoped(mlp(3, 12, 24, 6)), ("data", 3), ("tensor", 4)).ranks == 12
 
 
 def run_axes(program: Program, *axes: tuple[str, int], **changes: object) -> Plan:

@@ -7,12 +7,13 @@ would be deeper). Order is that of the producers in the program, which for gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from whale.ir.layout import Broadcast, Partial, PerRank, Placement
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
+from whale.passes.facts.uses import taken_by_updates
 from whale.passes.layout.graph_layout import GraphLayout
 
 
@@ -21,13 +22,14 @@ def fuse_all_reduces(
     layouts: Mapping[str, GraphLayout],
     reshards: tuple[Reshard, ...],
     group_bytes: int,
-    apart: Collection[int] = (),
+    in_time: bool = False,
 ) -> tuple[Reshard, ...]:
     """``reshards`` with group numbers; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
 
     Args:
       group_bytes: largest sum of tensor bytes of one group.
-      apart: sizes; tensors with a dimension that is a multiple of one, and scalars, travel alone. None: all may join.
+      in_time: whether the program is to run in micro-batches. What has the rows of a batch then travels for each of
+        them, counts before the first one, and only what updates take, after the last one, may wait for others.
     """
     numbers: dict[str, int] = {}
     open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
@@ -43,7 +45,7 @@ def fuse_all_reduces(
             kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
-            if apart and (not tensor.shape or any(n and n % rows == 0 for n in tensor.shape for rows in apart)):
+            if in_time and not taken_by_updates(body, r.ref):
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:

@@ -18,6 +18,7 @@ def kinds(
     each: Collection[str],
     stages: Mapping[str, int],
     weights_apart: bool,
+    agreed: Collection[str] = (),
 ) -> dict[str, str]:
     """F, B or W for each node of a micro-batch.
 
@@ -26,6 +27,7 @@ def kinds(
       each: the nodes that are computed for each micro-batch.
       stages: number of each stage in the order of the data.
       weights_apart: tell W from B.
+      agreed: nodes that are in the forward pass of other ranks, which may exchange something in it.
 
     Raises:
       PlanError: stages wait for each other in a way that no schedule has.
@@ -37,7 +39,7 @@ def kinds(
         for ref in node.inputs:
             if ref.node in back or (ref.node in each and _is_before(at, node.name, ref.node)):
                 back.add(node.name)
-    forward = {r.node for r in program.outputs if r.node in each and r.node not in back}
+    forward = {name for name in (*(r.node for r in program.outputs), *agreed) if name in each and name not in back}
     sent_back: set[str] = set()
     for node in reversed(mine):
         for ref in node.inputs:

@@ -17,6 +17,8 @@ from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.rank_groups import RankGroups
+from whale.passes.facts.scopes import split_scope
+from whale.passes.facts.uses import leaving
 from whale.passes.layout.control_flow import branch, loop
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.graph_state import Axis, GraphState
@@ -118,6 +120,9 @@ class Propagation:
     ):
         self.state, self.choice, self.fixed, self.gathered, self.sliced = state, choice, fixed, gathered, sliced
         self.model = model
+        # An axis that divides no rows divides nothing outside of its scopes: what stands there is computed on every
+        # rank, from activations that are whole.
+        self.leaving = leaving(state.program) if not state.axis.rows and not state.name else frozenset[Ref]()
 
     def run(self) -> None:
         """Decides about every node that has no strategy yet, in topological order."""
@@ -146,11 +151,13 @@ class Propagation:
             strategies[node.name] = strategy
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
-            state.track_batch(node, strategy, current)
+            if state.axis.rows or split_scope(node.scope):
+                state.track_batch(node, strategy, current)
             if node.name in self.sliced and strategy.outputs == (B,):
                 preferred[Ref(node.name)] = self.sliced[node.name]
             if given is None:
                 preferred.update(per_rank.kept(node, strategy))
+            preferred.update((ref, B) for ref in node.refs() if ref in self.leaving)
             if self.gathered and self._is_gathered(node, given is not None):
                 preferred[Ref(node.name)] = B
 

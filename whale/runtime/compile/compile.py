@@ -27,6 +27,7 @@ from whale.planner.captured.search import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import spread_program
+from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.memory_plan import limit_bytes, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
@@ -111,6 +112,7 @@ def compile_program(
     _tell_if_whole(expanded, plan, context)
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
+    compare_exchanges(lowered, plan, number, context)
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     clock.lap("localise")
     if context.dry is None:

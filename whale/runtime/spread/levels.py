@@ -24,7 +24,7 @@ from whale.passes.lay_out import expand
 from whale.passes.layout.model import same_kind
 from whale.passes.order import complete_plan, make_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.placing import marked
+from whale.runtime.spread.placing import cut_rows, marked
 
 
 def prefix_of(level: int) -> str:
@@ -48,11 +48,13 @@ class Levels:
     ):
         """
         Args:
-          rows: the batch inputs with the rows of every rank.
+          rows: the batch inputs with the rows of every rank; or of every group of ranks along the last axes, which
+            have the same rows.
           models: the plan of each axis for the first coordinates; (): they are to be made.
         """
         self.settings, self.axes, self.rows = settings, tuple(axes), tuple(rows)
         self.models = list(models)
+        self.shared = prod(self.sizes) // len(sizes_of(self.rows[0])) if self.rows else 1
         self._programs: dict[tuple[int, ...], Program] = {(): program}
         self._expanded: dict[tuple[int, ...], Program] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
@@ -61,6 +63,11 @@ class Levels:
     def sizes(self) -> list[int]:
         """The extents of the axes."""
         return [a.size for a in self.axes]
+
+    @property
+    def row_axes(self) -> int:
+        """How many axes, from the first, divide rows of the batch; those after them have the same rows."""
+        return axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
 
     def made(self) -> Plan:
         """The plans of all axes, each the ``inner`` one of that before."""
@@ -155,7 +162,13 @@ class Levels:
         known = {n: p if axes.get(n, "tensor") == name else B for n, p in self.settings.split.known.items()}
         known |= {n: B for before in range(level) for n in self.plan(at[:before]).variables}
         inside = prod(sizes[level + 1 :])
-        batch = tuple(replace(b, placement=summed(b, inside), local=b.local or not last) for b in self._of_ranks(at))
+        divides = level < self.row_axes
+        cuts = level == self.row_axes - 1
+        batch = tuple(
+            replace(b, placement=summed(b, inside // self.shared), local=b.local or not cuts)
+            for b in self._of_ranks(at)
+            if divides
+        )
         changes: dict[str, Any] = {
             "size": sizes[level],
             "devices": () if last else tuple(_named(g) for g in self._groups(at)),
@@ -173,8 +186,26 @@ class Levels:
 
     def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
         """The batch inputs with the rows of each rank that has these first coordinates."""
-        first, count = self.position(at), prod(self.sizes[len(at) :])
+        if len(at) >= self.row_axes:
+            return ()
+        first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
         return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
+
+    def with_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
+        """``lowered``, what the rank at ``at`` runs, that takes whole batches, of which it cuts its group's rows.
+
+        The last axis that divides rows cuts those of a coordinate by itself.
+
+        Args:
+          program: whose inputs are whole.
+        """
+        outer = at[: self.row_axes - 1]
+        for b in self.rows:
+            if not b.local and outer:
+                inside = self.sizes[self.row_axes - 1]
+                group = self.position(outer) // self.shared // inside
+                lowered = cut_rows(lowered, program, b, summed(b, inside), group)
+        return lowered
 
     def _groups(self, at: tuple[int, ...]) -> list[range]:
         """Positions of the ranks at each coordinate of the axis after ``at``."""
@@ -185,7 +216,7 @@ class Levels:
         """(coordinate, how many are like it) of the axis after ``at``: the first one, and others by their rows."""
         found: dict[tuple, list[int]] = {}
         for c, group in enumerate(self._groups(at)):
-            rows = tuple(tuple(sizes_of(b)[i] for i in group) for b in self.rows)
+            rows = tuple(tuple(sizes_of(b)[i // self.shared] for i in group) for b in self.rows)
             found.setdefault((c == 0, rows), []).append(c)
         return [(members[0], len(members)) for members in found.values()]
 
@@ -267,6 +298,11 @@ def summed(b: BatchInput, group: int) -> Split:
     """The rows of each group of so many ranks."""
     sizes = sizes_of(b)
     return with_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
+
+
+def axes_with_rows(sizes: Sequence[int], groups: int) -> int:
+    """How many of the first axes have so many coordinates in all: each of them has rows of its own."""
+    return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
@@ -22,13 +23,13 @@ from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import Axis, format_axes
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
-from whale.passes.facts.axes import axes_of, seen_along
+from whale.passes.facts.axes import axes_of, named_axes, seen_along
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import has_split_scopes
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import Levels, levels_of, mesh_of, sizes_of, summed, with_sizes
-from whale.runtime.spread.placing import cut_rows, placed, with_check
+from whale.runtime.spread.levels import Levels, levels_of, mesh_of, sizes_of, with_sizes
+from whale.runtime.spread.placing import placed, with_check
 
 
 def plan_program(program: Program, settings: PlanSettings) -> Plan:
@@ -38,11 +39,12 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
       PlanError: see ``make_plan`` and ``axes_of``; the program sends its gradients through Horovod or devices.
     """
     axes = axes_of(program, settings)
-    settings = _in_each_micro_batch(program, settings, axes)
+    of_rows = _that_divide_rows(program, axes)
+    settings = _in_each_micro_batch(program, settings, of_rows)
     if len(axes) == 1:
         return over_one_axis(program, settings, axes[0])
     _refuse(settings, axes)
-    rows = _rows(program, settings, [a.size for a in axes])
+    rows = _rows(program, settings, [a.size for a in of_rows])
     return Levels(program, settings, axes, rows).made()
 
 
@@ -67,23 +69,30 @@ def lower_mesh(
         lowered = levels.localised(levels.expanded(tuple(outer)), levels.plan(tuple(outer)), tuple(outer), last)
         lowered = placed(lowered, mesh, rank, comm)
         lowered = with_check(lowered, rank, comm, plan.fingerprint, what)
-        found.append(with_own_rows(lowered, program, levels, tuple(outer)))
+        found.append(levels.with_own_rows(lowered, program, at))
     return found
 
 
-def with_own_rows(lowered: Program, program: Program, levels: Levels, outer: tuple[int, ...]) -> Program:
-    """A rank's program that takes whole batches, of which it cuts the rows of its innermost group."""
-    innermost = levels.sizes[-1]
-    for b in levels.rows:
-        if not b.local and outer:
-            lowered = cut_rows(lowered, program, b, summed(b, innermost), levels.position(outer) // innermost)
-    return lowered
+def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
+    """``axes`` without the last ones over which the program divides tensors wherever it reads an input.
+
+    All ranks along such an axis have the same rows, as in Megatron-LM: what stands outside of the scopes is computed by
+    each of them, and a batch needs no rows for every rank.
+    """
+    arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
+    count = len(axes)
+    while count > 1 and arrives and all(axes[count - 1].name in named_axes([path]) for path in arrives):
+        count -= 1
+    return axes[:count]
 
 
 def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
     """Settings by which each rank has some rows of each micro-batch, where a split scope brings rows together.
 
     Where the rows allow it: a rank that has rows of its own of some micro-batches only could not go on.
+
+    Args:
+      axes: those that divide rows.
     """
     count, batch = settings.time.micro_batches, settings.batch
     if count == 1 or settings.size == 1 or batch.inputs is not None or batch.local or batch.shares:
@@ -92,9 +101,9 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
         return settings
     found = batch_inputs(program, settings.size, (), batch.marked)
     rows = [sum(sizes_of(b)) for b in found]
-    if not all(n % count == 0 and n >= count * settings.size for n in rows):
-        return settings
     sizes = [a.size for a in axes]
+    if not all(n % count == 0 and n >= count * prod(sizes) for n in rows):
+        return settings
     of_one = [replace(b, placement=split(0, _nested(n // count, sizes), count)) for b, n in zip(found, rows)]
     return settings.but(batch__inputs=tuple(of_one))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
@@ -9,7 +11,7 @@ from whale.lowering.emit import reshard_name
 from whale.lowering.micro import roll
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import chain, prefix_of
+from whale.runtime.spread.levels import axes_with_rows, chain, prefix_of
 
 
 def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
@@ -18,15 +20,17 @@ def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) 
     Args:
       position: of the rank in the mesh of the plan's axes.
     """
-    levels = list(chain(plan))
-    place = position % levels[-1].size
+    axes = [p.size for p in chain(plan)]
     found: dict[str, Split] = {}
     for b in plan.batch_inputs:
         assert isinstance(b.placement, Split)
-        sizes = b.placement.sizes[position - place : position - place + levels[-1].size]
+        groups = len(b.placement.sizes)  # of ranks that have the same rows
+        last, group = axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
+        place = group % axes[last]
+        sizes = b.placement.sizes[group - place : group - place + axes[last]]
         own = split(b.placement.dim, sizes, b.placement.blocks)
         count = own.local(place)
-        names = [b.name, f"{b.name}/whale_rows", reshard_name(prefix_of(len(levels) - 1), Ref(b.name), own)]
+        names = [b.name, f"{b.name}/whale_rows", reshard_name(prefix_of(last), Ref(b.name), own)]
         name = next((n for n in reversed(names) if n in program.by_name), "")
         shape = program.by_name[name].outputs[0].shape if name else None
         if name and (shape or (None,))[0] == count:

@@ -162,11 +162,23 @@ def lower_stage_groups(
     programs = []
     for rank in ranks:
         number, at = stages.where(rank)
-        whole = WholeInTime(expanded, stages, number, at, settings) if in_time else None
+        whole = None
+        if in_time:
+            # The first coordinates alone may have what is fetched, so that more belongs to their forward passes: sums
+            # over ranks in which the others take part.
+            first = WholeInTime(expanded, stages, number, (), settings) if any(at) and _runs_once(plan) else None
+            forward = [name for name, kind in first.kinds.items() if kind == "F"] if first else ()
+            whole = WholeInTime(expanded, stages, number, at, settings, forward)
         mine = rows or (whole.rows if whole else {})
         connected = connect(stages, stages.lowered(rank, comm), rank, comm, mine, (plan.fingerprint, what))
         programs.append(whole.pipelined(connected, number) if whole else connected)
     return programs
+
+
+def _runs_once(plan: Plan) -> bool:
+    """Whether the first coordinates of some axis compute more than others."""
+    levels = [level for one in (plan, *plan.others) for level in chain(one)]
+    return any(s.once for level in levels for s in level.strategies[""].values())
 
 
 def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:

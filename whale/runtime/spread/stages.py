@@ -32,7 +32,6 @@ from whale.passes.lay_out import expand
 from whale.passes.order import plan_of_part
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import Levels, levels_of, mesh_of
-from whale.runtime.spread.mesh import with_own_rows
 from whale.runtime.spread.placing import placed
 
 Layout = tuple[Placement, ...]
@@ -74,7 +73,7 @@ class Stages:
             program = expand(program, model.expanded, settings)
             program = levels.localised(program, plan_of_part(program, settings, model, ends), outer, coordinate)
         program = placed(program, self.meshes[number], rank, comm)
-        return with_own_rows(program, self.expanded, levels, at[:-1])
+        return levels.with_own_rows(program, self.expanded, at)
 
     def _ends(
         self, part: Cut, program: Program, number: int, at: tuple[int, ...], level: int

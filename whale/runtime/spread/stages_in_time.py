@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from whale.errors import PlanError
 from whale.ir.layout import Split, parse_placement, split
 from whale.ir.plan import Plan
@@ -14,7 +16,6 @@ from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_pla
 from whale.passes.in_time.phases import kinds, phases_of_rank
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
-from whale.runtime.spread.mesh import with_own_rows
 from whale.runtime.spread.micro_batches import batch_rows
 from whale.runtime.spread.stages import Stages
 
@@ -26,16 +27,25 @@ class WholeInTime:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
     """
 
-    def __init__(self, expanded: Program, stages: Stages, number: int, at: tuple[int, ...], settings: PlanSettings):
+    def __init__(
+        self,
+        expanded: Program,
+        stages: Stages,
+        number: int,
+        at: tuple[int, ...],
+        settings: PlanSettings,
+        forward: Collection[str] = (),
+    ):
         """
         Args:
           number: of the stage group; at: coordinates in its mesh, () for the first ones.
+          forward: what the first coordinates compute in their forward passes.
         """
         plan = self.plan = stages.plan
         levels, mesh = stages.levels(number), stages.meshes[number]
         at = at or (0,) * len(mesh.axes)
         self.mine, self.position, self.settings = plan.of(len(mesh.ranks)), levels.position(at), settings
-        whole = prepared(with_own_rows(levels.program(at), expanded, levels, at[:-1]))
+        whole = prepared(levels.with_own_rows(levels.program(at), expanded, at))
         time = self._planned(whole, {})
         each = {name for name, region in regions(whole, time).items() if region == EACH}
         strategies = time.strategies[""]
@@ -46,7 +56,7 @@ class WholeInTime:
                     if isinstance(placement, Split):
                         self.rows[ref] = placement
         numbers = {stage: i for i, stage in enumerate(stages_of(expanded))}
-        self.kinds = kinds(whole, each, numbers, plan.schedule == "zb-h1")
+        self.kinds = kinds(whole, each, numbers, plan.schedule == "zb-h1", forward)
 
     def pipelined(self, program: Program, number: int) -> Program:
         """The program of this coordinate's rank in stage group ``number``, rolled up.

@@ -1,0 +1,44 @@
+"""Data, tensors and stages divide a GPT: a sample of ``python -m tests.pipelines.gpt``, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from tests.pipelines.gpt_on_ranks import MESH, SCHEDULES, Sizes, formulas, moved_by_axis, trained
+from whale.errors import PlanError
+from whale.runtime.compile.exchanges import phases_of_exchanges, refuse_unlike_phases
+
+SMALL = Sizes(rows=8, length=4, width=8, heads=2, words=16, layers=2, micro_batches=2)
+
+
+def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
+    name, stages = SCHEDULES["zb-h1"]
+    nothing = contextlib.nullcontext
+    wanted, _ = trained(SMALL, stages, nothing, nothing, tf.function)
+    settings = {"pipeline.schedule": name, "pipeline.num_micro_batch": SMALL.micro_batches, "mesh": MESH}
+    wh.init({"communication.transport": "in-process", "cluster.ranks": 8, **settings})
+    try:
+        found, step = trained(SMALL, stages, wh.stage, wh.split, wh.function)
+        compiled = next(iter(step._steps.values())).compiled
+    finally:
+        wh.shutdown()
+    for key, value in wanted.items():
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-12, err_msg=key)
+    moved: Counter[str] = Counter()
+    for rank, program in enumerate(compiled.ranks):
+        moved.update(moved_by_axis(program, rank))
+    limits = formulas(SMALL, stages)
+    for axis, bytes_ in limits.items():  # less, where what is small lies divided
+        assert 0.7 * bytes_ < moved[axis] <= bytes_, axis
+    phases = {rank: phases_of_exchanges(program) for rank, program in enumerate(compiled.ranks)}
+    refuse_unlike_phases(phases)
+    key = next(key for key, names in phases[5].items() if names != [""])
+    phases[5] = {**phases[5], key: [""]}
+    with pytest.raises(PlanError, match=r"unlike phases of a micro-batch.*\n.*\n  given: rank 4 has it in micro_batch"):
+        refuse_unlike_phases(phases)

@@ -1,0 +1,40 @@
+"""What tensors are used for: by updates, and outside of the scopes that divide them."""
+
+from __future__ import annotations
+
+from whale.ir.program import Program, Ref
+from whale.passes.facts.scopes import split_scope
+
+
+def taken_by_updates(program: Program, ref: Ref) -> bool:
+    """Whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be."""
+    elements = program.type_of(ref).elements
+    seen, stack = {ref}, [ref]
+    while stack:
+        for node, _ in program.consumers.get(stack.pop(), ()):
+            if not node.outputs and any(r.node in program.variable_of for r in node.inputs):
+                return True
+            more = {r for r, t in zip(node.refs(), node.outputs) if t.is_static and t.elements == elements} - seen
+            seen |= more
+            stack += more
+    return False
+
+
+def leaving(program: Program) -> frozenset[Ref]:
+    """Tensors that leave ``wh.split`` scopes for what the program returns: activations on their way to the loss.
+
+    Gradients, which may lead to a norm that is returned, are none of them.
+    """
+    wanted: set[str] = set()
+    stack = [ref.node for ref in program.outputs]
+    while stack:
+        name = stack.pop()
+        if name not in wanted:
+            wanted.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
+    split = {n.name for n in program.nodes if n.scope and split_scope(n.scope)}
+    found = set()
+    for node in program.nodes:
+        if node.name in wanted and node.name not in split:
+            found |= {r for r in node.inputs if r.node in split and r.node not in program.variable_of}
+    return frozenset(ref for ref in found if not taken_by_updates(program, ref))
