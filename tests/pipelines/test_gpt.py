@@ -14,7 +14,7 @@ from tests.pipelines.gpt_on_ranks import MESH, SCHEDULES, Sizes, formulas, moved
 from whale.errors import PlanError
 from whale.runtime.compile.exchanges import phases_of_exchanges, refuse_unlike_phases
 
-SMALL = Sizes(rows=8, length=4, width=8, heads=2, words=16, layers=2, micro_batches=2)
+SMALL = Sizes(layers=2)
 
 
 def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
@@ -29,13 +29,13 @@ def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
     finally:
         wh.shutdown()
     for key, value in wanted.items():
-        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-12, err_msg=key)
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
     moved: Counter[str] = Counter()
     for rank, program in enumerate(compiled.ranks):
         moved.update(moved_by_axis(program, rank))
     limits = formulas(SMALL, stages)
-    for axis, bytes_ in limits.items():  # less, where what is small lies divided
-        assert 0.7 * bytes_ < moved[axis] <= bytes_, axis
+    for axis, bytes_ in limits.items():
+        assert 0.9 * bytes_ < moved[axis] <= bytes_, axis
     phases = {rank: phases_of_exchanges(program) for rank, program in enumerate(compiled.ranks)}
     refuse_unlike_phases(phases)
     key = next(key for key, names in phases[5].items() if names != [""])

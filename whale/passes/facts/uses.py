@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from whale.ir.program import Program, Ref
+import re
+
+from whale.ir.ops import ALIASES, EXCHANGES
+from whale.ir.program import Node, Program, Ref
 from whale.passes.facts.scopes import split_scope
+from whale.rules import rule_of
+
+_POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 
 
 def taken_by_updates(program: Program, ref: Ref) -> bool:
@@ -14,10 +20,20 @@ def taken_by_updates(program: Program, ref: Ref) -> bool:
         for node, _ in program.consumers.get(stack.pop(), ()):
             if not node.outputs and any(r.node in program.variable_of for r in node.inputs):
                 return True
+            if not _keeps_elements(node):
+                continue
             more = {r for r, t in zip(node.refs(), node.outputs) if t.is_static and t.elements == elements} - seen
             seen |= more
             stack += more
     return False
+
+
+def _keeps_elements(node: Node) -> bool:
+    """Whether each element of its result comes of the elements of its operands at that place."""
+    if node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue":
+        return True
+    line = getattr(rule_of(node.op), "spec", "")
+    return isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
 
 
 def leaving(program: Program) -> frozenset[Ref]:
