@@ -13,6 +13,7 @@ Keys name operations: ranks meet under equal keys, the n-th use of a key on one 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -110,6 +111,7 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
     )
     for note in _native.take_bytes(notes.value or 0):
         sys.stderr.write(f"whale_ops: {note.decode()}\n")
+    _finish_at_exit()
     communicator = Communicator(name, handle.value or 0)
     names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]
     if len(set(names)) > 1:
@@ -120,6 +122,22 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
             action="make communicators in the same order on every rank",
         )
     return communicator
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    atexit.register(finish)
+
+
+def finish() -> None:
+    """Ends MPI, if Whale has started it and all ranks have left; called as the process ends. It cannot start again.
+
+    Raises:
+        CommError: MPI says that it failed.
+    """
+    from whale_ops import _native
+
+    _native.check(_native.core().whale_finalize())
 
 
 @functools.cache

@@ -130,6 +130,7 @@ def core() -> ctypes.CDLL:
         "whale_wait": (integer, [pointer, double]),
         "whale_abort": (integer, [pointer, text]),
         "whale_leave": (integer, [pointer, double, ctypes.POINTER(integer)]),
+        "whale_finalize": (integer, []),
         "whale_device_count": (integer, [text, text, ctypes.POINTER(integer)]),
         "whale_device_open": (integer, [pointer, text, text, text, integer, long]),
         "whale_device_close": (None, [pointer]),

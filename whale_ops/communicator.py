@@ -155,8 +155,8 @@ class Communicator:
         """Says good-bye: operations of other ranks that need this one fail from now on, by name.
 
         In one process this returns at once. With MPI it waits up to `timeout_s` seconds for the other ranks' good-byes,
-        unless one of them was lost;
-        when the last communicator of the process has them all, MPI is finalised (if it was started here).
+        unless one of them was lost. MPI goes on until the process ends (`whale_ops.finish`), so that other
+        communicators may follow.
 
         Returns:
             Whether all ranks have left.

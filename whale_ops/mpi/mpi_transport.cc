@@ -242,8 +242,8 @@ class MpiTransport final : public Transport {
 Status initialize() {
   if (finalized_here) {
     return Status::Error(Code::kUnavailable,
-                         "MPI was finalised when the last communicator of this process was left, and cannot start again; "
-                         "call wh.shutdown once, at the end of the program");
+                         "MPI was finalised at the end of this process, and cannot start again; "
+                         "make communicators before the process ends");
   }
   int flag = 0;
   MPI_Initialized(&flag);

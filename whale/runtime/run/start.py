@@ -318,6 +318,7 @@ def _at_exit() -> None:
 def _end_alone() -> None:
     """Ends a process whose run trained, and of which Whale distributed nothing, with exit code 2."""
     if process.alone:
+        whale_ops.finish()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2)

@@ -123,6 +123,9 @@ Status load_device_library(const char* path, const char* core, const whale::Devi
   return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build_cuda");
 }
 
+// The library of MPI, if all ranks had left when this process left its last communicator.
+const whale::MpiPlugin* finalizable = nullptr;
+
 }  // namespace
 
 extern "C" {
@@ -258,7 +261,14 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   *all_left = communicator->endpoint->closed() ? 1 : 0;
-  if (*all_left) status = communicator->mpi->finalize_if_last();
+  finalizable = *all_left ? communicator->mpi : nullptr;
+  return report(status);
+}
+
+// Ends MPI, at the end of the process: it cannot start again. Not where ranks are missing, for which it would wait.
+WHALE_EXPORT int whale_finalize() {
+  Status status = Engine::check_not_forked();
+  if (status.ok() && finalizable != nullptr) status = finalizable->finalize_if_last();
   return report(status);
 }
 
