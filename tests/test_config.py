@@ -99,6 +99,13 @@ def test_a_misspelt_variable_is_refused_and_others_are_left_alone() -> None:
     Config(environment={"WHALE_RANK": "1", "WHALE_RESTART": "5", "HOME": "/"})
     with pytest.raises(ConfigError, match="expected: WHALE_REPLICA_SHARES"):
         Config(environment={"WHALE_REPLICA_SHARE": "1,1"})
+    with pytest.raises(ConfigError, match="expected: WHALE_COMMUNICATION_GROUP_BYTES"):
+        Config(environment={"WHALE_COMMUNICATION_GROUPBYTES": "1"})
+
+
+def test_variables_of_the_first_whale_warn() -> None:
+    with pytest.warns(UserWarning, match="WHALE_COMMUNICATION_SPARSE_AS_DENSE=1 sets nothing"):
+        Config(environment={"WHALE_COMMUNICATION_SPARSE_AS_DENSE": "1"})
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", '{"dump": 3}', '{"dmp": "x"}'])

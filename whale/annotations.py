@@ -14,7 +14,8 @@ class replica(ContextDecorator):
     shares are as equal as possible, or those of ``replica.shares``.
 
     Args:
-      devices: ranks (or a slice of ``wh.cluster``) among which the rows of the code inside are divided; None means all.
+      devices: ranks (or a slice of ``wh.cluster``, or TensorFlow's names of devices: "/job:worker/task:1") among which
+        the rows of the code inside are divided; None means all.
         The others have no rows of it, but its variables as well.
 
     Raises:
@@ -22,7 +23,7 @@ class replica(ContextDecorator):
       PlanError: entered with devices that are no ranks of the run.
     """
 
-    def __init__(self, devices: Iterable[Any] | None = None) -> None:
+    def __init__(self, devices: Iterable[Any] | str | None = None) -> None:
         self.devices = None if devices is None else _flat(devices)
         self._entered: list[AbstractContextManager[None]] = []
 
@@ -237,26 +238,32 @@ def annotate(patterns: Mapping[str, Any]) -> None:
     named.annotate(found)
 
 
-def _flat(devices: Iterable[Any]) -> tuple[int, ...]:
-    """Ranks in order; a slice of a cluster is a list of groups of them."""
-    return tuple(rank for item in devices for rank in ([item] if isinstance(item, int) else _flat(item)))
+def _flat(devices: Iterable[Any] | str) -> tuple[int | str, ...]:
+    """Ranks in order, or names of devices; a slice of a cluster is a list of groups of them."""
+    items = [devices] if isinstance(devices, str) else devices
+    return tuple(rank for item in items for rank in ([item] if isinstance(item, (int, str)) else _flat(item)))
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """How code outside of all scopes is spread: ``wh.replica()``, which is how it is spread anyway.
+    """How code outside of all scopes is spread: ``wh.replica()``, as it is spread anyway, or ``wh.split()``.
+
+    It holds for what is compiled from then on.
 
     Raises:
       ClusterError: called before ``wh.init``.
-      PlanError: another strategy.
+      PlanError: another strategy, or one with arguments.
     """
     from whale.errors import PlanError
     from whale.runtime.run.context import current
 
-    current("wh.set_default_strategy()")
-    if not isinstance(strategy, replica) or strategy.devices is not None:
+    context = current("wh.set_default_strategy()")
+    arguments = any(getattr(strategy, name, None) is not None for name in ("devices", "dim", "sequence", "axis"))
+    if not isinstance(strategy, (replica, split)) or arguments:
         raise PlanError(
             "code outside of scopes cannot have this strategy",
-            given=f"wh.{type(strategy).__name__}",
-            expected="wh.replica()",
+            given=f"wh.{type(strategy).__name__}" + (" with arguments" if arguments else ""),
+            expected="wh.replica() or wh.split()",
             action="enter the other scope where the code is that it is for",
         )
+    context.split_everything = isinstance(strategy, split)
+    context.dividing_scope_seen |= context.split_everything

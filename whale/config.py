@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from whale.config_keys import KEYS, Key
 from whale.errors import ConfigError
 
 FILE_VARIABLE = "WHALE_CONFIG"
+# The first Whale had variables of this section that are no keys here, and job scripts still set them.
+_OF_FIRST_WHALE = "WHALE_COMMUNICATION_"
 
 
 _BY_NAME = {key.name: key for key in KEYS}
@@ -235,6 +238,10 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[Key, str]]:
     for variable, text in environment.items():
         if variable in by_variable:
             found.append((by_variable[variable], text))
+        elif variable.startswith(_OF_FIRST_WHALE) and not difflib.get_close_matches(
+            variable.removeprefix(_OF_FIRST_WHALE), [v.removeprefix(_OF_FIRST_WHALE) for v in by_variable], 1, 0.8
+        ):
+            warnings.warn(f"{variable}={text} sets nothing: no key of Whale's configuration is called so", stacklevel=4)
         elif variable.startswith(sections):
             near = difflib.get_close_matches(variable, by_variable, n=1, cutoff=0.5)
             raise ConfigError(

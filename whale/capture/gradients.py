@@ -88,6 +88,12 @@ def _scope_of(op: tf.Operation) -> Any:
     return node_def.attr[SCOPE_ATTR] if SCOPE_ATTR in node_def.attr else None
 
 
+def scope_of(op: tf.Operation) -> str:
+    """The path of the scope that ``op`` was built in."""
+    found = _scope_of(op)
+    return "" if found is None else str(found.s.decode())
+
+
 def _scope_of_call(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """The scope of the op of type ``op_name`` with these operands; what backward does not need is None."""
     for output in outputs or ():

@@ -12,6 +12,7 @@ from tensorflow.core.framework import graph_pb2
 from whale.capture.attrs import decode
 from whale.capture.bodies import settled_graph
 from whale.capture.captured import Captured, CapturedVariable
+from whale.capture.gradients import scope_of
 from whale.capture.graph import program_from_graph
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
@@ -162,6 +163,8 @@ class GraphCapture:
             effects=[graph.get_operation_by_name(o.name) for o in effects],
             types=typed.better,
         )
+        if any("split_" in node.scope for node in program.nodes):
+            program = self._with_forward_scopes(program)
         if self._mark_gradients:
             program = self._marked(program)
         present = {v.node for v in program.variables}
@@ -179,6 +182,17 @@ class GraphCapture:
             self._graph_def = self.graph.as_graph_def()
             self._defs = {n.name: n for n in self._graph_def.node}
             self._typed.clear()
+
+    def _with_forward_scopes(self, program: Program) -> Program:
+        """Gradients that were built inside of an open scope belong to the scope of what they differentiate."""
+        nodes = []
+        for node in program.nodes:
+            op = self._operation(node.name)
+            forward = None if op is None or not node.scope else op._original_op
+            if forward is not None and (path := scope_of(forward)):
+                node = replace(node, scope=path)
+            nodes.append(node)
+        return program.with_nodes(tuple(nodes))
 
     def _marked(self, program: Program) -> Program:
         held = {t.op.name for t in self.graph.get_collection("checkpoints")}

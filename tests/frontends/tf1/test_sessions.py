@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.client import session as session_module
 
 import whale as wh
+from whale.ir.layout import Split
 from whale.runtime.run.context import running
 
 v1 = tf.compat.v1
@@ -138,6 +140,67 @@ def test_variables_and_loops_that_can_be_distributed_are_turned_on(
         v1.enable_resource_variables()
 
 
+def test_a_variable_fetched_beside_its_update_is_read_after_it(ranks: Start) -> None:
+    def run() -> list[tuple[float, ...]]:
+        with tf.Graph().as_default():
+            x, _, train = regression()
+            step = v1.train.get_or_create_global_step()
+            (weight,) = v1.trainable_variables()
+            average = v1.train.ExponentialMovingAverage(0.9, step)
+            with tf.control_dependencies([train]):
+                both = average.apply([weight])
+            fetched = [both, step, weight, average.average(weight)]
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                results = [session.run(fetched, {x: rows}) for rows in batches()]
+                return [(float(s), float(w[0, 0]), float(a[0, 0])) for _, s, w, a in results]
+
+    v1.disable_resource_variables()  # a reference is read when the run ends
+    v1.disable_control_flow_v2()
+    try:
+        plain = run()
+    finally:
+        v1.enable_resource_variables()
+        v1.enable_control_flow_v2()
+    assert [step for step, _, _ in plain] == [1, 2, 3]
+    ranks(2)
+    np.testing.assert_allclose(run(), plain, rtol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [v1.train.AdamOptimizer, lambda rate: v1.train.MomentumOptimizer(rate, 0.9)])
+@pytest.mark.parametrize("outside", [True, False])
+def test_updates_built_inside_an_open_replica_go_where_the_split_variable_lies(
+    ranks: Start, optimizer: Callable[[float], Any], outside: bool
+) -> None:
+    def run(replica: Callable[[], Any], split: Callable[[], Any]) -> tuple[list[float], Any]:
+        def weight() -> Any:
+            return v1.get_variable("weight", [4, 6], tf.float64, v1.constant_initializer(0.3))
+
+        with tf.Graph().as_default():
+            x, y = v1.placeholder(tf.float64, [None, 4]), v1.placeholder(tf.int64, [None])
+            made = weight() if outside else None
+            with replica():
+                first = v1.get_variable("first", [4, 4], tf.float64, v1.constant_initializer(0.2))
+                hidden = tf.tanh(x @ first)
+                with split():
+                    logits = hidden @ (weight() if made is None else made) * np.arange(6.0)
+                    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+                train = optimizer(0.1).minimize(tf.reduce_mean(losses))
+            generator = np.random.default_rng(0)
+            feeds = [{x: generator.normal(size=(8, 4)), y: generator.integers(6, size=8)} for _ in range(3)]
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                found = [float(session.run([losses, train], feed)[0].mean()) for feed in feeds]
+                plan = session.plan(train, feeds[0]) if isinstance(session, wh.Session) else None
+                return found, plan
+
+    plain, _ = run(contextlib.nullcontext, contextlib.nullcontext)
+    ranks(2)
+    found, plan = run(wh.replica, wh.split)
+    np.testing.assert_allclose(found, plain, rtol=1e-10)
+    assert isinstance(plan.variables["weight"], Split)
+
+
 SCRIPT = """
 import sys, numpy as np, tensorflow.compat.v1 as tf
 tf.disable_v2_behavior()
@@ -156,6 +219,9 @@ with tf.train.MonitoredTrainingSession(
     losses = [float(session.run([loss, train], {x: rng.normal(size=(6, 3))})[0]) for _ in range(7)]
 print("losses", losses[:3])
 print("latest", tf.train.latest_checkpoint(sys.argv[1])[-6:])
+wh.shutdown()
+wh.init()
+print("again", wh.size())
 """
 
 
@@ -170,5 +236,6 @@ def test_one_rank_writes_what_a_script_saves(launcher: Any, tmp_path: Path) -> N
     for text in found:
         assert np.allclose(json.loads(text), plain, rtol=1e-12, atol=0)
     assert done.stdout.count("latest ckpt-7") == 2
+    assert done.stdout.count("again 2") == 2
     assert len(list((tmp_path / "model").glob("events.out.tfevents.*"))) == 1
     assert len(list((tmp_path / "model").glob("model.ckpt-*.index"))) == 5  # the oldest were deleted, once

@@ -12,16 +12,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from whale.ir.ops import UPDATES
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Node, Program
 from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
-from whale.passes.facts.stages import assign_stages
+from whale.passes.facts.stages import assign_stages, stage_of
 
 
 def annotate(program: Program) -> Program:
     """``program`` with a scope on every node that can be related to an annotated one, and on its variables."""
     if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
         return program
+    program = _free_updates(program)
     scope = {n.name: n.scope for n in program.nodes}
     handles = program.variable_of
     of_variable: dict[str, str] = {v.node: v.scope for v in program.variables if v.scope}
@@ -45,6 +47,33 @@ def annotate(program: Program) -> Program:
     nodes = tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in program.nodes)
     variables = tuple(replace(v, scope=v.scope or of_variable.get(v.node, "")) for v in program.variables)
     return assign_stages(program, replace(program, nodes=nodes, variables=variables))
+
+
+def _free_updates(program: Program) -> Program:
+    """``program`` whose updates of what a split scope divides are in no other scope, nor is an optimizer's state.
+
+    They are where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
+    """
+    readers: dict[str, set[bool]] = {v.node: set() for v in program.variables}
+    updates: dict[str, list[str]] = {}  # node -> the variables that it updates
+    for node in program.nodes:
+        owned = [r.node for r in node.inputs if r.node in readers]
+        if owned and node.op in UPDATES and not node.outputs:
+            updates[node.name] = owned
+        else:
+            for name in owned:
+                readers[name].add(split_scope(node.scope) is not None)
+    divided = {v.node for v in program.variables if split_scope(v.scope) or readers[v.node] == {True}}
+    freed: set[str] = set()
+    for name, (first, *others) in updates.items():
+        path = program.by_name[name].scope
+        if first in divided and path and not split_scope(path) and not stage_of(path):
+            freed.update([name, *others, *([] if split_scope(program.variable_of[first].scope) else [first])])
+    if not freed:
+        return program
+    nodes = tuple(replace(n, scope="") if n.name in freed else n for n in program.nodes)
+    variables = tuple(replace(v, scope="") if v.node in freed else v for v in program.variables)
+    return replace(program, nodes=nodes, variables=variables)
 
 
 def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:

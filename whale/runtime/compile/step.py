@@ -30,7 +30,7 @@ from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.whole_batch import whole_batch
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
-from whale.runtime.run.annotate import in_scopes_by_name
+from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import refuse_lone_writes
@@ -40,8 +40,6 @@ from whale.runtime.variables.given_placements import refuse_other_placements
 from whale.runtime.variables.owner import axes_of_parts
 from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
-
-_EVERYTHING = "split_0"  # the scope of a step of which everything stands inside of ``wh.split``
 
 
 @dataclass(frozen=True)
@@ -186,8 +184,7 @@ def _with_scopes(captured: Captured, context: Context) -> Captured:
     if any(scopes.values()):
         variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in program.variables)
         program = replace(program, variables=variables)
-    if context.split_everything:
-        program = program.with_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
+    program = in_default_scope(program, context)
     return captured if program is captured.program else replace(captured, program=program)
 
 

@@ -11,11 +11,13 @@ import msgspec
 
 from whale.capture.captured import Captured
 from whale.errors import ConfigError, PlanError
+from whale.ir.program import Program
 from whale.passes.facts.patterns import Named, Pattern, in_named_scopes, nearest
 from whale.planner.captured.ways import trains
 from whale.runtime.run.context import Context, current
 from whale.runtime.run.scopes import NamedScope, scope_part
 
+_EVERYTHING = "split_0"  # the scope of a program of which everything stands inside of ``wh.split``
 _EXAMPLE = '{"decoder/layers_[0-5]": {"stage": 0}, "*/mlp/*kernel": {"split": {"dim": -1}}}'
 
 
@@ -76,6 +78,13 @@ def annotate_from(path: str) -> None:
             action="correct the file, or the path in the key annotate (WHALE_ANNOTATE, whale run --annotate)",
         ) from error
     annotate({text: scopes.named() for text, scopes in found.items()})
+
+
+def in_default_scope(program: Program, context: Context) -> Program:
+    """``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
+    if not context.split_everything:
+        return program
+    return program.with_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
 
 
 def in_scopes_by_name(captured: Captured, context: Context) -> Captured:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whale.config import Config
 from whale.errors import ClusterError
-from whale.runtime.run.context import current
+from whale.runtime.run.context import process, running
+from whale.started import process_place
 
 Slice = tuple[tuple[int, ...], ...]
 _LAYOUTS = '"all", {"average": k}, {"row": n} or {"specific": [[ranks], ...]}'
@@ -15,7 +17,7 @@ _LAYOUTS = '"all", {"average": k}, {"row": n} or {"specific": [[ranks], ...]}'
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks of a run.
+    """The ranks of a run; as a context manager it is itself.
 
     Attributes:
       slices: what ``devices=cluster.slices[i]`` gives to a scope: groups of ranks.
@@ -23,9 +25,15 @@ class Cluster:
 
     slices: tuple[Slice, ...]
 
+    def __enter__(self) -> Cluster:
+        return self
 
-def cluster(layout: str | Mapping[str, Any] = "all") -> Cluster:
-    """Cuts the ranks of the run into slices.
+    def __exit__(self, *exception: object) -> None:
+        """Nothing ends with it."""
+
+
+def cluster(layout: str | Mapping[str, Any] | Collection[str] = "all") -> Cluster:
+    """Cuts the ranks of the run into slices. Before ``wh.init`` they are those that it will have by its environment.
 
     Args:
       layout: ``"all"``: one slice of all ranks. ``{"average": k}``: k slices of as many ranks, in order.
@@ -34,11 +42,14 @@ def cluster(layout: str | Mapping[str, Any] = "all") -> Cluster:
         ``{"specific": s}``: the slices s, each a list of ranks or of lists of ranks.
 
     Raises:
-      ClusterError: called before ``wh.init``, or the ranks cannot be cut so.
+      ClusterError: the ranks cannot be cut so.
     """
-    context = current("wh.cluster()")
-    size = context.planned_size
-    kind, value = (layout, None) if isinstance(layout, str) else next(iter(layout.items()), ("", None))
+    context = running()
+    size = _size_to_be() if context is None else context.planned_size
+    if isinstance(layout, Mapping):
+        kind, value = next(iter(layout.items()), ("", None))
+    else:  # {"all"} as well
+        kind, value = layout if isinstance(layout, str) else next(iter(layout), ""), None
     if kind == "all":
         return Cluster(((tuple(range(size)),),))
     if kind == "specific" and isinstance(value, Sequence):
@@ -55,6 +66,14 @@ def cluster(layout: str | Mapping[str, Any] = "all") -> Cluster:
         expected=f"a number that divides {size}" if divides else _LAYOUTS,
         action="correct the layout, or start another number of ranks",
     )
+
+
+def _size_to_be() -> int:
+    """The number of ranks of a run that has not begun."""
+    if process.dry is not None:
+        return process.dry.size
+    config = Config()
+    return int(config["cluster.ranks"]) if config["communication.transport"] == "in-process" else process_place().size
 
 
 def _slice(item: Any, size: int) -> Slice:

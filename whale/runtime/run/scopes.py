@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ from whale.passes.facts.stages import stage_of
 from whale.runtime.run.context import Context, current
 
 SCOPE_ATTRIBUTE = "_whale_scope"
+_DEVICE = re.compile(
+    r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/(?:device:)?(?:cpu|gpu|CPU|GPU):(?P<device>\d+))?"
+)
 
 
 @contextmanager
 def entered(
     kind: str,
-    devices: tuple[int, ...] | None,
+    devices: tuple[int | str, ...] | None,
     dim: int | None = None,
     sequence: int | None = None,
     axis: tuple[str, ...] | None = None,
@@ -40,8 +44,8 @@ def entered(
 
 def _settings(scope: NamedScope, context: Context) -> str:
     """What a replica's or a split's part of a path says behind its number."""
-    devices, sequence = scope.devices, scope.sequence
-    size = _checked(scope.kind, devices, context)
+    sequence, size = scope.sequence, context.planned_size
+    devices = _checked(scope.kind, scope.devices, context)
     settings = [f"axis={'+'.join(_named_axes(scope.axis))}"] if scope.axis is not None else []
     settings += [f"dim={scope.dim}"] if scope.dim is not None else []
     if sequence is not None:
@@ -77,7 +81,7 @@ class NamedScope:
     """A scope: kind (replica, split or stage) and arguments; ``number`` is that of a stage of ``wh.annotate``."""
 
     kind: str
-    devices: tuple[int, ...] | None = None
+    devices: tuple[int | str, ...] | None = None
     dim: int | None = None
     sequence: int | None = None
     axis: tuple[str, ...] | None = None
@@ -95,13 +99,13 @@ def scope_part(scope: NamedScope, number: int, context: Context) -> str:
     """
     if scope.kind != "stage":
         return f"{scope.kind}_{number}{_settings(scope, context)}"
-    _checked("stage", scope.devices, context)
-    ranks = "" if scope.devices is None else f"({_ranks(scope.devices)})"
+    devices = _checked("stage", scope.devices, context)
+    ranks = "" if devices is None else f"({_ranks(devices)})"
     return f"stage_{number if scope.number is None else scope.number}{ranks}"
 
 
 @contextmanager
-def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
+def entered_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
     """Annotates what is built inside with a new stage of a pipeline.
 
     Raises:
@@ -109,7 +113,7 @@ def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
       PlanError: a stage inside a stage, or devices that are no ranks of the run.
     """
     context = current("the scope wh.stage")
-    _checked("stage", devices, context)
+    ranks = _checked("stage", devices, context)
     if stage_of("/".join(context.scopes[-1:])):
         raise PlanError(
             "a stage inside a stage",
@@ -117,7 +121,7 @@ def entered_stage(devices: tuple[int, ...] | None) -> Iterator[None]:
             expected="stages beside each other",
             action="leave the inner wh.stage out",
         )
-    with _in_scope(context, "stage", "" if devices is None else f"({_ranks(devices)})"):
+    with _in_scope(context, "stage", "" if ranks is None else f"({_ranks(ranks)})"):
         yield
 
 
@@ -135,19 +139,40 @@ def _ranks(devices: Iterable[int]) -> str:
     return f"ranks={'+'.join(map(str, devices))}"
 
 
-def _checked(kind: str, devices: tuple[int, ...] | None, context: Context) -> int:
-    """The number of ranks; raises PlanError for devices that are none of them."""
+def _checked(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
+    """The ranks; raises PlanError for devices that are none of them."""
+    if devices is None:
+        return None
     size = context.planned_size
-    if devices is not None and (
-        not devices or not set(devices) <= set(range(size)) or len(set(devices)) < len(devices)
-    ):
+    ranks = _numbered(kind, devices, context)
+    if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) < len(ranks):
         raise PlanError(
             f"wh.{kind} is on ranks that do not exist, on one twice, or on none",
             given=f"devices={list(devices)}, {size} ranks",
             expected=f"different ranks below {size}",
             action="correct devices, or leave them out",
         )
-    return size
+    return ranks
+
+
+def _numbered(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
+    """Ranks by number, or by TensorFlow's names of devices: a task has as many ranks as this host, or one."""
+    named = [d for d in devices if isinstance(d, str)]
+    found = [_DEVICE.fullmatch(name) for name in named]
+    places = [(int(m["task"] or 0), int(m["device"] or 0)) for m in found if m is not None]
+    hosts = context.local_ranks < context.planned_size
+    if len(places) < len(named) or not (
+        hosts or len({task for task, _ in places}) <= 1 or not any(d for _, d in places)
+    ):
+        raise PlanError(
+            f"wh.{kind} is on devices of which nobody knows which ranks they are",
+            given=f"devices={list(devices)}",
+            expected='names like "/job:worker/task:1" or "/device:GPU:1"; on one host tasks or devices, not both',
+            action="give the numbers of the ranks",
+        )
+    each = context.local_ranks if hosts else 1
+    ranks = iter([task * each + device for task, device in places])
+    return tuple(next(ranks) if isinstance(d, str) else d for d in devices)
 
 
 @contextmanager

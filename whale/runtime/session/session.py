@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
-from whale.runtime.run.annotate import in_scopes_by_name
+from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
+from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
 from whale.runtime.session.saving import computed_by, variables_behind, write_parts
@@ -278,7 +280,9 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         done: Collection[str],
     ) -> Captured:
         shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
-        return in_scopes_by_name(self._captures.capture([*fetches, *targets], shapes, done), self._whale)
+        captured = self._captures.capture([*fetches, *targets], shapes, done)
+        captured = in_scopes_by_name(replace(captured, program=read_last(captured.program)), self._whale)
+        return replace(captured, program=in_default_scope(captured.program, self._whale))
 
     def _compile(
         self, key: Hashable, name: str, captured: Captured, local: Mapping[str, tuple[int, ...]], waiting: Waiting

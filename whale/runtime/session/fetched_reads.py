@@ -1,0 +1,42 @@
+"""Variables that are fetched beside what updates them: a run returns what they hold after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.ops import READS
+from whale.ir.program import Node, Program, Ref
+
+
+def read_last(program: Program) -> Program:
+    """``program`` in which a fetched read of a variable waits for the run's updates of it.
+
+    Without an order TensorFlow reads a resource variable before or after; a variable of version 1 by reference, after.
+    A read that the script has put in an order keeps it, and so does what else reads the same node.
+    """
+    outputs = list(program.outputs)
+    added: dict[str, Node] = {}
+    for i, ref in enumerate(outputs):
+        read = _read(program, ref)
+        if read is None:
+            continue
+        updates = _updates(program, read)
+        if updates:
+            name = f"{read.name}/fetched"
+            added[name] = replace(read, name=name, controls=tuple(updates))
+            outputs[i] = Ref(name)
+    if not added:
+        return program
+    return replace(program, nodes=(*program.nodes, *added.values()), outputs=tuple(outputs))
+
+
+def _read(program: Program, ref: Ref) -> Node | None:
+    """The read of a variable that a fetched tensor is, if nothing says when."""
+    node = program.by_name[ref.node]
+    return node if node.op == "ReadVariableOp" and not node.controls else None
+
+
+def _updates(program: Program, read: Node) -> list[str]:
+    """The nodes that change what is read, or run what may."""
+    users = program.consumers.get(read.inputs[0], ())
+    return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
