@@ -82,8 +82,9 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    lock_name = f"whale_ops_{os.getuid()}_{_hash([str(folder.resolve()).encode()])}.lock"
-    with open(Path(tempfile.gettempdir()) / lock_name, "w") as lock:
+    # In the folder itself, which is the user's: in /tmp anybody could have left a link of that name.
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout must not mix their objects
         _build_locked(folder, verbose)
 

@@ -19,7 +19,14 @@ w = tf.Variable(np.random.normal(size=(3, 2)), name="w")
 counter = tf.Variable(10 * own, name="counter")
 first = w.numpy()
 import whale as wh
-wh.init()
+with open(f"wrong{own}.json", "w") as file:
+    file.write('{"a": {"replica": {"devices": [7]}}}')
+try:  # after the ranks are connected
+    wh.init({"annotate": f"wrong{own}.json"})
+except wh.WhaleError:
+    wh.init()
+else:
+    raise AssertionError("a device 7 of 3 was taken")
 x = np.arange(24.0).reshape(8, 3) / 24
 
 @wh.function

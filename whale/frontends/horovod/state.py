@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,21 +10,27 @@ import tensorflow as tf
 from whale.errors import ProgramError
 from whale.frontends.horovod.meeting import check_root, context_of
 from whale.frontends.horovod.moves import broadcast_group
+from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """The root's object on every rank. It is pickled; the other ranks' own is not looked at."""
+    """The root's object on every rank; the other ranks' own is not looked at.
+
+    Raises:
+      ProgramError: it holds more than numbers, text, containers and NumPy's arrays: nothing from another rank is
+        unpickled.
+    """
     context = context_of("hvd.broadcast_object()", process_set)
     check_root(context, root_rank)
     _count(context)
     if context.size == 1:
         return obj
-    mine = pickle.dumps(obj) if context.rank == root_rank else None
+    mine = _packed(obj) if context.rank == root_rank else None
     key = f"hvd/object/{name or ''}"
-    return pickle.loads(context.comms[0].broadcast_bytes(key, mine, root_rank, TURN_TIMEOUT_S))
+    return unpack(context.comms[0].broadcast_bytes(key, mine, root_rank, TURN_TIMEOUT_S))
 
 
 def broadcast_object_fn(
@@ -36,13 +41,29 @@ def broadcast_object_fn(
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """All ranks' objects, in order of ranks; pickled."""
+    """All ranks' objects, in order of ranks.
+
+    Raises:
+      ProgramError: as ``broadcast_object``.
+    """
     context = context_of("hvd.allgather_object()", process_set)
     _count(context)
     if context.size == 1:
         return [obj]
-    said = context.comms[0].allgather_bytes(f"hvd/objects/{name or ''}", pickle.dumps(obj), TURN_TIMEOUT_S)
-    return [pickle.loads(data) for data in said]
+    said = context.comms[0].allgather_bytes(f"hvd/objects/{name or ''}", _packed(obj), TURN_TIMEOUT_S)
+    return [unpack(data) for data in said]
+
+
+def _packed(obj: Any) -> bytes:
+    try:
+        return pack(obj)
+    except (TypeError, ValueError) as error:
+        raise ProgramError(
+            "an object is sent to other ranks that is more than data",
+            given=str(error),
+            expected="None, numbers, text, bytes, lists, tuples, dicts, sets, NumPy's scalars and arrays",
+            action="send what the object is made of (its state or configuration), and make it anew on each rank",
+        ) from error
 
 
 def broadcast_variables(

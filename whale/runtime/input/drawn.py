@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from whale.errors import ProgramError
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import refuse_other_orders
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, rows_of_values
+from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.run.context import Context
 
 
@@ -100,12 +100,12 @@ def _of_first_rank(iterator: Any, context: Context) -> Any:
         element = iterator.get_next()
         leaves = tf.nest.flatten(element, expand_composites=True)
         if context.rank == 0:
-            said = pickle.dumps([t.numpy() for t in leaves])
+            said = pack([t.numpy() for t in leaves])
     except tf.errors.OutOfRangeError as error:
         if context.rank == 0:
             comm.broadcast_bytes(key, b"", 0, ELEMENT_TIMEOUT_S)
         raise error
-    first = pickle.loads(comm.broadcast_bytes(key, said, 0, ELEMENT_TIMEOUT_S))
+    first = unpack(comm.broadcast_bytes(key, said, 0, ELEMENT_TIMEOUT_S))
     tensors = [tf.constant(value, t.dtype) for value, t in zip(first, leaves)]
     return tf.nest.pack_sequence_as(element, tensors, expand_composites=True)
 

@@ -62,22 +62,22 @@ class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
         return found
 
 
-def annotate_from(path: str) -> None:
-    """The same from a JSON file: pattern -> object of kind of scope -> its arguments, or a stage's number.
+def read_annotations(path: str) -> dict[str, list[NamedScope]]:
+    """What ``annotate`` takes, from a JSON file: pattern -> kind of scope -> its arguments, or a stage's number.
 
     Raises:
       ConfigError: the file cannot be read, or says something else.
     """
     try:
         found = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, _Scopes])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "the annotations cannot be read",
             given=f"{path}: {error}",
             expected=f"a JSON file like {_EXAMPLE}",
             action="correct the file, or the path in the key annotate (WHALE_ANNOTATE, whale run --annotate)",
         ) from error
-    annotate({text: scopes.named() for text, scopes in found.items()})
+    return {text: scopes.named() for text, scopes in found.items()}
 
 
 def in_default_scope(program: Program, context: Context) -> Program:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +20,11 @@ from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds
+from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
 from whale.runtime.run.alone import trained_alone
-from whale.runtime.run.annotate import annotate_from
+from whale.runtime.run.annotate import annotate, read_annotations
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
 from whale.runtime.variables import deferred
@@ -101,6 +101,10 @@ def _begin(
     config = config if isinstance(config, Config) else Config(config or {})
     place = process_place()
     _check_in_process(config, place)
+    # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
+    path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]
+    saved = read_saved_plan(path, _size(config, place)) if path else None
+    annotations = read_annotations(config["annotate"]) if config["annotate"] else {}
     process.runs += 1
     trace = None
     if process.dry is None:
@@ -108,19 +112,18 @@ def _begin(
         trace = open_trace(config, place, ranks, process.runs)
     try:
         with span(trace, "wh.init", "init"):
-            context = process.context = _start(config, place, f"whale{process.runs}", trace)
+            context = _start(config, place, f"whale{process.runs}", trace)
             if own_programs:
                 context.own_programs = OwnPrograms(_local_ranks(context))
             elif context.between_processes:
                 _share_random_state(context)
-            if path := (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]:
-                context.saved = read_saved_plan(path, context.planned_size)
-                context.auto = context.saved.choice
-            if config["annotate"]:
-                annotate_from(config["annotate"])
+            if saved is not None:
+                context.saved, context.auto = saved, saved.choice
+            annotate(annotations)
             context.solo = solo
             deferred.install(lambda: not context.ended and context.may_divide_variables)
     except BaseException as error:
+        _undo()
         if trace is not None:
             trace.stop(f"wh.init failed: {type(error).__name__}")
         raise
@@ -129,6 +132,28 @@ def _begin(
             comm.trace_start(trace.descriptor)
     if process.runs == 1:
         atexit.register(_at_exit)
+
+
+def _undo() -> None:
+    """Nothing is left of an ``init`` that failed; ranks for which it did not are told that this one has left."""
+    context, process.context = process.context, None
+    if context is None:
+        return
+    context.ended = True
+    for taken in (context.seeds, context.outside):
+        if taken is not None:
+            taken.take_back()
+    for comm in context.comms:
+        comm.leave()
+    if context.watch is not None:
+        context.watch.stop()
+
+
+def _size(config: Config, place: ProcessPlace) -> int:
+    """How many ranks programs will be planned for."""
+    if process.dry is not None:
+        return process.dry.size
+    return config["cluster.ranks"] if _in_process(config) else place.size
 
 
 def _in_process(config: Config) -> bool:
@@ -155,7 +180,7 @@ def _check_in_process(config: Config, place: ProcessPlace) -> None:
 
 
 def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
-    """Connects the ranks."""
+    """Connects the ranks; what has been made is the process's context as soon as there is something to undo."""
     after_horovod = horovod.is_running()
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
@@ -177,6 +202,10 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         size, ranks = comms[0].size, (comms[0].rank,)
     else:
         size, ranks, comms = 1, (0,), ()
+    process.context = Context(
+        config, place, size, ranks, comms, name, watch, trace,
+        dry=process.dry, meter=process.meter, after_horovod=after_horovod,
+    )  # fmt: skip
     if config["communication.backend"] == "horovod" and process.dry is None:
         horovod.start(config, size, ranks)
     if process.dry is None:
@@ -185,11 +214,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         comm.set_algorithm(config["communication.algorithm"])
         if config.link is not None:
             comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
-    context = Context(
-        config, place, size, ranks, comms, name, watch, trace,
-        dry=process.dry, meter=process.meter, after_horovod=after_horovod,
-    )  # fmt: skip
-    return context
+    return process.context
 
 
 def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
@@ -349,8 +374,8 @@ def _share_random_state(context: Context) -> None:
     mine = None
     if context.rank == 0:
         number = random.SystemRandom().getrandbits(62)
-        mine = pickle.dumps((random.getstate(), np.random.get_state(), tf_context.global_seed(), number))
-    python_state, numpy_state, seed, number = pickle.loads(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
+        mine = pack((random.getstate(), np.random.get_state(), tf_context.global_seed(), number))
+    python_state, numpy_state, seed, number = unpack(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
     if context.rank != 0:
         random.setstate(python_state)
         np.random.set_state(numpy_state)

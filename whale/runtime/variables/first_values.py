@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.errors import CommError
+from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.deferred import deferred_of
-from whale.runtime.variables.partial_initializers import Initial
+from whale.runtime.variables.partial_initializers import Initial, Op
 
 
 def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Initial | None]:
@@ -26,11 +26,12 @@ def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Ini
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     data = None
     if context.rank == 0:
-        data = pickle.dumps(["reader" if i is not None and i.reader is not None else i for i in mine])
-    firsts = pickle.loads(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
+        data = pack(["reader" if i is not None and i.reader is not None else _said(i) for i in mine])
+    said = unpack(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
+    firsts = [one if one == "reader" else _heard(one) for one in said]
     for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
         if first == "reader":
-            firsts[i] = own
+            firsts[i] = own  # its reader knows the file
             if own is None or own.reader is None:
                 raise CommError(
                     "a variable takes its first value from a checkpoint on some ranks only",
@@ -39,7 +40,21 @@ def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Ini
                     expected="the same on every rank",
                     action="restore on every rank",
                 )
-    return list(firsts)
+    return firsts
+
+
+def _said(initial: Initial | None) -> tuple[Any, ...] | None:
+    if initial is None:
+        return None
+    ops = [(op.kind, op.attrs, op.operands, op.first, op.shapes, op.dtypes) for op in initial.ops]
+    return initial.shape, initial.dtype, initial.little, ops, initial.result
+
+
+def _heard(said: Any) -> Initial | None:
+    if said is None:
+        return None
+    shape, dtype, little, ops, result = said
+    return Initial(shape, dtype, little, tuple(Op(*op) for op in ops), result)
 
 
 def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:

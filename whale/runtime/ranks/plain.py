@@ -1,0 +1,123 @@
+"""Plain values as bytes, for other ranks: numbers, text, containers and NumPy's arrays, and never code.
+
+What comes from another rank is data: it is not unpickled, which would run whatever the sender wrote. MessagePack holds
+most of it as it is; what it would change (a tuple becomes a list, a NumPy number a float) goes as an extension.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_TUPLE, _DICT, _SET, _FROZENSET, _INTEGER, _COMPLEX, _TEXT, _SCALAR, _ARRAY, _OBJECTS = range(10)
+_DTYPE = re.compile(r"[<>|=][biufcSU]\d{1,9}")
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def pack(value: Any) -> bytes:
+    """The value as bytes.
+
+    Raises:
+      TypeError: it holds something that is none of None, bool, int, float, complex, str, bytes, list, tuple, dict, set,
+        frozenset, or NumPy's scalars and arrays of these; names its type.
+      ValueError: it is nested too deeply.
+    """
+    try:
+        return msgspec.msgpack.encode(_tree(value))
+    except RecursionError:
+        raise ValueError("the value is nested too deeply, or holds itself") from None
+
+
+def unpack(data: bytes) -> Any:
+    """Inverse of ``pack``.
+
+    Raises:
+      ValueError: the bytes are none that it makes.
+    """
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_from_extension)
+    except (RecursionError, TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"not a packed value: {error}") from error
+
+
+def _tree(value: Any) -> Any:
+    """What MessagePack holds. Types are compared exactly: numpy.float64 is a float, and a named tuple a tuple."""
+    kind = type(value)
+    if value is None or kind in (bool, float, bytes) or (kind is int and value in _INT64):
+        return value
+    if kind is str:
+        return value if value.isprintable() or _is_utf8(value) else _ext(_TEXT, value.encode("utf-8", "surrogatepass"))
+    if kind is list:
+        return [_tree(one) for one in value]
+    if kind is tuple:
+        return _ext(_TUPLE, [_tree(one) for one in value])
+    if kind is dict:
+        return _ext(_DICT, [[_tree(key), _tree(one)] for key, one in value.items()])
+    if kind in (set, frozenset):
+        return _ext(_SET if kind is set else _FROZENSET, [_tree(one) for one in value])
+    if kind is int:
+        return _ext(_INTEGER, hex(value))
+    if kind is complex:
+        return _ext(_COMPLEX, [value.real, value.imag])
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _ext(_OBJECTS, [list(value.shape), [_tree(one) for one in value.ravel().tolist()]])
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufcSU":
+        whole = np.asarray(value)
+        said = [whole.dtype.str, list(whole.shape), whole.tobytes()]
+        return _ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind == "V" and value.dtype.name in _extended():
+        whole = np.asarray(value)  # bfloat16 and the like, of ml_dtypes
+        said = [whole.dtype.name, list(whole.shape), whole.tobytes()]
+        return _ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
+    raise TypeError(f"a value of {kind.__module__}.{kind.__qualname__} is no plain value")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _extended() -> dict[str, np.dtype[Any]]:
+    import ml_dtypes
+
+    names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4")
+    return {name: np.dtype(getattr(ml_dtypes, name)) for name in names if hasattr(ml_dtypes, name)}
+
+
+def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, content if isinstance(content, bytes) else msgspec.msgpack.encode(content))
+
+
+def _from_extension(code: int, data: memoryview) -> Any:
+    if code == _TEXT:
+        return bytes(data).decode("utf-8", "surrogatepass")
+    content = msgspec.msgpack.decode(data, ext_hook=_from_extension)
+    if code == _TUPLE:
+        return tuple(content)
+    if code == _DICT:
+        return {key: value for key, value in content}  # noqa: C416  (a pair that is none is an error)
+    if code in (_SET, _FROZENSET):
+        return set(content) if code == _SET else frozenset(content)
+    if code == _INTEGER:
+        return int(content, 16)
+    if code == _COMPLEX:
+        return complex(*content)
+    if code == _OBJECTS:
+        shape, elements = content
+        objects = np.empty(len(elements), object)
+        objects[:] = elements
+        return objects.reshape(shape)
+    if code in (_SCALAR, _ARRAY):
+        name, shape, held = content
+        if name not in _extended() and not _DTYPE.fullmatch(name):
+            raise ValueError(f"not a packed value: elements of {name!r}")
+        dtype = _extended()[name] if name in _extended() else np.dtype(name)
+        whole = np.frombuffer(held, dtype).reshape(shape).copy()
+        return whole[()] if code == _SCALAR else whole
+    raise ValueError(f"not a packed value: extension {code}")
