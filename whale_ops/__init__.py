@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import functools
 import os
 import sys
@@ -26,6 +27,8 @@ from whale.errors import CommError
 from whale_ops.communicator import Communicator, OpCounter, Wait
 
 __all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops"]
+
+FINISH_S = 60.0  # that MPI may take to end
 
 COMMUNICATING_OPS = (
     "WhaleAllReduce",
@@ -132,12 +135,21 @@ def _finish_at_exit() -> None:
 def finish() -> None:
     """Ends MPI, if Whale has started it and all ranks have left; called as the process ends. It cannot start again.
 
+    A process for which MPI does not end within `FINISH_S` ends itself with code 1, and says where it was.
+
     Raises:
         CommError: MPI says that it failed.
     """
     from whale_ops import _native
 
-    _native.check(_native.core().whale_finalize())
+    try:
+        faulthandler.dump_traceback_later(FINISH_S, exit=True)
+    except (RuntimeError, ValueError, OSError):
+        pass  # stderr is closed: there is nowhere to say it
+    try:
+        _native.check(_native.core().whale_finalize())
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @functools.cache

@@ -50,6 +50,20 @@ def test_a_frozen_rank_ends_the_run(launcher: Launcher, whom: str) -> None:
         assert errors.splitlines()[-1].startswith("whale run: rank 1 is frozen: "), errors
 
 
+def test_a_rank_that_closes_what_it_has_not_opened_ends_the_run(launcher: Launcher) -> None:
+    """MPI's library then says thousands of times a second that its descriptor is none."""
+    script = launcher.script(
+        CONNECT + "comm = connect()\nreduce(comm, 'a').wait(60)\nprint('up', flush=True)\n"
+        "if rank == 1:\n    os.closerange(3, 1000)\n    for _ in range(10000): print('bad', file=sys.stderr)\n"
+        "time.sleep(600)"
+    )
+    done = launcher.run("-np", "2", script, timeout_s=2 * PATIENCE_S)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("whale run: rank 1 cannot be reached: its script goes on, and has closed"), done.stderr
+    assert len(done.stderr) < 100_000
+
+
 def test_a_rank_that_goes_on_in_time_is_not_frozen(launcher: Launcher) -> None:
     launcher.environment["WHALE_FAULT_FREEZE_S"] = "5"
     script = launcher.script(MEET + "meet('a')\nprint('up', os.getpid())\ntime.sleep(7)\nprint('done')")

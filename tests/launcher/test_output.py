@@ -76,6 +76,20 @@ def test_a_line_without_end_is_written_in_parts(printed: Callable[..., bytes]) -
     assert out == b"[0] " + part * 64 + b"\n"
 
 
+def test_a_flood_of_equal_lines_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "SHOWN", 20)
+    with (tmp_path / "out").open("wb") as file:
+        printer = Printer(2, (file.fileno(), file.fileno()))
+        for _ in range(1000):
+            printer.write(1, 1, b"[warn] epoll_wait: Bad file descriptor\nother\n\n")
+            printer.write(0, 0, b"same\n")  # what a script prints is its own affair
+        printer.write(1, 1, b"new\n")
+        printer.close()
+    out = (tmp_path / "out").read_bytes()
+    assert 20 <= out.count(b"epoll_wait") < 1000 and out.count(b"new") == 1 and out.count(b"same\n") == 1000
+    assert out.splitlines()[-1].startswith(b"[1] whale run: ") and b" more lines like those above" in out
+
+
 def test_frames_survive_any_cut() -> None:
     frames = [(Kind.STDOUT, b"abc"), (Kind.STDERR, b""), (Kind.SIGNAL, b'{"signal": 9}')]
     stream = b"".join(pack(kind, payload) for kind, payload in frames)

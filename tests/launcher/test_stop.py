@@ -117,8 +117,20 @@ def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
             os.kill(pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
-        assert "mpirun has ended by signal 9" in errors.splitlines()[-1]
+        assert errors.splitlines()[-1] == "whale run: mpirun was killed by SIGKILL"
         assert list(temporary.iterdir()) == []
+
+
+def test_a_stopped_mpirun_ends_the_run(launcher: Launcher) -> None:
+    launcher.environment["WHALE_FAULT_FREEZE_S"] = "1"
+    with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
+        wait_for_line(process, "up")
+        for pid in _processes(launcher, "mpirun") + _processes(launcher, "prterun"):
+            os.kill(pid, signal.SIGSTOP)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+        assert errors.splitlines()[-1].startswith("whale run: mpirun is frozen: its process has been stopped for ")
+    assert launcher.left_behind() == []
 
 
 def test_the_next_run_removes_what_a_run_of_which_nobody_is_left_had_in_memory(launcher: Launcher) -> None:

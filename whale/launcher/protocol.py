@@ -26,6 +26,7 @@ HELLO_LIMIT_BYTES = 4096
 FRAME_LIMIT_BYTES = 1 << 28  # of any other frame; counters of many keys are the longest
 TEXT_LIMIT = 1 << 20  # characters of an error's message, and of its traceback
 HEARTBEAT_S = 0.5
+DEAF_S = 3.0
 
 
 class Kind(enum.IntEnum):
@@ -40,9 +41,10 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
     STOPPED = 8  # worker: `Stopped`, when the script's process is stopped (SIGSTOP) or goes on
     SCRIPT = 9  # worker: `FromScript`, a message of the script, see whale/runtime/ranks/watch.py
-    LOST = 10  # launcher: {rank, what}, for the script: another rank is gone
+    LOST = 10  # launcher: {rank, what}, for the script: another rank, or mpirun (null), is gone
     CLOCK = 11  # launcher: {asked_ns}; worker: `Answer`
     TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
+    DEAF = 13  # worker: {}, when the script has closed its end of the socket between them for DEAF_S, and runs
 
 
 class Hello(msgspec.Struct, frozen=True):

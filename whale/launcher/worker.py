@@ -15,6 +15,7 @@ import ctypes
 import faulthandler
 import fcntl
 import json
+import math
 import os
 import select
 import shutil
@@ -27,6 +28,7 @@ from collections.abc import Mapping, MutableMapping
 from whale.launcher import clock
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
+    DEAF_S,
     HEARTBEAT_S,
     SEGMENTS_VARIABLE,
     TOKEN_VARIABLE,
@@ -221,6 +223,7 @@ class _Relay:
         self._unpacker = Unpacker()
         self._running = True
         self._next_beat_s = 0.0
+        self._deaf_from_s = math.inf  # when the launcher is told that the script has closed its end; monotonic
         # Reading must never wait: a process that the script left behind may hold a pipe open.
         for reader in self._open:
             os.set_blocking(reader, False)
@@ -239,6 +242,9 @@ class _Relay:
                 ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [], look_every_s)
                 self._beat()
                 self._relay_trace()
+                if time.monotonic() >= self._deaf_from_s:
+                    self._deaf_from_s = math.inf
+                    self._connection.sendall(pack(Kind.DEAF, {}))
                 if wake in ready:
                     os.read(wake, _READ_BYTES)
                 for reader in self._open.intersection(ready):
@@ -288,6 +294,8 @@ class _Relay:
             data = b""
         if not data:
             self._open.discard(reader)
+            if reader == self._control.fileno():
+                self._deaf_from_s = time.monotonic() + DEAF_S
             if reader == self._report and self._reported:
                 self._relay_report()
             return False

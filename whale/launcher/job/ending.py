@@ -73,23 +73,24 @@ class Ending:
         if failure.signal and failure.signal in self._sent:
             return
         if self._trace is not None:
-            self._trace.mark(failure.rank, f"rank {failure.rank} {failure.reason}")
-        if self._verbose:
+            self._trace.mark(failure.rank or 0, f"{failure.who} {failure.reason}")
+        if self._verbose and failure.rank is not None:
             self._printer.write_lines(failure.rank, 1, failure.traceback)
         if self.stopped_by is not None:
             return
         if not failure.is_consequence:
             self.tell_others(failure.rank, failure.reason)
         # What this rank wrote before its own failure, though after another's, explains it as well.
-        text = self._links[failure.rank].hidden.decode(errors="replace") + failure.traceback
+        hidden = self._links[failure.rank].hidden if failure.rank is not None else b""
+        text = hidden.decode(errors="replace") + failure.traceback
         self.failures.append(dataclasses.replace(failure, traceback=text))
         if len(self.failures) == 1:
             now_s = time.monotonic()
             self._due.append((now_s + OWN_END_S, signal.SIGTERM))
             self._end_by_s(now_s + GRACE_S)
 
-    def tell_others(self, rank: int, what: str) -> None:
-        """Tells the scripts that still run what became of a rank; ``what`` goes on after "rank 1"."""
+    def tell_others(self, rank: int | None, what: str) -> None:
+        """Tells the scripts that still run what became of a rank, or of mpirun; ``what`` goes on after "rank 1"."""
         for other in self._links.values():
             if other.rank != rank and not other.exited:
                 other.tell_lost(rank, what)

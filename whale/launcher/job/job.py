@@ -73,7 +73,7 @@ class Job:
         self._ending = Ending(self._links, self._printer, trace, options.verbose)
         self._lookout = Lookout(self._links, self._ending, trace, self.say)
         self._reports = Reports(self._printer, self._ending, self._lookout, trace, options.verbose)
-        self._mpirun_gone_s = math.inf
+        self._mpirun_gone_s = self._mpirun_stopped_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpirun: MpirunProcess
         self._door: Door
@@ -144,6 +144,7 @@ class Job:
             if self._printer.waits:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
+            self._look_after_mpirun()  # before the ranks' connections break for the same reason
             for key, _ in ready:
                 key.data()
             self._printer.flush_idle()
@@ -167,9 +168,20 @@ class Job:
         for link in self._links.values():
             link.exited = True
         if not self._ending.begun:
-            code = self._mpirun.returncode
-            reason = "was lost: mpirun has ended" + (f" with code {code}" if code > 0 else f" by signal {-code}")
-            self._ending.failures.append(ranks.Failure(0, 1, reason))
+            self._ending.fail(ranks.mpirun_gone(self._mpirun.returncode))
+
+    def _look_after_mpirun(self) -> None:
+        """Finds that mpirun was stopped or killed: without it no rank comes to its end."""
+        if self._ending.begun:
+            return
+        if self._mpirun.ended:
+            if self._complete and self._mpirun.returncode < 0:
+                self._ending.fail(ranks.mpirun_gone(self._mpirun.returncode))
+            return
+        now_s = time.monotonic()
+        self._mpirun_stopped_s = min(self._mpirun_stopped_s, now_s) if self._mpirun.stopped else math.inf
+        if self._freeze_s and now_s - self._mpirun_stopped_s >= self._freeze_s:
+            self._ending.fail(ranks.mpirun_stopped(now_s - self._mpirun_stopped_s))
 
     def _did_not_start(self, when: str) -> ClusterError:
         said = self._mpirun.said
@@ -274,12 +286,12 @@ class Job:
         if not self._ending.failures:
             return self._end_well(ends)
         cause = ranks.cause(self._ending.failures)
-        if not self._options.verbose:
+        if not self._options.verbose and cause.rank is not None:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
             if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpirun.said:
                 self._printer.say(self._mpirun.said)
-        self.say(f"rank {cause.rank} {cause.reason}")
+        self.say(f"{cause.who} {cause.reason}")
         return cause.code
 
     def _end_well(self, ends: list[End | None]) -> int:

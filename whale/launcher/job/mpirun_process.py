@@ -52,6 +52,14 @@ class MpirunProcess:
         return self._process.poll() is not None
 
     @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped, as by SIGSTOP."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False  # it has ended, and that is known
+
+    @property
     def returncode(self) -> int:
         """Of the ended process, as `subprocess` has it: the exit code, or minus the signal."""
         return self._process.returncode
@@ -78,6 +86,7 @@ class MpirunProcess:
         for number in (0, signal.SIGTERM, signal.SIGKILL) if by_itself else (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.pid, number)
+                os.killpg(self.pid, signal.SIGCONT)  # one that is stopped would not hear of a SIGTERM
                 # Reads on while it waits, or an mpirun with much to say would never end.
                 self._process.communicate(timeout=grace_s)
                 break

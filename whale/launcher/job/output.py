@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import time
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 # A \r at the end of what has arrived may be the first half of \r\n: it waits.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)(?!\Z)")
 IDLE_S = 0.1
+SHOWN = 1000  # times in a second that a rank's line on stderr is shown; more are counted
+_DISTINCT = 64  # lines of a rank that are remembered for that
+_COUNT_EVERY_S = 10.0
 _COLOURS = (b"36", b"33", b"35", b"32", b"34", b"31", b"96", b"93", b"95", b"92", b"94", b"91")
 
 
@@ -31,11 +35,49 @@ class _Cursor:
     ended_with: bytes = b"\n"
 
 
+class _Repeats:
+    """Counts the lines that one rank writes to stderr over and over.
+
+    What a library says of a descriptor that was closed under it comes thousands of times a second.
+    """
+
+    def __init__(self) -> None:
+        self._seen: collections.OrderedDict[int, tuple[float, int]] = collections.OrderedDict()
+        self._counted = 0
+        self._said_s = time.monotonic()
+
+    def shown(self, lines: list[bytes]) -> list[bytes]:
+        """The lines that are to be written, with a line about the others now and then."""
+        found, now_s = [], time.monotonic()
+        for line in lines:
+            known = hash(line)
+            since_s, times = self._seen.pop(known, (now_s, 0))
+            since_s, times = (now_s, 1) if now_s >= since_s + 1.0 else (since_s, times + 1)
+            self._seen[known] = since_s, times
+            if len(self._seen) > _DISTINCT:
+                self._seen.popitem(last=False)
+            if times <= SHOWN or not line.strip():
+                found.append(line)
+            else:
+                self._counted += 1
+        if self._counted and now_s >= self._said_s + _COUNT_EVERY_S:
+            found += self.rest()
+        return found
+
+    def rest(self) -> list[bytes]:
+        """A line about those that were counted since the last one."""
+        counted, self._counted, self._said_s = self._counted, 0, time.monotonic()
+        text = f"whale run: {counted:,} more lines like those above, of which each came {SHOWN} times in a second\n"
+        return [text.encode()] if counted else []
+
+
 class Printer:
     """Interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
 
     A line is written when it is complete; a part of a line when nothing followed it for `IDLE_S` seconds, or when it
     is longer than `part_limit_bytes`. When another rank writes while a line is open, the line is ended first.
+
+    A line that a rank writes to stderr more than `SHOWN` times in a second is counted, and not repeated.
 
     Args:
         size: number of ranks, for the width of the prefix.
@@ -48,6 +90,7 @@ class Printer:
     def __init__(self, size: int, outputs: Sequence[int] = (1, 2), *, colour: bool | None = None) -> None:
         self._outputs = outputs
         self._pending: dict[tuple[int, int], _Pending] = {}
+        self._repeats = collections.defaultdict[int, _Repeats](_Repeats)
         width = len(str(size - 1))
         colours = [
             os.isatty(output) and "NO_COLOR" not in os.environ if colour is None else colour for output in outputs
@@ -71,6 +114,8 @@ class Printer:
             lines.append(bytes(pending.data[start : line_end.end()]))
             start = line_end.end()
         del pending.data[:start]
+        if stream == 1:
+            lines = self._repeats[rank].shown(lines)
         self._emit(rank, stream, lines)
         if len(pending.data) > self.part_limit_bytes:
             self._flush(rank, stream)
@@ -108,6 +153,8 @@ class Printer:
         """Writes everything that is left and ends open lines."""
         for rank, stream in self._pending:
             self._flush(rank, stream)
+        for rank, repeats in self._repeats.items():
+            self._emit(rank, 1, repeats.rest())
         for output, cursor in zip(self._outputs, self._cursors):
             if cursor.ended_with != b"\n":
                 _write_all(output, b"\n")

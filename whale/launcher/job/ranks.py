@@ -35,20 +35,25 @@ class Failure:
     """How a rank failed.
 
     Attributes:
-        rank: which one.
+        rank: which one; None when it is mpirun that failed.
         code: exit code for the whole run.
-        reason: what happened, as the end of a sentence that starts with "rank 1".
+        reason: what happened, as the end of a sentence that starts with "rank 1", or with "mpirun".
         error_type: name of the Python exception, or "".
         traceback: text to show, or "".
         signal: the signal that killed the rank, or 0.
     """
 
-    rank: int
+    rank: int | None
     code: int
     reason: str
     error_type: str = ""
     traceback: str = ""
     signal: int = 0
+
+    @property
+    def who(self) -> str:
+        """What the sentence starts with."""
+        return "mpirun" if self.rank is None else f"rank {self.rank}"
 
     @property
     def is_consequence(self) -> bool:
@@ -88,6 +93,22 @@ def unreadable(rank: int, host: str, why: object) -> Failure:
 def stopped(rank: int, seconds: float) -> Failure:
     """The failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
     return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
+
+
+def closed(rank: int) -> Failure:
+    """The failure of a rank whose script has closed what belongs to Whale and to MPI."""
+    return Failure(rank, 1, "cannot be reached: its script goes on, and has closed descriptors that it has not opened")
+
+
+def mpirun_stopped(seconds: float) -> Failure:
+    """The failure of a run whose mpirun was stopped, as by SIGSTOP: none of its ranks could end."""
+    return Failure(None, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
+
+
+def mpirun_gone(code: int) -> Failure:
+    """The failure of a run whose mpirun has ended before the ranks; the code is as `subprocess` has it."""
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"has ended with code {code} before the ranks"
+    return Failure(None, 1, how)
 
 
 def silent(rank: int, host: str, seconds: float) -> Failure:
@@ -189,8 +210,8 @@ class RankLink:
         """Asks the worker to send a signal to its script; nothing if it is gone."""
         self._send(Kind.SIGNAL, {"signal": int(number)})
 
-    def tell_lost(self, rank: int, what: str) -> None:
-        """Tells the script that another rank is gone; ``what`` ends a sentence that begins with "rank 1"."""
+    def tell_lost(self, rank: int | None, what: str) -> None:
+        """Tells the script that another rank, or mpirun (None), is gone; ``what`` ends a sentence about it."""
         self._send(Kind.LOST, {"rank": rank, "what": what})
 
     def ask_clock(self) -> None:

@@ -52,6 +52,8 @@ class Reports:
             self._ending.fail(ranks.raised(rank, unpack(payload, Raised)))
         elif kind is Kind.EXIT:
             self._take_exit(link, rank, unpack(payload, Exit))
+        elif kind is Kind.DEAF and link.joining is False:  # else it may have become another program
+            self._ending.fail(ranks.closed(rank))
         elif kind is Kind.STOPPED:
             link.stopped_s = time.monotonic() if unpack(payload, Stopped).stopped else None
         elif kind is Kind.SCRIPT:

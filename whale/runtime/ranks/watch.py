@@ -2,7 +2,7 @@
 
 Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
 
-    worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone
+    worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone; null: mpirun
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5}   before and after connecting
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
@@ -59,7 +59,7 @@ class Watch:
         with self._lock:
             self._comm = comm
             for message in self._early:
-                comm.lose(message["rank"], message["what"])
+                _lose(comm, message)
             self._early.clear()
         self._tell({"joining": False, "freeze_s": self._config["fault.freeze_s"]})
 
@@ -112,10 +112,10 @@ class Watch:
             if self._comm is None:
                 self._early.append(message)
             else:
-                self._comm.lose(message["rank"], message["what"])
+                _lose(self._comm, message)
                 self.tell_counters(self._comm)  # this process may be ended before it can
         if self._trace is not None:
-            self._trace.mark(f"rank {message['rank']} {message['what']}")
+            self._trace.mark(_lost(message))
 
     def _look(self, comm: Communicator) -> None:
         stall_s, give_up_s = self._config["fault.stall_s"], self._config["fault.give_up_s"]
@@ -141,6 +141,18 @@ class Watch:
         if self._launcher is not None:
             with self._tell_lock:
                 self._launcher.sendall(json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
+
+
+def _lose(comm: Communicator, message: dict[str, Any]) -> None:
+    if message["rank"] is None:
+        comm.abort(_lost(message))
+    else:
+        comm.lose(message["rank"], message["what"])
+
+
+def _lost(message: dict[str, Any]) -> str:
+    who = "mpirun" if message["rank"] is None else f"rank {message['rank']}"
+    return f"{who} {message['what']}"
 
 
 def _sentence(rank: int, wait: Wait) -> str:
