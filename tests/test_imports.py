@@ -65,7 +65,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
     + ("session", "tools", "measure"),
-    "whale.frontends": ("keras", "tf1", "horovod", "start", "strategy"),
+    "whale.frontends": ("giant", "keras", "tf1", "horovod", "start", "strategy"),
     "whale.frontends.tf1": ("taking", "*", "install"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
+    from whale.frontends.giant import losses as losses
     from whale.frontends.keras.distribute import distribute as distribute
     from whale.frontends.strategy.strategy import Strategy as Strategy
     from whale.frontends.tf1.monitored import MonitoredTrainingSession as MonitoredTrainingSession
@@ -70,6 +71,7 @@ _PUBLIC = {
     "CheckpointManager": "whale.runtime.checkpoint.manager",
     "export": "whale.runtime.checkpoint.export",
     "function": "whale.runtime.function",
+    "losses": "whale.frontends.giant.losses",
     "Session": "whale.runtime.session.session",
     "InteractiveSession": "whale.runtime.session.session",
     "MonitoredTrainingSession": "whale.frontends.tf1.monitored",
@@ -104,7 +106,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'whale' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        module = importlib.import_module(_PUBLIC[name])
+        value = module if _PUBLIC[name].endswith(f".{name}") and not hasattr(module, name) else getattr(module, name)
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+import whale as wh
 from benchmarks.giant.measure import RANKS, Line, Scopes, sgd, weight
 
 ROWS, INPUTS, WIDTH, CLASSES, SMALL = 64, 64, 128, 200_000, 800
@@ -42,6 +43,46 @@ class Classifier:
                 loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
         sgd(loss, tape, self.variables)
         return loss
+
+
+class OfLosses(Classifier):
+    """The same with a loss of ``wh.losses``; weights as it wants them."""
+
+    def __init__(self, scopes: Scopes, dtype: Any, loss: str, classes: int) -> None:
+        super().__init__(scopes, dtype, one_hot, classes, nothing)
+        self.loss = loss
+        self.count = tf.Variable(0, trainable=False)
+        self.average = tf.Variable(tf.zeros([], dtype), trainable=False)
+        if loss == "partial_fc":
+            self.weight = weight(1, classes, WIDTH, dtype=dtype)
+            self.variables = [self.features, self.weight]
+
+    def step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        sample = max(self.classes // 10, 8 * ROWS)
+        losses: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+            "arcface": lambda h: wh.losses.arcface(h, self.weight, y, scale=SCALE, label_smoothing=0.1),
+            "cosface": lambda h: wh.losses.cosface(h, self.weight, y, scale=SCALE),
+            "curricularface": lambda h: wh.losses.curricularface(h, self.weight, y, self.average, scale=SCALE),
+            "partial_fc": lambda h: wh.losses.partial_fc(h, self.weight, y, sample, [7, self.count], scale=SCALE),
+        }
+        with tf.GradientTape() as tape:
+            with self.scopes.replica():
+                h = tf.tanh(x @ self.features)
+            with self.scopes.split():
+                loss = tf.reduce_mean(losses[self.loss](h))
+        sgd(loss, tape, self.variables)
+        self.count.assign_add(1)
+        return loss
+
+
+class Right(Classifier):
+    """How often the class of a row is among the first five, without training."""
+
+    def step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with self.scopes.replica():
+            h = tf.tanh(x @ self.features)
+        with self.scopes.split():
+            return tf.reduce_mean(wh.losses.top_k_accuracy(h @ self.weight, y, 5))
 
 
 def cosine(model: Classifier, h: tf.Tensor) -> tf.Tensor:
@@ -123,7 +164,7 @@ def lines() -> list[Line]:
         ("x @ W + (x @ A) @ B", low_rank_beside, of_low_rank, WIDTH * LOW_RANK * FLOAT),
         ("weight norm", weight_norm, of_sizes, 0),
     ]
-    return [
+    found = [
         Line(
             f"{name}, {CLASSES:,} classes",
             partial(Classifier, head=head, classes=CLASSES, more=more),
@@ -132,3 +173,24 @@ def lines() -> list[Line]:
         )
         for name, head, more, moved in heads
     ]
+    own = [("arcface", 3), ("cosface", 1), ("curricularface", 1), ("partial_fc", 0)]
+    found += [
+        Line(
+            f"wh.losses.{name}, {CLASSES:,} classes",
+            partial(OfLosses, loss=name, classes=CLASSES),
+            wanted(moved * ROWS * FLOAT),
+            small=partial(OfLosses, loss=name, classes=SMALL),
+        )
+        for name, moved in own
+    ]
+    one_way = (RANKS - 1) * (ROWS * WIDTH * FLOAT + ROWS * FLOAT + 2 * 2 * ROWS * FLOAT)
+    right = partial(Right, head=one_hot, more=nothing)
+    found.append(
+        Line(
+            f"wh.losses.top_k_accuracy, {CLASSES:,} classes",
+            partial(right, classes=CLASSES),
+            one_way,
+            small=partial(right, classes=SMALL),
+        )
+    )
+    return found

@@ -28,6 +28,7 @@ class Scopes:
     split: Callable[..., AbstractContextManager[Any]] = nullcontext
     stage: Callable[..., AbstractContextManager[Any]] = nullcontext
     pipeline: Callable[..., AbstractContextManager[Any]] = nullcontext
+    none: Callable[..., AbstractContextManager[Any]] = nullcontext
 
 
 def _nothing(*args: Any, **more: Any) -> AbstractContextManager[Any]:

@@ -68,6 +68,7 @@ class Model:
         (1, {}, 0.3, nothing),
         (2, {"pipeline.num_micro_batch": 3}, 0.0, nothing),
         (2, {"zero.level": "3"}, 0.0, nothing),
+        (2, {"zero.level": "3", "pipeline.num_micro_batch": 2}, 0.3, nothing),
         (2, {}, 0.0, wh.split),
         (2, {"pipeline.num_micro_batch": 4}, 0.0, wh.stage),
     ],

@@ -32,7 +32,7 @@ from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.settle import settled_layouts
-from whale.rules.graph import called_functions
+from whale.rules.graph import USE, called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
@@ -48,7 +48,9 @@ def prepared(program: Program) -> Program:
     behind_effects: set[str] = set()
     for node in program.nodes:
         if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
-            node = replace(node, controls=tuple(c for c in node.controls if c in behind_effects))
+            # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
+            kept = () if USE in node.attrs else tuple(c for c in node.controls if c in behind_effects)
+            node = replace(node, controls=kept)
         acts = node.stateful and node.op not in _LOOKS and node.op not in EXCHANGES
         if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)

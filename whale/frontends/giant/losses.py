@@ -1,0 +1,157 @@
+"""Losses over classes that ``wh.split`` divides, and how often the right class is among the first.
+
+All of them are plain TensorFlow. Called under ``with wh.split():`` they bring neither logits nor weights together: what
+moves are features, labels, and some numbers for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+
+Margin = Callable[[tf.Tensor], tf.Tensor]
+
+
+def arcface(
+    features: tf.Tensor, weights: Any, labels: tf.Tensor,
+    margin: float = 0.5, scale: float = 64.0, label_smoothing: float = 0.0,
+) -> tf.Tensor:  # fmt: skip
+    """The additive angular margin loss of each row (Deng et al., "ArcFace", 2019).
+
+    Args:
+      features: [rows, width]; weights: [width, classes]; both are normalised here.
+      labels: [rows], numbers of classes.
+    """
+    return _with_margin(features, weights, labels, _angular(margin), scale, label_smoothing)
+
+
+def cosface(
+    features: tf.Tensor, weights: Any, labels: tf.Tensor,
+    margin: float = 0.35, scale: float = 64.0, label_smoothing: float = 0.0,
+) -> tf.Tensor:  # fmt: skip
+    """The additive cosine margin loss of each row (Wang et al., "CosFace", 2018); arguments as of ``arcface``."""
+    return _with_margin(features, weights, labels, lambda near: near - margin, scale, label_smoothing)
+
+
+def curricularface(
+    features: tf.Tensor, weights: Any, labels: tf.Tensor, average: tf.Variable,
+    margin: float = 0.5, scale: float = 64.0, momentum: float = 0.99,
+) -> tf.Tensor:  # fmt: skip
+    """The loss of each row with harder negatives as training goes on (Huang et al., "CurricularFace", 2020).
+
+    Args:
+      average: a scalar variable that begins with 0, not trainable: the moving average of how near rows are to their
+        classes, which this function updates.
+    """
+    near = _cosine(features, weights)
+    at = _places(labels)
+    own = tf.gather_nd(near, at)
+    target = _angular(margin)(own)
+    average.assign(momentum * average + (1 - momentum) * tf.reduce_mean(tf.stop_gradient(own)))
+    hard = near > tf.stop_gradient(target)[:, None]
+    logits = tf.where(hard, near * (tf.stop_gradient(tf.identity(average)) + near), near)
+    logits = scale * tf.tensor_scatter_nd_update(logits, at, target)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+
+
+def partial_fc(
+    features: tf.Tensor, weights: Any, labels: tf.Tensor, sample: int, seed: Any,
+    margin: float = 0.5, scale: float = 64.0, blocks: int = 8,
+) -> tf.Tensor:  # fmt: skip
+    """The loss of each row over some of the classes: those of the batch, and others drawn anew in each step.
+
+    An and others, "Partial FC", 2021. Classes are drawn in blocks, as many of each, so that every rank draws among its
+    own and what is drawn depends on the seed alone, not on the ranks.
+
+    Args:
+      weights: [classes, width], or [blocks, classes of a block, width]; normalised here, as features are.
+      sample: how many classes of all are taken; at least as many of each block as the batch has rows.
+      seed: two integers, others in each step: ``[7, step]``.
+      margin: of ArcFace.
+      blocks: a multiple of the number of ranks, and a divisor of the classes; what ``weights`` has, if that has blocks.
+
+    Raises:
+      ProgramError: the classes are not such blocks, or too few are drawn to have all classes of the batch among them.
+    """
+    table = tf.convert_to_tensor(weights)
+    rows, width = features.shape[0], features.shape[-1]
+    if table.shape.rank == 3:
+        blocks = table.shape[0]
+    else:
+        _check(table.shape[0] % blocks == 0, f"{table.shape[0]} classes, blocks={blocks}", "a divisor of the classes")
+        table = tf.reshape(table, [blocks, table.shape[0] // blocks, width])
+    each, taken = table.shape[1], sample // blocks
+    _check(
+        rows is not None and min(rows, each) <= taken <= each,
+        f"sample={sample} in {blocks} blocks of {each} classes, {rows} rows",
+        f"{blocks * min(rows or each, each)} to {blocks * each}",
+    )
+    drawn = tf.random.stateless_uniform([blocks, each], seed)
+    ones = tf.ones([rows], drawn.dtype)
+    wanted = tf.scatter_nd(tf.cast(labels, tf.int32)[:, None], ones, [blocks * each])
+    wanted = tf.reshape(wanted, [blocks, each])
+    chosen = tf.math.top_k(tf.where(wanted > 0, 2.0, drawn), taken, sorted=False).indices
+    numbers = chosen + each * tf.range(blocks)[:, None]
+    some = tf.nn.l2_normalize(tf.gather(table, chosen, batch_dims=1), -1)
+    near = tf.einsum("rw,bcw->rbc", tf.nn.l2_normalize(features, -1), some)
+    own = tf.equal(numbers[None], tf.cast(labels, tf.int32)[:, None, None])
+    logits = scale * tf.where(own, _angular(margin)(near), near)
+    target = tf.reduce_sum(tf.where(own, logits, tf.zeros([], logits.dtype)), [1, 2])
+    return tf.reduce_logsumexp(logits, [1, 2]) - target
+
+
+def top_k_accuracy(logits: tf.Tensor, labels: tf.Tensor, k: int = 5) -> tf.Tensor:
+    """1 for each row whose class is among the ``k`` largest logits, else 0; as ``tf.math.in_top_k``, but by counting.
+
+    Args:
+      logits: [rows, classes]; labels: [rows].
+    """
+    own = tf.gather_nd(logits, _places(labels))
+    above = tf.reduce_sum(tf.cast(logits > own[:, None], tf.int32), -1)
+    return tf.cast(above < k, logits.dtype)
+
+
+def _with_margin(
+    features: tf.Tensor, weights: Any, labels: tf.Tensor, margin: Margin, scale: float, label_smoothing: float
+) -> tf.Tensor:
+    near = _cosine(features, weights)
+    at = _places(labels)
+    target = margin(tf.gather_nd(near, at))
+    logits = scale * tf.tensor_scatter_nd_update(near, at, target)
+    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    if label_smoothing:
+        loss += label_smoothing * (scale * target - tf.reduce_mean(logits, -1))
+    return loss
+
+
+def _cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
+    return tf.nn.l2_normalize(features, -1) @ tf.nn.l2_normalize(weights, 0)
+
+
+def _places(labels: tf.Tensor) -> tf.Tensor:
+    """Where the labels' logits are: [rows, 2]."""
+    labels = tf.cast(labels, tf.int32)
+    return tf.stack([tf.range(tf.shape(labels)[0]), labels], -1)
+
+
+def _angular(margin: float) -> Margin:
+    """cos(angle + margin), and on from where that would rise again in a straight line."""
+    cosine, sine, turn = math.cos(margin), math.sin(margin), math.cos(math.pi - margin)
+
+    def moved(near: tf.Tensor) -> tf.Tensor:
+        across = tf.sqrt(tf.maximum(1.0 - near**2, tf.keras.backend.epsilon()))
+        return tf.where(near > turn, near * cosine - across * sine, near - margin * sine)
+
+    return moved
+
+
+def _check(good: bool, given: str, expected: str) -> None:
+    if not good:
+        raise ProgramError(
+            "classes cannot be sampled so", given=given, expected=expected, action="change sample or blocks"
+        )
