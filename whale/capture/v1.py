@@ -24,7 +24,8 @@ _SOURCES = frozenset(
     {"IteratorGetNext", "IteratorGetNextSync", "QueueDequeueV2", "QueueDequeueManyV2",
      "QueueDequeueUpToV2", "PyFunc", "PyFuncStateless", "EagerPyFunc"}
 )  # fmt: skip
-_SAVES = frozenset({"SaveV2", "MergeV2Checkpoints"})
+SAVES = frozenset({"SaveV2", "MergeV2Checkpoints"})
+BEGINS = frozenset({"MakeIterator"})
 
 
 def capture_graph(
@@ -83,13 +84,15 @@ class GraphCapture:
         found = [self._source(name, fed) for name in sorted(needed) if self._defs[name].op in _SOURCES]
         return [source for source in found if source is not None]
 
-    def saves(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[tf.Operation]:
-        """The operations behind ``fetches`` that write checkpoints."""
+    def behind(
+        self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor], types: Collection[str]
+    ) -> list[tf.Operation]:
+        """The operations behind ``fetches`` of some types."""
         self._read()
         tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
         operations = [f.name for f in fetches if isinstance(f, tf.Operation)]
         needed, _ = _needed(self._defs, tensors, operations, {t.name: None for t in feeds})
-        return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in _SAVES]
+        return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in types]
 
     def _source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
         """The operation as a source; None when it has to wait for other work, or yields what cannot be fed."""

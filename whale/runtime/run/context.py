@@ -15,6 +15,7 @@ from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.run.meaning import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.owner import VariableOwner
@@ -79,6 +80,7 @@ class Context(Ranks):
       saved: the plan that one of the programs runs under; None: all are planned.
       meter: what measures the steps of this run; None: nobody asks.
       own_programs: None: the ranks run one program together, which is the usual case.
+      meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
       split_ranks: ranks in a row that divide tensors together, where a mesh of the script says so; 0: as configured.
       split_everything: whether steps are planned as if they stood inside of ``wh.split``.
       written: paths that the first rank has written, and others might read too early.
@@ -109,6 +111,7 @@ class Context(Ranks):
     saved: SavedPlan | None = None
     meter: Meter | None = None
     own_programs: OwnPrograms | None = None
+    meaning: Meaning | None = None
     split_ranks: int = 0
     split_everything: bool = False
     written: set[str] = field(default_factory=set)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from whale.capture.v1 import GraphCapture
 from whale.runtime.compile.compile import compile_alone
-from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
@@ -50,18 +50,11 @@ class OneRank:
     ) -> list[np.ndarray]:
         """The first rank's values on every rank, or its error (an iterator that is at its end).
 
-        With local batches, every rank's own; an error is told to the others, which exchange their parts next. What has
-        ``targets`` brings no batch in, and runs on the first rank only; of its operations, ``written`` have run.
+        Of ``targets``, which write, ``written`` have run.
         """
         context = self._context
         if not context.between_processes:
             return self.run(outputs, targets or (), feeds, (options, None), written)
-        if context.local_batch and targets is None:
-            try:
-                return self.run(outputs, [], feeds, (options, None))
-            except tf.errors.OpError as error:
-                exchange(failed(error), context)
-                raise
         key = f"whale/element/{context.elements}"
         context.elements += 1
         comm = context.comms[0]

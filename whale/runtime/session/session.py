@@ -14,7 +14,7 @@ from tensorflow.python.client.session import BaseSession
 
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
-from whale.capture.v1 import GraphCapture
+from whale.capture.v1 import BEGINS, SAVES, GraphCapture
 from whale.errors import ConfigError, ProgramError
 from whale.ir.plan import Plan
 from whale.lowering.functions import load_ops
@@ -27,10 +27,11 @@ from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
+from whale.runtime.session.batches import batches_of, fed_parts, refuse_fixed_rows
 from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
-from whale.runtime.session.saving import computed_by, variables_behind, write_parts
+from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts
 from whale.runtime.session.session_stage_variables import Present
 from whale.runtime.session.sources import Sources
 from whale.runtime.session.variables import Layout, SessionVariables, Waiting
@@ -90,7 +91,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         graph = self._ranks_graph
         self._variables = SessionVariables(self._whale, graph.session, graph.graph)
         self._one_rank = OneRank(self._whale, self._captures, self._variables, graph, self._lock)
-        self._sources = Sources(self._captures, self._one_rank, self._lock)
+        self._sources = Sources(self._whale, self._captures, self._one_rank, self._lock)
         self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
         self._uses: dict[Hashable, dict[str, Use]] = {}
@@ -172,8 +173,10 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
                 expected="run",
                 action="run the step as a whole with Session.run",
             )
-        feeds = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
+        feeds: Mapping[tf.Tensor, np.ndarray] = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
         settings = options, run_metadata
+        if self._whale.meaning is not None:
+            fetch_list = [self._whale.meaning.fetched(self.graph, t) for t in fetch_list]
         if _fills_queues(target_list, fetch_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._one_rank.run([], target_list, feeds, settings)
@@ -181,7 +184,11 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
             # One rank writes the variables that all have whole, and nobody goes on before the file is there.
             return [v[()] for v in self._one_rank.first_ranks(fetch_list, feeds, options, target_list, written)]
-        given, done = self._sources.bring_in([*fetch_list, *target_list], feeds, options, self._capture_only)
+        batches = batches_of(self._whale, self.graph)
+        feeds = fed_parts(feeds, batches, self._whale)
+        begun = self._begin_datasets([*fetch_list, *target_list], feeds, options)
+        given, done = self._sources.bring_in([*fetch_list, *target_list], feeds, options, self._capture_only, batches)
+        done |= begun
         fetches = [t for t in fetch_list if t not in given]
         targets = [op for op in target_list if op.name not in done]
         values = iter(self._run_spread(fetches, targets, given, done, settings))
@@ -191,8 +198,20 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
-                self._saving[key] = self._captures.saves(wanted, feeds)
+                self._saving[key] = self._captures.behind(wanted, feeds, SAVES)
         return self._saving[key]
+
+    def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
+        """Begins iterators over datasets that are each rank's own. Returns the names of what has run."""
+        if not self._whale.local_batch:
+            return set()
+        key = "begins", tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+        if key not in self._saving:
+            with self._lock:
+                self._saving[key] = self._captures.behind(wanted, feeds, BEGINS)
+        if begins := self._saving[key]:
+            self._one_rank.run([], begins, feeds, (options, None))
+        return {op.name for op in begins}
 
     def _save_parts(
         self, saves: Sequence[tf.Operation], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
@@ -264,7 +283,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
         context = self._whale
-        if not context.local_batch or not feeds:
+        batches = batches_of(context, self.graph)
+        if not context.local_batch or not feeds or (batches is not None and batches.whole):
             return {}
         names = [t.name for t in feeds]
         marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
@@ -280,8 +300,15 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         done: Collection[str],
     ) -> Captured:
         shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
+        if self._whale.local_batch:
+            refuse_fixed_rows(shapes)
         captured = self._captures.capture([*fetches, *targets], shapes, done)
-        captured = in_scopes_by_name(replace(captured, program=read_last(captured.program)), self._whale)
+        program = read_last(captured.program)
+        if self._whale.local_batch:
+            program = without(program, {n for n in done if self.graph.get_operation_by_name(n).type in BEGINS})
+        if self._whale.meaning is not None:
+            program = self._whale.meaning.scoped(program, self.graph)
+        captured = in_scopes_by_name(replace(captured, program=program), self._whale)
         return replace(captured, program=in_default_scope(captured.program, self._whale))
 
     def _compile(

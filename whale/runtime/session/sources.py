@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import tensorflow as tf
 
 from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ProgramError
+from whale.runtime.run.context import Context
+from whale.runtime.run.meaning import Batches
+from whale.runtime.session.batches import joined, read_parts
 from whale.runtime.session.one_rank import OneRank
 
 
@@ -21,19 +25,25 @@ class Sources:
       lock: held while they are looked for.
     """
 
-    def __init__(self, captures: GraphCapture, one_rank: OneRank, lock: threading.Lock) -> None:
-        self._captures, self._one_rank, self._lock = captures, one_rank, lock
+    def __init__(self, context: Context, captures: GraphCapture, one_rank: OneRank, lock: threading.Lock) -> None:
+        self._context, self._captures, self._one_rank, self._lock = context, captures, one_rank, lock
         self._sources: dict[Hashable, list[Source]] = {}
         self._seen: dict[str, Sequence[int]] = {}  # shapes of what they brought in last
 
     def bring_in(
-        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any, plan_only: bool
+        self,
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        plan_only: bool,
+        batches: Batches | None = None,
     ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
-        """Runs what brings data in (iterators, dequeues) on the first rank: (all that is fed then, what has run).
+        """Runs what brings data in (iterators, dequeues): (all that is fed then, what has run).
 
         Args:
           wanted: fetches and targets.
           plan_only: nothing runs; what would be brought in has its shapes, and no values.
+          batches: the ranks that run it; None: the first one.
         """
         given, done = dict(feeds), set[str]()
         while True:
@@ -48,9 +58,16 @@ class Sources:
                 outputs = list(source.operation.outputs)
                 if plan_only:
                     values = [np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._expected(outputs)]
+                    if batches is not None:
+                        times = batches.turns * (len(batches.readers) if batches.whole else 1)
+                        values = joined([values] * times, [t.name for t in outputs])
                 else:
                     needed = {t: v for t, v in given.items() if t.name in source.fed}
-                    values = self._one_rank.first_ranks(outputs, needed, options)
+                    if batches is None:
+                        values = self._one_rank.first_ranks(outputs, needed, options)
+                    else:
+                        read = partial(self._one_rank.run, outputs, [], needed, (options, None))
+                        values = read_parts(read, [t.name for t in outputs], batches, self._context)
                     self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
                 given.update(zip(outputs, values))
                 done.add(source.operation.name)

@@ -1,0 +1,1 @@
+"""Easy Parallel Library's annotations, with its meaning of a batch, over the ranks of a run."""

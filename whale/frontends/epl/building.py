@@ -1,0 +1,164 @@
+"""What a script builds beside its model: gradients and updates, which belong to no task graph of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import gradients_util
+
+from whale.capture.gradients import gradient_scopes
+from whale.errors import ProgramError
+from whale.frontends.epl.env import Env
+from whale.frontends.epl.graph import Graph
+from whale.frontends.epl.strategies import marked
+from whale.runtime.run.context import running
+
+_Apply = Callable[..., Any]
+
+
+def change() -> None:
+    """Has TensorFlow's gradients and its optimizers of version 1 do so while a script of the library runs."""
+    if hasattr(gradients_util, "_whale_epl"):
+        return
+    gradients_util._whale_epl = True
+    original = gradients_util._GradientsHelper
+
+    @functools.wraps(original)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        if not active():
+            return original(*args, **kwargs)
+        with marked(None), gradient_scopes():
+            found = original(*args, **kwargs)
+        for slope in found:
+            parts = [slope.values, slope.indices] if isinstance(slope, tf.IndexedSlices) else [slope]
+            Graph.get().differentiated.update(t.op.name for t in parts if isinstance(t, tf.Tensor))
+        return found
+
+    gradients_util._GradientsHelper = helper
+    base = tf.compat.v1.train.Optimizer
+    pending = [base]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        _change_updates(kind)
+
+    def later(cls: type, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        _change_updates(cls)
+
+    base.__init_subclass__ = classmethod(later)
+
+
+def active() -> bool:
+    """Whether a script of the library runs in this process, and builds a graph."""
+    context = running()
+    return context is not None and context.meaning is not None and not tf.executing_eagerly()
+
+
+def _change_updates(kind: type) -> None:
+    """``apply_gradients`` of a class, where it has one of its own."""
+    original = vars(kind).get("apply_gradients")
+    if original is None or hasattr(original, "_whale_epl"):
+        return
+
+    @functools.wraps(original)
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        env = Env.get()
+        if not active() or env.applying:
+            return original(self, grads_and_vars, *args, **kwargs)
+        env.applying = True
+        try:
+            with marked(None):
+                apply = functools.partial(original, self)
+                return _applied(apply, list(grads_and_vars), args, kwargs)
+        finally:
+            env.applying = False
+
+    apply_gradients._whale_epl = True  # type: ignore[attr-defined]
+    kind.apply_gradients = apply_gradients  # type: ignore[attr-defined]
+
+
+def _applied(apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    graph, config = Graph.get(), Env.get().config
+    graph.gradients += [slope for slope, _ in pairs if slope is not None]
+    layout = graph.layout
+    sums = config.communication.gradients_reduce_method == "sum"
+    if sums:
+        pairs = [(_times(slope, layout.replicas), v) for slope, v in pairs]
+    if layout.accumulated == 1:
+        # The gradients of micro-batches of one run are a mean already, of which a sum is as many times as much.
+        times = layout.batches.turns if sums else 1
+        return apply([(_times(slope, times), v) for slope, v in pairs], *args, **kwargs)
+    return _accumulated(apply, pairs, args, kwargs, layout.accumulated, sums)
+
+
+def _times(slope: Any, factor: float) -> Any:
+    if slope is None or factor == 1:
+        return slope
+    if isinstance(slope, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(slope.values, factor), slope.indices, slope.dense_shape)
+    return slope * tf.cast(factor, slope.dtype)
+
+
+def _accumulated(
+    apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any], count: int, sums: bool
+) -> Any:
+    """Adds gradients up, and makes the update in every ``count``-th run; the global step moves then."""
+    name = kwargs.pop("name", None) or (args[1] if len(args) > 1 else None)
+    step = kwargs.pop("global_step", args[0] if args else None)
+    used = [(slope, v) for slope, v in pairs if slope is not None]
+    v1 = tf.compat.v1
+    with v1.variable_scope(v1.get_variable_scope(), reuse=v1.AUTO_REUSE, use_resource=True):
+        sums_of = [_zeros(f"{v.op.name}/accumulated_gradient", v) for _, v in used]
+        counter = v1.get_variable(
+            "accumulated_runs", [], tf.int64, v1.zeros_initializer(), trainable=False,
+        )  # fmt: skip
+    adds = [total.assign_add(tf.convert_to_tensor(slope)).op for total, (slope, _) in zip(sums_of, used)]
+    with tf.control_dependencies([*adds, counter.assign_add(1).op]):
+        now = tf.equal(counter.read_value() % count, 0)
+
+    def update() -> Any:
+        means = [t.read_value() if sums else t.read_value() / tf.cast(count, t.dtype.base_dtype) for t in sums_of]
+        done = apply(list(zip(means, (v for _, v in used))), global_step=step)
+        with tf.control_dependencies([done]):
+            emptied = [t.assign(tf.zeros_like(m)).op for t, m in zip(sums_of, means)]
+        with tf.control_dependencies(emptied):
+            return tf.constant(True)
+
+    def wait() -> Any:
+        return tf.constant(False)
+
+    with tf.control_dependencies(adds):
+        done = tf.cond(now, update, wait)
+    _refuse_variables_inside(done)
+    with tf.control_dependencies([done]):
+        return tf.no_op(name or "accumulated_update")
+
+
+def _zeros(name: str, variable: Any) -> Any:
+    v1 = tf.compat.v1
+    return v1.get_variable(
+        name, variable.shape, variable.dtype.base_dtype, v1.zeros_initializer(), trainable=False,
+    )  # fmt: skip
+
+
+def _refuse_variables_inside(done: tf.Tensor) -> None:
+    graph = done.graph
+    functions = {f.signature.name: f for f in graph.as_graph_def().library.function}
+    op = done.op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    for key in ("then_branch", "else_branch"):
+        if op.type in ("If", "StatelessIf") and any(
+            n.op == "VarHandleOp" for n in functions[op.get_attr(key).name].node_def
+        ):
+            raise ProgramError(
+                "an optimizer makes variables while it builds its update, which some runs leave out",
+                op=op.name,
+                given="variables in apply_gradients, and pipeline.num_micro_batch above 1 with one task graph",
+                expected="variables in _create_slots, as TensorFlow's optimizers make them",
+                action="make the optimizer's variables in _create_slots, or set pipeline.num_micro_batch to 1",
+            )

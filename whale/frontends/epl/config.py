@@ -1,0 +1,189 @@
+"""``epl.Config``: groups of settings as attributes, and what they are for Whale."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from whale.errors import ConfigError
+
+# Group -> setting -> default. A setting takes values of its default's type.
+_GROUPS: dict[str, dict[str, Any]] = {
+    "auto": {"auto_parallel": False},
+    "io": {"drop_last_files": False, "unbalanced_io_slicing": False, "slicing": False},
+    "communication": {
+        "sparse_as_dense": False,
+        "max_splits": 5,
+        "num_communicators": 2,
+        "fp16": False,
+        "fp16_scale": 128,
+        "clip_after_allreduce": False,
+        "gradients_reduce_method": "mean",
+    },
+    "pipeline": {"num_stages": -1, "num_micro_batch": 1, "strategy": "preferbackward"},
+    "gradient_checkpoint": {"type": "", "end_taskgraph": -1, "check_gradients": False},
+    "zero": {"level": ""},
+    "offload": {"level": ""},
+    "amp": {"level": "", "debug_log": False, "loss_scale": "dynamic"},
+    "cluster": {
+        "device_place_prefer_intra_node": True,
+        "run_visible_devices": "",
+        "colocate_split_and_replicate": False,
+    },
+    "optimizer": {"num_apply_group": 1},
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "communication.gradients_reduce_method": ("mean", "sum"),
+    "pipeline.strategy": ("preferbackward", "preferbackwardoptimizer", "preferforward"),
+    "gradient_checkpoint.type": ("", "collection", "auto"),
+    "zero.level": ("", "v0", "v1", "v2"),
+    "offload.level": ("", "v0"),
+    "amp.level": ("", "o1"),
+}
+_NEVER = 2**31 - 1  # steps until a fixed scale of losses would grow
+
+
+class WrongConfig(ConfigError, ValueError):
+    """A setting that is unknown or has a wrong value; scripts for the library expect a ValueError."""
+
+
+class _NoSetting(ConfigError, AttributeError):
+    """A setting that there is not, asked for as an attribute."""
+
+
+class _Group:
+    """Settings with one prefix, as attributes."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+        self.__dict__.update(_GROUPS[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _GROUPS[self._name]:
+            raise _NoSetting(
+                "the configuration has no such setting",
+                given=f"{self._name}.{name}",
+                expected=", ".join(_GROUPS[self._name]),
+                action="use one of those",
+            )
+        self.__dict__[name] = _checked(f"{self._name}.{name}", value)
+
+    def __repr__(self) -> str:
+        return f"{self._name}({', '.join(f'{n}={getattr(self, n)!r}' for n in _GROUPS[self._name])})"
+
+
+class Config:
+    """The settings of a run, in groups: ``config.pipeline.num_micro_batch = 4``, before ``epl.init``.
+
+    A value is that of ``param_dict``, else that of the environment (``EPL_PIPELINE_NUM_MICRO_BATCH``), else the
+    default. Texts are taken without regard to case.
+
+    Args:
+      param_dict: dotted names of settings and their values.
+
+    Raises:
+      ConfigError: a name that there is not, or a value of another type. It is a ValueError, or an AttributeError where
+        an attribute is set.
+    """
+
+    def __init__(self, param_dict: Mapping[str, Any] | None = None) -> None:
+        given = dict(param_dict or {})
+        for group, settings in _GROUPS.items():
+            self.__dict__[group] = _Group(group)
+            for name in settings:
+                key, variable = f"{group}.{name}", f"EPL_{group}_{name}".upper()
+                if key in given:
+                    setattr(self.__dict__[group], name, given.pop(key))
+                elif variable in os.environ:
+                    setattr(self.__dict__[group], name, _parsed(key, os.environ[variable]))
+        if given:
+            known = [f"{group}.{name}" for group, settings in _GROUPS.items() for name in settings]
+            near = difflib.get_close_matches(next(iter(given)), known, n=1)
+            raise WrongConfig(
+                "the configuration has no such setting",
+                given=", ".join(map(str, given)),
+                expected=near[0] if near else ", ".join(known),
+                action="correct the name",
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise _NoSetting(
+            "a group of settings cannot be replaced, and there are no others",
+            given=name,
+            expected=", ".join(_GROUPS),
+            action="set one of a group's settings: config.pipeline.num_micro_batch = 4",
+        )
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(repr(self.__dict__[g]) for g in _GROUPS)})"
+
+    # Groups are made from the table above.
+    def __getattr__(self, name: str) -> Any:
+        raise _NoSetting(
+            "the configuration has no such group", given=name, expected=", ".join(_GROUPS), action="use one of those"
+        )
+
+    def as_whale(self) -> dict[str, Any]:
+        """The keys of ``wh.Config`` that have the same meaning; batches are each rank's own."""
+        found: dict[str, Any] = {"batch.mode": "local"}
+        found["pipeline.schedule"] = "gpipe" if self.pipeline.strategy == "preferforward" else "1f1b"
+        found["gradient_checkpoint.type"] = self.gradient_checkpoint.type
+        found["zero.level"] = {"": "0", "v0": "1", "v1": "2", "v2": "3"}[self.zero.level]
+        found["offload.level"] = self.offload.level
+        found["communication.wire_dtype"] = "float16" if self.communication.fp16 else ""
+        if self.auto.auto_parallel:
+            found["auto_parallel"] = True
+            found["pipeline.num_stages"] = max(0, self.pipeline.num_stages)
+            found["pipeline.num_micro_batch"] = self.pipeline.num_micro_batch
+        if self.amp.level:
+            found.update({"amp.level": "O1", "amp.dtype": "float16"})
+            if self.amp.loss_scale != "dynamic":
+                found.update({"amp.initial_scale": float(self.amp.loss_scale), "amp.growth_steps": _NEVER})
+        # A setting at its default is left to Whale's own sources.
+        usual = {"pipeline.schedule": "1f1b", "zero.level": "0"}
+        return {key: value for key, value in found.items() if value != usual.get(key, "")}
+
+
+def _checked(key: str, value: Any) -> Any:
+    group, name = key.split(".")
+    usual = _GROUPS[group][name]
+    if isinstance(value, str):
+        value = value.lower()
+    if key == "amp.loss_scale":
+        return value if value == "dynamic" else _scale(value)
+    good = isinstance(value, type(usual)) and (isinstance(value, bool) == isinstance(usual, bool))
+    if not good or value not in _CHOICES.get(key, (value,)):
+        raise _wrong(key, value)
+    return value
+
+
+def _scale(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _wrong("amp.loss_scale", value) from None
+
+
+def _parsed(key: str, text: str) -> Any:
+    group, name = key.split(".")
+    usual = _GROUPS[group][name]
+    if isinstance(usual, bool):
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if isinstance(usual, int):
+        try:
+            return int(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _wrong(key: str, value: Any) -> WrongConfig:
+    group, name = key.split(".")
+    expected = " or ".join(map(repr, _CHOICES.get(key, ()))) or type(_GROUPS[group][name]).__name__
+    if key == "amp.loss_scale":
+        expected = "'dynamic' or a number"
+    return WrongConfig(
+        f"a wrong value for the setting {key}", given=repr(value), expected=expected, action="correct the value"
+    )

@@ -1,0 +1,86 @@
+"""``epl.Env``: what the library knows of the process's run."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from whale.frontends.epl.cluster import Cluster
+from whale.frontends.epl.config import Config
+from whale.frontends.epl.graph import Graph
+from whale.frontends.epl.strategies import StrategyContext
+
+
+class Env:
+    """Configuration, cluster, open strategies and graphs; one for a process: ``Env.get()``.
+
+    Attributes:
+      config: what ``epl.init`` was given.
+      cluster: the ranks as workers; None before ``epl.init``.
+      strategy_context: the strategies that are open.
+      epl_graphs: what is known of graphs, in the order in which they came.
+    """
+
+    _the_one: Env | None = None
+
+    def __init__(self) -> None:
+        self.strategy_context = StrategyContext()
+        self.reset()
+
+    @classmethod
+    def get(cls) -> Env:
+        """The process's own."""
+        if cls._the_one is None:
+            cls._the_one = cls()
+        return cls._the_one
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.strategy_context.end_default()
+        self.config: Config = Config()
+        self.cluster: Cluster | None = None
+        self.strategy_context = StrategyContext()
+        self.epl_graphs: list[Graph] = []
+        self.applying = False  # whether an optimizer's update is being built
+        self.is_ready = False
+        self._of_graph: weakref.WeakKeyDictionary[tf.Graph, Graph] = weakref.WeakKeyDictionary()
+        self._information: dict[str, Any] = {}
+
+    def graph_of(self, graph: tf.Graph) -> Graph:
+        """What is known of a TensorFlow graph; of a function's graph, what is known of the one around it."""
+        while getattr(graph, "outer_graph", None) is not None:
+            graph = graph.outer_graph
+        if graph not in self._of_graph:
+            self._of_graph[graph] = Graph()
+            self.epl_graphs.append(self._of_graph[graph])
+        return self._of_graph[graph]
+
+    @property
+    def slices(self) -> Any:
+        """For each task graph the ranks of its replicas, where the script gives them."""
+        return self.cluster.slices if self.cluster is not None else ()
+
+    @property
+    def default_graph(self) -> Graph:
+        """What is known of the default graph."""
+        return Graph.get()
+
+    @property
+    def parallel_information(self) -> dict[str, Any]:
+        """What parts of the library leave for scripts; nothing, unless a script puts it there."""
+        return self._information
+
+    @property
+    def server(self) -> None:
+        """None: ranks are connected by Whale, and no server of TensorFlow takes part."""
+        return None
+
+    def get_config_proto(self, allow_growth: bool = True) -> Any:
+        """A tf.compat.v1.ConfigProto."""
+        config = tf.compat.v1.ConfigProto()
+        config.gpu_options.allow_growth = allow_growth
+        if self.config.cluster.run_visible_devices:
+            config.gpu_options.visible_device_list = self.config.cluster.run_visible_devices
+        return config

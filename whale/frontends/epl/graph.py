@@ -1,0 +1,239 @@
+"""``epl.Graph``: the task graphs of a TensorFlow graph, and the values whose replicas are to be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.epl.layout import Annotated, Layout, layout_of
+from whale.frontends.epl.strategies import Strategy
+from whale.runtime.run.context import current
+
+
+class GraphKeys:
+    """Names of the collections of values that are merged over replicas: all of them, or those of one worker."""
+
+    GLOBAL_CONCAT_OBJECTS = "global_concat_objects"
+    GLOBAL_MEAN_OBJECTS = "global_mean_objects"
+    GLOBAL_SUM_OBJECTS = "global_sum_objects"
+    LOCAL_CONCAT_OBJECTS = "local_concat_objects"
+    LOCAL_MEAN_OBJECTS = "local_mean_objects"
+    LOCAL_SUM_OBJECTS = "local_sum_objects"
+    ALL_COLLECTION_KEYS = [
+        GLOBAL_CONCAT_OBJECTS,
+        GLOBAL_MEAN_OBJECTS,
+        GLOBAL_SUM_OBJECTS,
+        LOCAL_CONCAT_OBJECTS,
+        LOCAL_MEAN_OBJECTS,
+        LOCAL_SUM_OBJECTS,
+    ]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a pipeline goes through a batch."""
+
+    num_micro_batch: int
+    num_stages: int
+    strategy: str
+
+
+@dataclass
+class TaskGraph:
+    """A part of the model with a strategy of its own."""
+
+    index: int
+    strategy: Strategy
+    inside: int | None
+    graph: Graph = field(repr=False)
+
+    @property
+    def num_device_per_replica(self) -> int:
+        """Devices of one replica."""
+        return self.strategy.device_count or 1
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are of it."""
+        return self.graph.layout.replicas
+
+    @property
+    def local_num_replicas(self) -> int:
+        """How many of them are this worker's."""
+        from whale.frontends.epl.env import Env
+
+        cluster = Env.get().cluster
+        here = range(cluster.worker_index * cluster.gpu_num_per_worker, (cluster.worker_index + 1) * cluster.gpu_num_per_worker)
+        return sum(ranks[0] in here for ranks in self.graph.layout.ranks.get(self.index, ()))
+
+    @property
+    def virtual_device(self) -> Any:
+        """Its devices."""
+        from whale.frontends.epl.env import Env
+
+        return Env.get().cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
+
+    @property
+    def pipeline_config(self) -> PipelineConfig:
+        """That of the graph."""
+        return self.graph.get_pipeline_config()
+
+
+class Graph:
+    """What the library knows of one TensorFlow graph."""
+
+    def __init__(self) -> None:
+        self.taskgraphs: list[TaskGraph] = []
+        self.gradients: list[Any] = []
+        self.differentiated: set[str] = set()  # names of operations that made gradients
+        self.collections: dict[str, list[tf.Tensor]] = {key: [] for key in GraphKeys.ALL_COLLECTION_KEYS}
+        self.merged: dict[str, tf.Tensor] = {}
+        self.summary_map: dict[str, Any] = {}
+        self.model_mode: str | None = None
+
+    @classmethod
+    def get(cls, may_create: bool = False) -> Graph:
+        """That of the default graph of TensorFlow, which is made when it is not there."""
+        from whale.frontends.epl.env import Env
+
+        return Env.get().graph_of(tf.compat.v1.get_default_graph())
+
+    def add_task_graph(self, strategy: Strategy, outer: Strategy | None) -> TaskGraph:
+        """A new task graph, the last one."""
+        inside = next((t.index for t in reversed(self.taskgraphs) if t.strategy is outer), None) if outer else None
+        strategy.index = len(self.taskgraphs)
+        found = TaskGraph(len(self.taskgraphs), strategy, inside, self)
+        self.taskgraphs.append(found)
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        """What the task graphs so far mean together."""
+        from whale.frontends.epl.env import Env
+
+        env = Env.get()
+        context = current("epl.Graph")
+        annotated = [Annotated(t.strategy.kind, t.strategy.device_count, t.inside) for t in self.taskgraphs]
+        if not annotated and env.strategy_context.default_strategy is not None:
+            annotated = [Annotated("replicate", env.strategy_context.default_strategy.device_count)]
+        if not annotated:
+            annotated = [Annotated("replicate", None)]
+        return layout_of(
+            annotated,
+            context.planned_size,
+            env.config.cluster.colocate_split_and_replicate,
+            env.config.pipeline.num_micro_batch,
+            env.slices,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """How many task graphs there are."""
+        return len(self.taskgraphs)
+
+    @property
+    def num_constructors(self) -> int:
+        """Replicas that bring batches."""
+        return len(self.layout.batches.readers)
+
+    @property
+    def pipeline_enabled(self) -> bool:
+        """Whether one run computes several micro-batches."""
+        return self.layout.batches.turns > 1
+
+    @property
+    def need_parallel(self) -> bool:
+        """Whether it is spread, which it always is here: evaluation is everyone's."""
+        return True
+
+    def get_pipeline_config(self) -> PipelineConfig:
+        """How the pipeline goes through a batch."""
+        from whale.frontends.epl.env import Env
+
+        settings = Env.get().config.pipeline
+        return PipelineConfig(settings.num_micro_batch, self.layout.stages, settings.strategy)
+
+    def set_default_strategy(self, strategy: Any) -> None:
+        """See ``epl.set_default_strategy``."""
+        from whale.frontends.epl.env import Env
+
+        Env.get().strategy_context.set_default(strategy)
+
+    def set_model_mode(self, mode: str) -> None:
+        """What an Estimator builds the graph for."""
+        self.model_mode = mode
+
+    def add_to_collection(self, tensors: Any, graph_key: str) -> None:
+        """See ``epl.add_to_collection``."""
+        _known(graph_key)
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            self.collections[graph_key].append(tf.convert_to_tensor(tensor))
+
+    def get_collection(self, graph_key: str) -> list[tf.Tensor]:
+        """The values of one collection."""
+        _known(graph_key)
+        return list(self.collections[graph_key])
+
+    def get_all_collections(self) -> list[tf.Tensor]:
+        """The values of all collections."""
+        return [tensor for key in GraphKeys.ALL_COLLECTION_KEYS for tensor in self.collections[key]]
+
+    @property
+    def merged_outputs_map(self) -> dict[str, tf.Tensor]:
+        """Name of a marked tensor -> the tensor that is fetched in its place."""
+        from whale.frontends.epl.merged import merge
+
+        merge(self, tf.compat.v1.get_default_graph())
+        return self.merged
+
+    def clone(self, *_: Any, **__: Any) -> None:
+        """There are no clones: one program is planned for all devices.
+
+        Raises:
+          ProgramError: always.
+        """
+        raise ProgramError(
+            "operations are not cloned: one program is planned for all devices, and each runs its part",
+            given="a clone of an operation",
+            expected="the operation itself",
+            action="leave the call out; `whale plan` shows what each device runs",
+        )
+
+    get_local_replicas = get_local_micro_batches = clone
+
+
+def _known(graph_key: str) -> None:
+    if graph_key not in GraphKeys.ALL_COLLECTION_KEYS:
+        raise ProgramError(
+            "there is no such collection",
+            given=repr(graph_key),
+            expected=", ".join(GraphKeys.ALL_COLLECTION_KEYS),
+            action="use a name of epl.GraphKeys",
+        )
+
+
+def add_to_collection(tensor: Any, graph_key: str) -> None:
+    """Marks values whose replicas are merged where they are fetched, logged or summarised.
+
+    Args:
+      tensor: a tensor, or a list of them.
+      graph_key: one of ``epl.GraphKeys``: GLOBAL merges over all replicas, LOCAL over those of a worker.
+
+    Raises:
+      ProgramError: no such collection.
+    """
+    Graph.get(may_create=True).add_to_collection(tensor, graph_key)
+
+
+def get_collection(graph_key: str) -> Sequence[tf.Tensor]:
+    """The values of one collection."""
+    return Graph.get().get_collection(graph_key)
+
+
+def get_all_collections() -> Sequence[tf.Tensor]:
+    """The values of all collections."""
+    return Graph.get().get_all_collections()

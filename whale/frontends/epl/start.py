@@ -1,0 +1,161 @@
+"""``epl.init``: the run of a script of the library."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ConfigError, ProgramError
+from whale.frontends import start as whale_start
+from whale.frontends.epl import building, reading
+from whale.frontends.epl.cluster import Cluster
+from whale.frontends.epl.config import Config
+from whale.frontends.epl.env import Env
+from whale.frontends.epl.graph import Graph
+from whale.frontends.epl.merged import merge
+from whale.frontends.epl.strategies import PREFIX
+from whale.ir.program import Program
+from whale.runtime.run.again import begin_again
+from whale.runtime.run.context import current
+from whale.runtime.run.meaning import Batches
+
+
+VERSION = "0.6.0"  # of the library whose names these are
+
+
+class WrongStart(ProgramError, RuntimeError):
+    """``epl.init`` where it cannot be; scripts for the library expect a RuntimeError."""
+
+
+def switch() -> None:
+    """Variables and control flow of the forms that can be distributed, for graphs that are built from now on."""
+    tf.compat.v1.enable_resource_variables()
+    tf.compat.v1.enable_control_flow_v2()
+
+
+def init(config: Config | None = None) -> None:
+    """Starts the library; every rank calls it once before the model is built, and may call it again.
+
+    A second call forgets task graphs, collections and configuration of the first; ranks stay connected.
+
+    Args:
+      config: an ``epl.Config``.
+
+    Raises:
+      ConfigError: ``config`` is something else, or what it sets cannot be had.
+      ProgramError: eager execution is on.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(
+            "the configuration is none", given=repr(config), expected="an epl.Config", action="pass epl.Config({...})"
+        )
+    if tf.executing_eagerly():
+        raise WrongStart(
+            "scripts of the Easy Parallel Library build graphs, and eager execution is on",
+            given="tf.executing_eagerly()",
+            expected="graphs of TensorFlow 1",
+            action="call tf.compat.v1.disable_eager_execution() at the start, or write the step as a wh.function",
+        )
+    config = config or Config()
+    _refuse(config)
+    env = Env.get()
+    env.reset()
+    env.config = config
+    switch()
+    if not begin_again(config.as_whale()):
+        whale_start.init(config.as_whale())
+    building.change()
+    reading.change()
+    context = current("epl.init()")
+    context.meaning = _Meaning()
+    # Task graphs come to lie apart or split; that is known when they are all there.
+    context.dividing_scope_seen = True
+    env.cluster = Cluster(layout="all" if config.cluster.colocate_split_and_replicate else "auto")
+    env.is_ready = True
+    _tell(config)
+
+
+def set_default_strategy(strategy: Any) -> None:
+    """What is built from now on outside of other scopes, to the end, is a new task graph.
+
+    Args:
+      strategy: ``epl.replicate(...)``.
+
+    Raises:
+      PlanError: another strategy, or ``auto.auto_parallel``.
+    """
+    current("epl.set_default_strategy()")
+    Graph.get(may_create=True).set_default_strategy(strategy)
+
+
+def _refuse(config: Config) -> None:
+    if config.io.slicing:
+        raise ConfigError(
+            "files of datasets are not divided by themselves",
+            given="io.slicing=True",
+            expected="a dataset that each worker takes its part of",
+            action="leave io.slicing out, and write files[worker_index::worker_num] with those of "
+            "epl.Env.get().cluster, or dataset.shard(worker_num, worker_index)",
+        )
+
+
+def _tell(config: Config) -> None:
+    context = current("epl.init()")
+    ignored = {
+        "gradient_checkpoint.check_gradients": config.gradient_checkpoint.check_gradients,
+        "gradient_checkpoint.end_taskgraph": config.gradient_checkpoint.end_taskgraph != -1,
+    }
+    for name, is_set in ignored.items():
+        if is_set and context.rank == 0:
+            sys.stderr.write(f"whale: {name} has no effect\n")
+
+
+class _Meaning:
+    """See ``whale.runtime.run.meaning.Meaning``."""
+
+    def batches(self, graph: tf.Graph) -> Batches:
+        config = Env.get().config
+        found = Env.get().graph_of(graph).layout.batches
+        if config.auto.auto_parallel:
+            size = current("a session").planned_size
+            return Batches(tuple(range(0, size, max(1, config.pipeline.num_stages))), config.pipeline.num_micro_batch, True)
+        return found
+
+    def scoped(self, program: Program, graph: tf.Graph) -> Program:
+        mine = Env.get().graph_of(graph)
+        paths = mine.layout.paths
+        after = _after(program, mine.differentiated)
+
+        def path(mark: str, name: str = "") -> str:
+            if not mark.startswith(PREFIX):
+                return mark
+            return "" if name in after else paths.get(int(mark.removeprefix(PREFIX)), "")
+
+        def whole(one: Program, top: bool) -> Program:
+            nodes = tuple(
+                n if not n.scope else replace(n, scope=path(n.scope, n.name if top else "")) for n in one.nodes
+            )
+            variables = tuple(replace(v, scope=path(v.scope)) for v in one.variables)
+            functions = {name: whole(f, False) for name, f in one.functions.items()}
+            return replace(one, nodes=nodes, variables=variables, functions=functions)
+
+        return whole(program, True)
+
+    def fetched(self, graph: tf.Graph, fetch: Any) -> Any:
+        mine = Env.get().graph_of(graph)
+        merge(mine, graph)
+        return mine.merged.get(fetch.name, fetch)
+
+
+def _after(program: Program, differentiated: set[str]) -> set[str]:
+    """Nodes that are computed from gradients: what clips and applies them is nobody's task graph."""
+    found: set[str] = set()
+    for node in program.nodes:
+        if node.name not in differentiated and any(
+            r.node in found or r.node in differentiated for r in node.inputs
+        ):
+            found.add(node.name)
+    return found

@@ -1,0 +1,201 @@
+"""``epl.replicate`` and ``epl.split``: what is built inside is a task graph."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from whale.errors import PlanError
+from whale.runtime.run.scopes import SCOPE_ATTRIBUTE
+
+PREFIX = "epl_"  # of the mark that operations carry: the task graph's number follows
+
+
+class WrongScope(PlanError, RuntimeError):
+    """Annotations inside each other that mean nothing; scripts for the library expect a RuntimeError."""
+
+
+class Strategy:
+    """How a part of a model is spread; a context manager around its code.
+
+    Args:
+      device_count: devices for one replica of it.
+      name: what a person calls it.
+    """
+
+    kind = ""
+
+    def __init__(self, device_count: int | None = None, name: str | None = None) -> None:
+        if device_count is not None and (not isinstance(device_count, int) or device_count < 1):
+            raise PlanError(
+                "a task graph cannot have so many devices",
+                given=f"device_count={device_count!r}",
+                expected="a positive integer, or None",
+                action="correct device_count",
+            )
+        self.device_count = device_count
+        self.name = name or type(self).__name__
+        self.index: int | None = None
+        self.is_default = False
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Strategy:
+        from whale.frontends.epl.env import Env
+
+        scope = Env.get().strategy_context.entered(self)
+        scope.__enter__()
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return f"{self.name}(device_count={self.device_count}, index={self.index})"
+
+
+class Replicate(Strategy):
+    """The batch is divided: each replica computes rows of its own."""
+
+    kind = "replicate"
+
+
+class Split(Strategy):
+    """Tensors are divided over the devices."""
+
+    kind = "split"
+
+
+def replicate(device_count: int | None = None, name: str | None = None) -> Replicate:
+    """``with epl.replicate(1):`` one task graph, whose replicas compute rows of the batch.
+
+    One of them: the batch is divided over all devices. Several: stages of a pipeline, in this order; the whole of them
+    is replicated as often as there are devices for it.
+
+    Args:
+      device_count: devices that share the rows of one replica; None: 1.
+      name: what a person calls it.
+    """
+    return Replicate(device_count, name)
+
+
+def split(device_count: int | None = None, name: str | None = None) -> Split:
+    """``with epl.split():`` one task graph, whose tensors are divided over devices.
+
+    Args:
+      device_count: how many; None: all.
+      name: what a person calls it.
+    """
+    return Split(device_count, name)
+
+
+class StrategyContext:
+    """The strategies that are open: ``state``, the innermost last, and the one for all else."""
+
+    def __init__(self) -> None:
+        self.state: list[Strategy] = []
+        self.default_strategy: Strategy | None = None
+        self._default_scope: AbstractContextManager[None] | None = None
+
+    @property
+    def replicate_strategy(self) -> Strategy | None:
+        """The replicate that is open."""
+        return next((s for s in self.state if isinstance(s, Replicate)), None)
+
+    @property
+    def split_strategy(self) -> Strategy | None:
+        """The split that is open."""
+        return next((s for s in self.state if isinstance(s, Split)), None)
+
+    def __bool__(self) -> bool:
+        return bool(self.state)
+
+    @contextmanager
+    def entered(self, strategy: Strategy) -> Iterator[None]:
+        """A new task graph; the default strategy rests until its end."""
+        from whale.frontends.epl.env import Env
+        from whale.frontends.epl.graph import Graph
+
+        if Env.get().config.auto.auto_parallel:
+            raise _with_auto(strategy)
+        open_now = [s for s in self.state if not s.is_default]
+        if open_now and (isinstance(open_now[-1], Split) or isinstance(strategy, Replicate)):
+            raise WrongScope(
+                "a strategy inside another one",
+                given=f"{strategy!r} in {open_now[-1]!r}",
+                expected="strategies beside each other, or a split in a replicate",
+                action="end the outer scope before",
+            )
+        if any(s is strategy for s in open_now):
+            raise WrongScope(
+                "a strategy that is entered twice",
+                given=repr(strategy),
+                expected="one scope",
+                action="call epl.replicate or epl.split again",
+            )
+        task_graph = Graph.get(may_create=True).add_task_graph(strategy, open_now[-1] if open_now else None)
+        before = list(self.state)
+        self.state[:] = [*open_now, strategy]
+        try:
+            with marked(PREFIX + str(task_graph.index)):
+                yield
+        finally:
+            self.state[:] = before
+
+    def set_default(self, strategy: Any) -> None:
+        """What is built from now on, outside of other scopes, is a new task graph of this strategy.
+
+        Raises:
+          PlanError: no replicate; or task graphs are found by themselves.
+        """
+        from whale.frontends.epl.env import Env
+        from whale.frontends.epl.graph import Graph
+
+        if not isinstance(strategy, Replicate):
+            raise PlanError(
+                "code outside of scopes cannot have this strategy",
+                given=repr(strategy),
+                expected="epl.replicate(...)",
+                action="enter epl.split where the code is that it is for",
+            )
+        if Env.get().config.auto.auto_parallel:
+            raise _with_auto(strategy)
+        self.end_default()
+        strategy.is_default = True
+        self.default_strategy = strategy
+        self.state.append(strategy)
+        if not tf.executing_eagerly():
+            task_graph = Graph.get(may_create=True).add_task_graph(strategy, None)
+            self._default_scope = marked(PREFIX + str(task_graph.index))
+            self._default_scope.__enter__()
+
+    def end_default(self) -> None:
+        """What is built from now on has no default."""
+        if self._default_scope is not None:
+            self._default_scope.__exit__(None, None, None)
+            self._default_scope = None
+        if self.default_strategy is not None:
+            self.default_strategy.is_default = False
+            self.state[:] = [s for s in self.state if s is not self.default_strategy]
+            self.default_strategy = None
+
+
+@contextmanager
+def marked(mark: str | None) -> Iterator[None]:
+    """What is built inside, in the graph at hand, carries the mark of a task graph; None: it carries none."""
+    value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
+    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTRIBUTE: value}):
+        yield
+
+
+def _with_auto(strategy: Strategy) -> PlanError:
+    return PlanError(
+        "task graphs are found by themselves, and the script has one",
+        given=f"auto.auto_parallel with {strategy!r}",
+        expected="one of the two",
+        action="leave auto.auto_parallel out, or the strategies",
+    )

@@ -1,0 +1,39 @@
+"""What scripts of another interface mean by their graphs, where that is not what ``wh.Session`` takes graphs for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from whale.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Who brings the parts of a session's batch.
+
+    Attributes:
+      readers: ranks of which each brings parts; the global batch is these in order.
+      turns: parts that each of them brings for one run.
+      whole: every rank is given the whole of it, and takes what it computes; else each keeps the part that it brought.
+    """
+
+    readers: tuple[int, ...]
+    turns: int = 1
+    whole: bool = False
+
+
+class Meaning(Protocol):
+    """What an interface says of a script's graphs."""
+
+    def batches(self, graph: Any) -> Batches:
+        """Who brings the batches of runs of ``graph``."""
+        ...
+
+    def scoped(self, program: Program, graph: Any) -> Program:
+        """A captured part of ``graph`` with the scopes that the script's annotations stand for."""
+        ...
+
+    def fetched(self, graph: Any, fetch: Any) -> Any:
+        """The tensor of ``graph`` whose value is given where the script fetches ``fetch``."""
+        ...

@@ -1,0 +1,115 @@
+"""The parts that make a session's batch: each is read where it is to be read, and joined with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
+from whale.runtime.run.context import Context
+from whale.runtime.run.meaning import Batches
+from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
+
+Read = Callable[[], Sequence[np.ndarray]]
+
+
+def batches_of(context: Context, graph: tf.Graph) -> Batches | None:
+    """Who brings the batches of runs of ``graph``; None: the first rank, or whoever feeds, brings the whole one."""
+    if context.meaning is not None:
+        return context.meaning.batches(graph)
+    if not context.local_batch:
+        return None
+    return Batches(tuple(range(context.planned_size)), whole=context.stages_seen)
+
+
+def read_parts(read: Read, names: Sequence[str], batches: Batches, context: Context) -> list[np.ndarray]:
+    """What this rank has of a batch: its own part, or the whole, which all ranks then have. Collective.
+
+    Args:
+      read: brings one part.
+      names: what a person calls the values.
+
+    Raises:
+      tf.errors.OpError: a rank could not read its part; on every rank.
+      ProgramError: the parts do not fit together.
+    """
+    if not context.between_processes:
+        return joined([read() for _ in range(batches.turns)], names)
+    if not batches.whole:
+        try:
+            return joined([read() for _ in range(batches.turns)], names)
+        except tf.errors.OpError as error:
+            exchange(failed(error), context)
+            raise
+    said = b""
+    if context.rank in batches.readers:
+        try:
+            said = pack_values(joined([read() for _ in range(batches.turns)], names))
+        except tf.errors.OpError as error:
+            said = pack_error(error)
+    key, context.elements = f"whale/element/{context.elements}", context.elements + 1
+    everyone = context.comms[0].allgather_bytes(key, said, ELEMENT_TIMEOUT_S)
+    return joined([unpack_values(everyone[rank]) for rank in batches.readers], names)
+
+
+def fed_parts(
+    feeds: Mapping[tf.Tensor, np.ndarray], batches: Batches | None, context: Context
+) -> Mapping[tf.Tensor, np.ndarray]:
+    """What a run is fed with, where every rank is to have the whole batch: what the readers have fed."""
+    if batches is None or not batches.whole or not feeds or not context.between_processes:
+        return feeds
+    once = Batches(batches.readers, whole=True)
+    values = read_parts(lambda: list(feeds.values()), [t.name for t in feeds], once, context)
+    return dict(zip(feeds, values))
+
+
+def joined(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:
+    """The values of several parts as those of one: rows one after the other, and everything else as it is in all.
+
+    Rows are values that have as many as the first that has any.
+
+    Raises:
+      ProgramError: what is no row differs, or rows have other shapes.
+    """
+    if len(parts) == 1:
+        return [np.asarray(v) for v in parts[0]]
+    rows = [next((np.shape(v)[0] for v in part if np.ndim(v)), None) for part in parts]
+    found = []
+    for name, values in zip(names, zip(*parts)):
+        if all(np.ndim(v) and np.shape(v)[0] == n for v, n in zip(values, rows)):
+            if len({np.shape(v)[1:] for v in values}) > 1:
+                raise _unlike(name, [np.shape(v) for v in values], "rows of one shape")
+            found.append(np.concatenate(values))
+        elif all(np.array_equal(v, values[0]) for v in values[1:]):
+            found.append(np.asarray(values[0]))
+        else:
+            shapes = [np.shape(v) for v in values]
+            raise _unlike(name, shapes, f"as many rows as the other values of the batch ({rows[0]}), or equal values")
+    return found
+
+
+def refuse_fixed_rows(shapes: Mapping[tf.Tensor, Sequence[int]]) -> None:
+    """Raises ProgramError where a graph was built for a fixed number of rows, and the global batch has another."""
+    for tensor, shape in shapes.items():
+        fixed = tensor.shape.as_list() if tensor.shape.rank is not None else None
+        if fixed and len(fixed) == len(shape) and fixed[0] not in (None, shape[0]) and shape:
+            raise ProgramError(
+                "the graph is built for the rows of one rank's batch, and computes those of all ranks",
+                op=tensor.name,
+                given=f"{fixed[0]} rows in the graph, {shape[0]} of the global batch",
+                expected="a dimension 0 that the graph leaves open",
+                action="batch without drop_remainder, make placeholders with None rows, and leave set_shape out",
+            )
+
+
+def _unlike(name: str, shapes: Sequence[tuple[int, ...]], expected: str) -> ProgramError:
+    return ProgramError(
+        "parts of a batch do not fit together",
+        value=name,
+        given=f"shapes {', '.join(str(list(s)) for s in shapes)}",
+        expected=expected,
+        action="have the dataset yield batches whose values begin with the rows, all of one shape",
+    )
