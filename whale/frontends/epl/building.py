@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from whale.capture.gradients import gradient_scopes
 from whale.errors import ProgramError
 from whale.frontends.epl.env import Env
 from whale.frontends.epl.graph import Graph
+from whale.frontends.epl.growth import growth
 from whale.frontends.epl.strategies import marked
-from whale.runtime.run.context import running
+from whale.runtime.run.context import current, running
 
 _Apply = Callable[..., Any]
 
@@ -30,8 +32,11 @@ def change() -> None:
     def helper(*args: Any, **kwargs: Any) -> Any:
         if not active():
             return original(*args, **kwargs)
-        with marked(None), gradient_scopes():
-            found = original(*args, **kwargs)
+        with marked(None):
+            with gradient_scopes():
+                found = original(*args, **kwargs)
+            share = _share(args[0] if args else kwargs["ys"], args[1] if len(args) > 1 else kwargs["xs"])
+            found = [_times(slope, share) for slope in found]
         for slope in found:
             parts = [slope.values, slope.indices] if isinstance(slope, tf.IndexedSlices) else [slope]
             Graph.get().differentiated.update(t.op.name for t in parts if isinstance(t, tf.Tensor))
@@ -50,6 +55,27 @@ def change() -> None:
         _change_updates(cls)
 
     base.__init_subclass__ = classmethod(later)
+
+
+def _share(losses: Any, variables: Any) -> float:
+    """What gradients of the whole batch are multiplied by, so that they are the mean of those of the replicas."""
+    env, layout = Env.get(), Graph.get().layout
+    copies = layout.replicas * layout.batches.turns
+    read = [x.op.type if isinstance(x, tf.Tensor) else "VarHandleOp" for x in tf.nest.flatten(variables)]
+    if copies == 1 or not set(read) <= {"VarHandleOp", "ReadVariableOp"}:
+        return 1.0
+    powers = {None if (found := growth(y)) is None else found.power for y in tf.nest.flatten(losses)}
+    if powers == {0}:
+        return 1.0
+    if len(powers) == 1 and None not in powers:
+        return copies ** -float(powers.pop() or 0)
+    if not env.told and current("tf.gradients").rank == 0:
+        env.told = True
+        sys.stderr.write(
+            "whale: how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of a "
+            "mean over the rows of all replicas\n"
+        )
+    return 1.0
 
 
 def active() -> bool:

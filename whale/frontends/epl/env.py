@@ -45,6 +45,7 @@ class Env:
         self.epl_graphs: list[Graph] = []
         self.applying = False  # whether an optimizer's update is being built
         self.is_ready = False
+        self.told = False  # whether a loss was said to be taken for a mean
         self._of_graph: weakref.WeakKeyDictionary[tf.Graph, Graph] = weakref.WeakKeyDictionary()
         self._information: dict[str, Any] = {}
 

@@ -1,11 +1,94 @@
-"""Values of replicas merged as a script marks them: what the whole batch gives is scaled to what replicas would."""
+"""Values of replicas merged as a script marks them: what the whole batch gives, scaled to what replicas would give."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from whale.errors import ProgramError
+from whale.frontends.epl.growth import growth
+from whale.frontends.epl.strategies import marked
 
-def merge(graph: Any, tf_graph: tf.Graph) -> None:
-    """Makes the merged values of what is marked in ``graph`` and has none yet."""
+if TYPE_CHECKING:
+    from whale.frontends.epl.graph import Graph
+
+_SUMMARIES = {"ScalarSummary", "HistogramSummary", "TensorSummary", "TensorSummaryV2"}
+
+
+def merge(graph: Graph, tf_graph: tf.Graph) -> None:
+    """Makes the merged values of what is marked and has none yet; summaries show these from now on.
+
+    Raises:
+      ProgramError: what replicas would have cannot be told from the value of the whole batch.
+    """
+    missing = [(key, t) for key, values in graph.collections.items() for t in values if t.name not in graph.merged]
+    if not missing:
+        return
+    layout = graph.layout
+    copies = layout.replicas * layout.batches.turns
+    with _open(tf_graph):
+        for key, tensor in missing:
+            where, how, _ = key.split("_")
+            if where == "local" and _workers(graph) > 1:
+                raise _refusal(
+                    key, tensor, "values of one worker's replicas are not computed apart",
+                    "mark it with the GLOBAL collection of that kind, or start all replicas as one worker's "
+                    "(epl-launch --num_workers 1)",
+                )  # fmt: skip
+            made = _merged(key, how, tensor, copies)
+            graph.merged[tensor.name] = made
+            for use in tensor.consumers() if made is not tensor else ():
+                if use.type in _SUMMARIES:
+                    use._update_input(next(i for i, t in enumerate(use.inputs) if t is tensor), made)
+
+
+def _merged(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
+    if copies == 1:
+        return tensor
+    grows = growth(tensor)
+    if how == "concat":
+        if grows is None or not grows.rows:
+            raise _refusal(
+                key, tensor, "only rows of the batch can be put one after the other", "mark a tensor of [rows, ...]"
+            )
+        return tensor
+    if grows is None:
+        raise _refusal(
+            key, tensor, "what each replica would have does not follow from the value of the whole batch",
+            "mark a mean or a sum over rows, or what is made of such by products and quotients",
+        )  # fmt: skip
+    if grows.rows:
+        stacked = tf.reshape(tensor, tf.concat([[copies, -1], tf.shape(tensor)[1:]], 0))
+        return tf.reduce_mean(stacked, 0) if how == "mean" else tf.reduce_sum(stacked, 0)
+    power = (how == "sum") - grows.power
+    return tensor if not power else tensor * tf.cast(float(copies) ** power, tensor.dtype)
+
+
+def _workers(graph: Graph) -> int:
+    """How many workers have replicas that bring batches."""
+    from whale.frontends.epl.env import Env
+
+    cluster = Env.get().cluster
+    each = cluster.gpu_num_per_worker if cluster is not None else 1
+    return len({rank // each for rank in graph.layout.batches.readers})
+
+
+@contextmanager
+def _open(graph: tf.Graph) -> Iterator[None]:
+    """``graph`` is the one at hand, and may grow although a session has finished it."""
+    finished = graph.finalized
+    if finished:
+        graph._unsafe_unfinalize()
+    try:
+        with graph.as_default(), tf.control_dependencies(None), marked(None), tf.name_scope("epl_merged"):
+            yield
+    finally:
+        if finished:
+            graph.finalize()
+
+
+def _refusal(key: str, tensor: tf.Tensor, why: str, action: str) -> ProgramError:
+    return ProgramError(why, op=tensor.name, given=f"epl.GraphKeys.{key.upper()}", expected="a value as said", action=action)

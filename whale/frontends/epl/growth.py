@@ -1,0 +1,148 @@
+"""How a value grows with the rows of the batch: a mean stays, a sum doubles where there are twice as many rows.
+
+One program computes the values of all replicas at once. What each replica alone would have, and so the mean or the sum
+over replicas, follows from that, if it is known how the value grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+_READS = {"IteratorGetNext", "IteratorGetNextSync", "Placeholder", "PlaceholderWithDefault", "QueueDequeueV2"} | {
+    "QueueDequeueManyV2", "QueueDequeueUpToV2", "PyFunc", "EagerPyFunc", "PyFuncStateless"}  # fmt: skip
+_SAME = {"Identity", "Cast", "Neg", "Abs", "StopGradient", "CheckNumerics", "Squeeze", "EnsureShape", "PreventGradient"}
+_PRODUCTS, _QUOTIENTS = {"Mul", "MulNoNan"}, {"RealDiv", "Div", "DivNoNan", "FloorDiv", "TruncateDiv"}
+_ALIKE = {"Add", "AddV2", "Sub", "AddN", "Maximum", "Minimum"}
+_ASSIGNS = {"AssignAddVariableOp", "AssignSubVariableOp"}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of a value.
+
+    Attributes:
+      rows: whether its dimension 0 is that of the batch.
+      power: with n times as many rows an element is n ** power times as large.
+      shape: it is a shape whose first element is the number of rows.
+    """
+
+    rows: bool = False
+    power: float = 0
+    shape: bool = False
+
+
+def growth(tensor: tf.Tensor) -> Growth | None:
+    """How ``tensor`` grows with the rows of the batch; None: that cannot be told."""
+    found: dict[str, Growth | None] = {}
+    stack = [tensor]
+    while stack:
+        one = stack[-1]
+        if one.name in found:
+            stack.pop()
+            continue
+        before = [t for t in _operands(one) if t.name not in found]
+        if before and len(stack) < 100_000:
+            found.setdefault(f"{one.name} waits", None)
+            stack += before
+            for t in before:  # a loop through a variable is cut here
+                if f"{t.name} waits" in found:
+                    found[t.name] = None
+            continue
+        found[one.name] = _of(one, [found[t.name] for t in _operands(one)])
+        stack.pop()
+    return found[tensor.name]
+
+
+def _operands(tensor: tf.Tensor) -> list[tf.Tensor]:
+    op = tensor.op
+    if op.type in _READS or op.type in ("Const", "VarHandleOp"):
+        return []
+    if op.type == "ReadVariableOp":
+        return [use.inputs[1] for use in op.inputs[0].consumers() if use.type in _ASSIGNS]
+    return list(op.inputs)
+
+
+def _of(tensor: tf.Tensor, operands: Sequence[Growth | None]) -> Growth | None:
+    op = tensor.op
+    if op.type in _READS:
+        return Growth(rows=bool(tensor.shape.rank is None or tensor.shape.rank > 0))
+    if op.type in ("Const", "VarHandleOp"):
+        return Growth()
+    if op.type == "ReadVariableOp":
+        return operands[0] if operands else Growth()
+    if any(o is None for o in operands):
+        return None
+    known = [o for o in operands if o is not None]
+    first = known[0] if known else Growth()
+    rows = any(o.rows for o in known)
+    if op.type in _SAME:
+        return first
+    if op.type in ("Shape", "ShapeN"):
+        return Growth(shape=first.rows)
+    if op.type == "Size":
+        return Growth(power=float(first.rows))
+    if op.type == "StridedSlice" and first.shape:
+        begin = tf.get_static_value(op.inputs[1])
+        return None if begin is None else Growth(power=float(int(begin[0]) == 0))
+    if any(o.shape for o in known):
+        return _from_shape(op, tensor, known)
+    if op.type in ("Sum", "Mean", "Max", "Min"):
+        return _reduced(op, first)
+    if op.type in _PRODUCTS:
+        return Growth(rows, sum(o.power for o in known))
+    if op.type in _QUOTIENTS:
+        return Growth(rows, first.power - sum(o.power for o in known[1:]))
+    if op.type in ("Maximum", "Minimum") and any(t.op.type == "Const" for t in op.inputs):
+        return max(known, key=lambda o: (o.power, o.rows))  # a bound, as that of a divisor
+    if op.type in _ALIKE:
+        return Growth(rows, first.power) if len({o.power for o in known}) == 1 else None
+    if op.type in ("Select", "SelectV2"):
+        return Growth(rows, known[1].power) if known[1].power == known[2].power else None
+    if op.type == "Square":
+        return Growth(rows, 2 * first.power)
+    if op.type == "Sqrt":
+        return Growth(rows, first.power / 2)
+    if op.type == "MatMul" and rows:
+        contracted = (known[0].rows and op.get_attr("transpose_a"), known[1].rows and not op.get_attr("transpose_b"))
+        if any(contracted):
+            return Growth(power=known[0].power + known[1].power + 1) if all(contracted) else None
+    if any(o.power for o in known):
+        # What compares, or what is no sum of its operands, says nothing for sure.
+        return Growth(rows) if op.type in ("Greater", "Equal", "Less", "NotEqual", "GreaterEqual", "LessEqual") else None
+    if not rows:
+        return Growth()
+    # What has an open dimension 0 behind operands that have rows is taken for rows.
+    return Growth(rows=True) if _is_open(tensor) else None
+
+
+def _from_shape(op: tf.Operation, tensor: tf.Tensor, known: Sequence[Growth]) -> Growth | None:
+    if op.type == "Prod":
+        return Growth(power=1)
+    if op.type in ("Reshape", "BroadcastTo", "Fill"):
+        return Growth(rows=True, power=known[-1].power if op.type == "Fill" else known[0].power)
+    if op.type in ("Cast", "Identity"):
+        return Growth(shape=True)
+    return None if any(o.power for o in known) else Growth(rows=_is_open(tensor))
+
+
+def _reduced(op: tf.Operation, operand: Growth) -> Growth | None:
+    axes = tf.get_static_value(op.inputs[1])
+    rank = op.inputs[0].shape.rank
+    if not operand.rows:
+        return operand
+    if axes is None:
+        return None
+    numbers = [int(a) for a in axes.ravel()]
+    if rank is None and any(a < 0 for a in numbers):
+        return None
+    if 0 not in [a % rank if rank else a for a in numbers]:
+        return operand
+    return Growth(power=operand.power + (op.type == "Sum"))
+
+
+def _is_open(tensor: tf.Tensor) -> bool:
+    """Whether the number of rows is unknown."""
+    return bool(tensor.shape.rank) and tensor.shape.as_list()[0] is None
