@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.frontends": _TOP
     | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
     "whale.horovod": {"whale.frontends"},
+    "whale.epl": {"whale.frontends"},
     "whale.launcher": {"whale.errors", "whale.started", "whale.config", "whale.replicas"},
     "whale.doctor": {"whale", "whale.errors", "whale.cgroup", "whale.launcher", "whale_ops"},
     "whale.cli": {
@@ -65,7 +66,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
     + ("session", "tools", "measure"),
-    "whale.frontends": ("giant", "keras", "tf1", "horovod", "start", "strategy"),
+    "whale.frontends": ("giant", "keras", "tf1", "horovod", "start", "strategy", "epl"),
     "whale.frontends.tf1": ("taking", "*", "install"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),

@@ -72,8 +72,8 @@ def _share(losses: Any, variables: Any) -> float:
     if not env.told and current("tf.gradients").rank == 0:
         env.told = True
         sys.stderr.write(
-            "whale: how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of a "
-            "mean over the rows of all replicas\n"
+            "whale: how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of "
+            "a mean over the rows of all replicas\n"
         )
     return 1.0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whale.errors import ClusterError
+from whale.frontends.epl.known import env
 from whale.runtime.run.context import current
 
 # Devices of one worker, as epl-launch was told; a worker is a rank where nobody says so.
@@ -84,6 +85,8 @@ class Cluster:
         self.worker_num_per_machine = max(1, context.local_ranks // self.gpu_num_per_worker)
         self.layout = layout
         self.slices: tuple[tuple[tuple[int, ...], ...], ...] = ()
+        kind: str
+        value: Any
         kind, value = (layout, None) if isinstance(layout, str) else next(iter((layout or {"auto": 1}).items()))
         if kind == "specific":
             self.slices = tuple(tuple(tuple(self.rank_of(d) for d in of_one) for of_one in s) for s in value)
@@ -132,9 +135,7 @@ class Cluster:
             return [self.device_of(s, i) for i, s in enumerate(self.slices)]
         if self._kind == "all":
             return [self.device_of([(r,) for r in range(self.total_gpu_num)], 0)]
-        from whale.frontends.epl.graph import Graph
-
-        graph = Graph.get()
+        graph = env("epl.Cluster").default_graph
         return [self.device_of(ranks, k) for k, ranks in sorted(graph.layout.ranks.items()) if graph.taskgraphs]
 
     @property
@@ -168,10 +169,7 @@ class Cluster:
         return f"/job:worker/replica:0/task:{self.worker_index}/device:CPU:0"
 
     def __enter__(self) -> Cluster:
-        from whale.frontends.epl.env import Env
-
-        env = Env.get()
-        self._before, env.cluster = env.cluster, self
+        env("epl.Cluster()").cluster = self
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -194,5 +192,3 @@ def rank_of_device(device: str, per_worker: int, size: int) -> int:
             action="correct the name, or start more ranks",
         )
     return rank
-
-

@@ -56,6 +56,8 @@ class _NoSetting(ConfigError, AttributeError):
 class _Group:
     """Settings with one prefix, as attributes."""
 
+    _name: str
+
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
         self.__dict__.update(_GROUPS[name])

@@ -10,6 +10,7 @@ import tensorflow as tf
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.graph import Graph
+from whale.frontends.epl.known import holder
 from whale.frontends.epl.strategies import StrategyContext
 
 
@@ -23,8 +24,6 @@ class Env:
       epl_graphs: what is known of graphs, in the order in which they came.
     """
 
-    _the_one: Env | None = None
-
     def __init__(self) -> None:
         self.strategy_context = StrategyContext()
         self.reset()
@@ -32,9 +31,10 @@ class Env:
     @classmethod
     def get(cls) -> Env:
         """The process's own."""
-        if cls._the_one is None:
-            cls._the_one = cls()
-        return cls._the_one
+        if holder.env is None:
+            holder.env = cls()
+        found: Env = holder.env
+        return found
 
     def reset(self) -> None:
         """Forgets everything."""
@@ -66,7 +66,7 @@ class Env:
     @property
     def default_graph(self) -> Graph:
         """What is known of the default graph."""
-        return Graph.get()
+        return self.graph_of(tf.compat.v1.get_default_graph())
 
     @property
     def parallel_information(self) -> dict[str, Any]:

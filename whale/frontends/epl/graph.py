@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from whale.errors import ProgramError
+from whale.frontends.epl.known import env
 from whale.frontends.epl.layout import Annotated, Layout, layout_of
+from whale.frontends.epl.merged import merge
 from whale.frontends.epl.strategies import Strategy
 from whale.runtime.run.context import current
 
@@ -23,7 +25,7 @@ class GraphKeys:
     LOCAL_CONCAT_OBJECTS = "local_concat_objects"
     LOCAL_MEAN_OBJECTS = "local_mean_objects"
     LOCAL_SUM_OBJECTS = "local_sum_objects"
-    ALL_COLLECTION_KEYS = [
+    ALL_COLLECTION_KEYS: ClassVar[list[str]] = [
         GLOBAL_CONCAT_OBJECTS,
         GLOBAL_MEAN_OBJECTS,
         GLOBAL_SUM_OBJECTS,
@@ -64,18 +66,15 @@ class TaskGraph:
     @property
     def local_num_replicas(self) -> int:
         """How many of them are this worker's."""
-        from whale.frontends.epl.env import Env
-
-        cluster = Env.get().cluster
-        here = range(cluster.worker_index * cluster.gpu_num_per_worker, (cluster.worker_index + 1) * cluster.gpu_num_per_worker)
+        cluster = env("a task graph").cluster
+        first = cluster.worker_index * cluster.gpu_num_per_worker
+        here = range(first, first + cluster.gpu_num_per_worker)
         return sum(ranks[0] in here for ranks in self.graph.layout.ranks.get(self.index, ()))
 
     @property
     def virtual_device(self) -> Any:
         """Its devices."""
-        from whale.frontends.epl.env import Env
-
-        return Env.get().cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
+        return env("a task graph").cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
 
     @property
     def pipeline_config(self) -> PipelineConfig:
@@ -98,9 +97,7 @@ class Graph:
     @classmethod
     def get(cls, may_create: bool = False) -> Graph:
         """That of the default graph of TensorFlow, which is made when it is not there."""
-        from whale.frontends.epl.env import Env
-
-        return Env.get().graph_of(tf.compat.v1.get_default_graph())
+        return env("epl.Graph").graph_of(tf.compat.v1.get_default_graph())
 
     def add_task_graph(self, strategy: Strategy, outer: Strategy | None) -> TaskGraph:
         """A new task graph, the last one."""
@@ -113,21 +110,19 @@ class Graph:
     @property
     def layout(self) -> Layout:
         """What the task graphs so far mean together."""
-        from whale.frontends.epl.env import Env
-
-        env = Env.get()
+        known = env("epl.Graph")
         context = current("epl.Graph")
         annotated = [Annotated(t.strategy.kind, t.strategy.device_count, t.inside) for t in self.taskgraphs]
-        if not annotated and env.strategy_context.default_strategy is not None:
-            annotated = [Annotated("replicate", env.strategy_context.default_strategy.device_count)]
+        if not annotated and known.strategy_context.default_strategy is not None:
+            annotated = [Annotated("replicate", known.strategy_context.default_strategy.device_count)]
         if not annotated:
             annotated = [Annotated("replicate", None)]
         return layout_of(
             annotated,
             context.planned_size,
-            env.config.cluster.colocate_split_and_replicate,
-            env.config.pipeline.num_micro_batch,
-            env.slices,
+            known.config.cluster.colocate_split_and_replicate,
+            known.config.pipeline.num_micro_batch,
+            known.slices,
         )
 
     @property
@@ -152,16 +147,12 @@ class Graph:
 
     def get_pipeline_config(self) -> PipelineConfig:
         """How the pipeline goes through a batch."""
-        from whale.frontends.epl.env import Env
-
-        settings = Env.get().config.pipeline
+        settings = env("epl.Graph").config.pipeline
         return PipelineConfig(settings.num_micro_batch, self.layout.stages, settings.strategy)
 
     def set_default_strategy(self, strategy: Any) -> None:
         """See ``epl.set_default_strategy``."""
-        from whale.frontends.epl.env import Env
-
-        Env.get().strategy_context.set_default(strategy)
+        env("epl.set_default_strategy()").strategy_context.set_default(strategy)
 
     def set_model_mode(self, mode: str) -> None:
         """What an Estimator builds the graph for."""
@@ -185,8 +176,6 @@ class Graph:
     @property
     def merged_outputs_map(self) -> dict[str, tf.Tensor]:
         """Name of a marked tensor -> the tensor that is fetched in its place."""
-        from whale.frontends.epl.merged import merge
-
         merge(self, tf.compat.v1.get_default_graph())
         return self.merged
 

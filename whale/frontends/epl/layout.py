@@ -103,7 +103,7 @@ def _in_order(apart: Sequence[int], graphs: Sequence[Annotated], size: int) -> d
     """Ranks in a row are one replica; in it, each task graph has its own."""
     counts = [graphs[k].count or 1 for k in apart]
     if size == 1:
-        return {k: ((0,),) for k in apart}
+        return dict.fromkeys(apart, ((0,),))
     if size % sum(counts):
         raise PlanError(
             "the ranks cannot be divided among replicas of the model",
@@ -149,5 +149,5 @@ def _together(graphs: Sequence[Annotated], size: int, micro_batches: int) -> Lay
         1 if at_once else micro_batches,
         1,
         paths,
-        {k: rows for k in range(len(graphs))},
+        dict.fromkeys(range(len(graphs)), rows),
     )

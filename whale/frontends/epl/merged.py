@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.frontends.epl.growth import growth
+from whale.frontends.epl.known import env
 from whale.frontends.epl.strategies import marked
-
-if TYPE_CHECKING:
-    from whale.frontends.epl.graph import Graph
 
 _SUMMARIES = {"ScalarSummary", "HistogramSummary", "TensorSummary", "TensorSummaryV2"}
 
 
-def merge(graph: Graph, tf_graph: tf.Graph) -> None:
+def merge(graph: Any, tf_graph: tf.Graph) -> None:
     """Makes the merged values of what is marked and has none yet; summaries show these from now on.
 
     Raises:
@@ -67,11 +65,9 @@ def _merged(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
     return tensor if not power else tensor * tf.cast(float(copies) ** power, tensor.dtype)
 
 
-def _workers(graph: Graph) -> int:
+def _workers(graph: Any) -> int:
     """How many workers have replicas that bring batches."""
-    from whale.frontends.epl.env import Env
-
-    cluster = Env.get().cluster
+    cluster = env("epl.GraphKeys").cluster
     each = cluster.gpu_num_per_worker if cluster is not None else 1
     return len({rank // each for rank in graph.layout.batches.readers})
 
@@ -91,4 +87,5 @@ def _open(graph: tf.Graph) -> Iterator[None]:
 
 
 def _refusal(key: str, tensor: tf.Tensor, why: str, action: str) -> ProgramError:
-    return ProgramError(why, op=tensor.name, given=f"epl.GraphKeys.{key.upper()}", expected="a value as said", action=action)
+    given = f"a mark by epl.GraphKeys.{key.upper()}"
+    return ProgramError(why, op=tensor.name, given=given, expected="the values of replicas", action=action)

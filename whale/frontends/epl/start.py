@@ -22,7 +22,6 @@ from whale.runtime.run.again import begin_again
 from whale.runtime.run.context import current
 from whale.runtime.run.meaning import Batches
 
-
 VERSION = "0.6.0"  # of the library whose names these are
 
 
@@ -73,8 +72,8 @@ def init(config: Config | None = None) -> None:
     context.meaning = _Meaning()
     # Task graphs come to lie apart or split; that is known when they are all there.
     context.dividing_scope_seen = True
-    env.cluster = Cluster(layout="all" if config.cluster.colocate_split_and_replicate else "auto")
     env.is_ready = True
+    env.cluster = Cluster(layout="all" if config.cluster.colocate_split_and_replicate else "auto")
     _tell(config)
 
 
@@ -121,7 +120,8 @@ class _Meaning:
         found = Env.get().graph_of(graph).layout.batches
         if config.auto.auto_parallel:
             size = current("a session").planned_size
-            return Batches(tuple(range(0, size, max(1, config.pipeline.num_stages))), config.pipeline.num_micro_batch, True)
+            readers = tuple(range(0, size, max(1, config.pipeline.num_stages)))
+            return Batches(readers, config.pipeline.num_micro_batch, whole=True)
         return found
 
     def scoped(self, program: Program, graph: tf.Graph) -> Program:
@@ -154,8 +154,6 @@ def _after(program: Program, differentiated: set[str]) -> set[str]:
     """Nodes that are computed from gradients: what clips and applies them is nobody's task graph."""
     found: set[str] = set()
     for node in program.nodes:
-        if node.name not in differentiated and any(
-            r.node in found or r.node in differentiated for r in node.inputs
-        ):
+        if node.name not in differentiated and any(r.node in found or r.node in differentiated for r in node.inputs):
             found.add(node.name)
     return found

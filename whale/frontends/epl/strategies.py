@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
+from whale.frontends.epl.known import env
 from whale.runtime.run.scopes import SCOPE_ATTRIBUTE
 
 PREFIX = "epl_"  # of the mark that operations carry: the task graph's number follows
@@ -44,9 +45,7 @@ class Strategy:
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Strategy:
-        from whale.frontends.epl.env import Env
-
-        scope = Env.get().strategy_context.entered(self)
+        scope = env(f"epl.{self.kind}()").strategy_context.entered(self)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -117,10 +116,8 @@ class StrategyContext:
     @contextmanager
     def entered(self, strategy: Strategy) -> Iterator[None]:
         """A new task graph; the default strategy rests until its end."""
-        from whale.frontends.epl.env import Env
-        from whale.frontends.epl.graph import Graph
-
-        if Env.get().config.auto.auto_parallel:
+        known = env(f"epl.{strategy.kind}()")
+        if known.config.auto.auto_parallel:
             raise _with_auto(strategy)
         open_now = [s for s in self.state if not s.is_default]
         if open_now and (isinstance(open_now[-1], Split) or isinstance(strategy, Replicate)):
@@ -137,7 +134,7 @@ class StrategyContext:
                 expected="one scope",
                 action="call epl.replicate or epl.split again",
             )
-        task_graph = Graph.get(may_create=True).add_task_graph(strategy, open_now[-1] if open_now else None)
+        task_graph = known.default_graph.add_task_graph(strategy, open_now[-1] if open_now else None)
         before = list(self.state)
         self.state[:] = [*open_now, strategy]
         try:
@@ -152,9 +149,7 @@ class StrategyContext:
         Raises:
           PlanError: no replicate; or task graphs are found by themselves.
         """
-        from whale.frontends.epl.env import Env
-        from whale.frontends.epl.graph import Graph
-
+        known = env("epl.set_default_strategy()")
         if not isinstance(strategy, Replicate):
             raise PlanError(
                 "code outside of scopes cannot have this strategy",
@@ -162,14 +157,14 @@ class StrategyContext:
                 expected="epl.replicate(...)",
                 action="enter epl.split where the code is that it is for",
             )
-        if Env.get().config.auto.auto_parallel:
+        if known.config.auto.auto_parallel:
             raise _with_auto(strategy)
         self.end_default()
         strategy.is_default = True
         self.default_strategy = strategy
         self.state.append(strategy)
         if not tf.executing_eagerly():
-            task_graph = Graph.get(may_create=True).add_task_graph(strategy, None)
+            task_graph = known.default_graph.add_task_graph(strategy, None)
             self._default_scope = marked(PREFIX + str(task_graph.index))
             self._default_scope.__enter__()
 

@@ -1,0 +1,69 @@
+"""epl-launch: starts a script of the Easy Parallel Library on every rank, as ``whale run`` does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from whale.cli import main as whale_main
+from whale.errors import ClusterError, WhaleError
+
+# What a rank runs in place of the script: a shell script is one that Python cannot.
+_LOGS_VARIABLE, _SCRIPT_VARIABLE = "EPL_LAUNCH_LOGS", "EPL_LAUNCH_SCRIPT"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    found = argparse.ArgumentParser(
+        prog="epl-launch", description="Starts a script of the Easy Parallel Library on every rank."
+    )
+    found.add_argument("--num_workers", type=int, required=True, help="number of workers")
+    found.add_argument("--gpu_per_worker", type=int, required=True, help="devices of each; a rank for each of them")
+    found.add_argument("--machine_list", help="machines as ip:port,...; the ports are not used")
+    found.add_argument("--machine_rank", type=int, help="the machine on which this is called; only the first calls it")
+    found.add_argument("--log_dir", help="folder for what the ranks say; on the terminal unless given")
+    found.add_argument("--task_label", help="taken, without effect")
+    found.add_argument("--debug", default=False, help="show every rank's errors")
+    found.add_argument("training_script", help="a shell script, or one of Python's")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit code: that of the script, 2 for a mistake that is explained."""
+    given = parser().parse_args(arguments)
+    try:
+        return whale_main(_as_whale_run(given))
+    except WhaleError as error:
+        print(f"epl-launch: {error}", file=sys.stderr)
+        return 2
+
+
+def _as_whale_run(given: argparse.Namespace) -> list[str]:
+    """The arguments of ``whale``; the environment gets what the ranks are to know."""
+    if given.num_workers < 1 or given.gpu_per_worker < 1:
+        raise ClusterError(
+            "there is nothing to start",
+            given=f"--num_workers {given.num_workers} --gpu_per_worker {given.gpu_per_worker}",
+            expected="positive numbers",
+            action="correct them",
+        )
+    if given.machine_rank:
+        raise ClusterError(
+            "all machines' ranks are started from the first one",
+            given=f"--machine_rank {given.machine_rank}",
+            expected="one call, on the first machine of --machine_list",
+            action="call epl-launch there only, without --machine_rank",
+        )
+    os.environ["EPL_DEVICES_PER_WORKER"] = str(given.gpu_per_worker)
+    os.environ[_SCRIPT_VARIABLE] = os.path.abspath(given.training_script)
+    if given.log_dir is not None:
+        os.makedirs(given.log_dir, exist_ok=True)
+        os.environ[_LOGS_VARIABLE] = os.path.abspath(given.log_dir)
+    found = ["run", "-np", str(given.num_workers * given.gpu_per_worker)]
+    if given.machine_list:
+        hosts = [machine.strip(' "').partition(":")[0] for machine in given.machine_list.split(",")]
+        each = given.num_workers * given.gpu_per_worker // len(hosts)
+        found += ["--hosts", ",".join(f"{host}:{each}" for host in dict.fromkeys(hosts))]
+    return [*found, *(["-v"] if given.debug else []), "-m", "whale.cli.epl_rank"]

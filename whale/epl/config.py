@@ -1,0 +1,5 @@
+"""``epl.config``."""
+
+from whale.frontends.epl.config import Config
+
+__all__ = ["Config"]

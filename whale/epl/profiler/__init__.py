@@ -1,0 +1,5 @@
+"""``epl.profiler``."""
+
+from whale.frontends.epl.profiler import FlopsProfilerHook, MemoryProfilerHook
+
+__all__ = ["FlopsProfilerHook", "MemoryProfilerHook"]

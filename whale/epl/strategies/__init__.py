@@ -1,0 +1,1 @@
+"""``epl.strategies``."""

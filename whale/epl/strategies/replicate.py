@@ -1,0 +1,5 @@
+"""``epl.strategies.replicate``."""
+
+from whale.frontends.epl.strategies import Replicate, replicate
+
+__all__ = ["Replicate", "replicate"]

@@ -1,0 +1,65 @@
+"""``epl.runtime.saver``: variables that begin with values of a checkpoint, under other names or as parts of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import variables
+from tensorflow.python.training.saver import BulkSaverBuilder
+
+from whale.runtime.run.context import current
+
+
+class MemoryEfficientBuilder(BulkSaverBuilder):  # type: ignore[misc]
+    """For ``tf.train.Saver(builder=...)``: Savers of Whale's sessions write parts where they lie, with any builder."""
+
+
+class ShardingLoader:
+    """Has variables begin with what a checkpoint has of them.
+
+    Args:
+      ckpt_file: prefix of the checkpoint's files; None: ``restore`` changes nothing, and says so.
+      var_list: variables; None: all that are saved.
+      assign_map: name of a variable -> its name in the checkpoint; others have the same name there.
+      sharding_info: name in the checkpoint -> {"begin": [...], "size": [...]}: the part of it that a variable takes.
+    """
+
+    def __init__(
+        self,
+        ckpt_file: str | None,
+        var_list: Iterable[Any] | None = None,
+        assign_map: Mapping[str, str] | None = None,
+        sharding_info: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.ckpt_file = ckpt_file
+        self.var_list = list(var_list) if var_list else variables._all_saveable_objects()
+        self.assign_map = dict(assign_map or {})
+        self.sharding_info = dict(sharding_info or {})
+
+    def restore(self) -> None:
+        """Replaces the variables' initializers; to be called before they run."""
+        if self.ckpt_file is None:
+            if current("ShardingLoader.restore()").rank == 0:
+                sys.stderr.write("whale: ShardingLoader has no checkpoint, so variables begin as they are made\n")
+            return
+        read: dict[str, tf.Tensor] = {}
+        for variable in self.var_list:
+            name = self.assign_map.get(variable.op.name, variable.op.name)
+            if name not in read:
+                read[name] = self._value(name, variable)
+            value = tf.ensure_shape(read[name], variable.shape)
+            with tf.control_dependencies(None):
+                variable._initializer_op = tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+    def _value(self, name: str, variable: Any) -> tf.Tensor:
+        info = variable._save_slice_info.spec if getattr(variable, "_save_slice_info", None) else ""
+        (value,) = tf.raw_ops.RestoreV2(
+            prefix=self.ckpt_file, tensor_names=[name], shape_and_slices=[info], dtypes=[variable.dtype.base_dtype]
+        )
+        if name in self.sharding_info:
+            part = self.sharding_info[name]
+            value = tf.slice(value, part["begin"], part["size"])
+        return value
