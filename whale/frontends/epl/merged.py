@@ -52,7 +52,7 @@ def _merged(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
             raise _refusal(
                 key, tensor, "only rows of the batch can be put one after the other", "mark a tensor of [rows, ...]"
             )
-        return tensor
+        return tf.identity(tensor)  # of what an iterator gives, this rank has its own rows only
     if grows is None:
         raise _refusal(
             key, tensor, "what each replica would have does not follow from the value of the whole batch",

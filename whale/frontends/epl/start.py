@@ -128,6 +128,11 @@ class _Meaning:
         mine = Env.get().graph_of(graph)
         paths = mine.layout.paths
         after = _after(program, mine.differentiated)
+        if "(ranks=" in "".join(paths.values()):
+            # A run that has something of some stages only, such as one of initializers, is every rank's.
+            marks = {n.scope for n in program.nodes if n.op not in ("VarHandleOp", "Const")}
+            if not {f"{PREFIX}{k}" for k in paths} <= {mark.rpartition("/")[2] for mark in marks}:
+                paths = {}
 
         def path(mark: str, name: str = "") -> str:
             if not mark.startswith(PREFIX):

@@ -182,8 +182,11 @@ class StrategyContext:
 @contextmanager
 def marked(mark: str | None) -> Iterator[None]:
     """What is built inside, in the graph at hand, carries the mark of a task graph; None: it carries none."""
+    graph = tf.compat.v1.get_default_graph()
     value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
-    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTRIBUTE: value}):
+    # TensorFlow takes away only what is there.
+    changes = {SCOPE_ATTRIBUTE: value} if value is not None or SCOPE_ATTRIBUTE in graph._attr_scope_map else {}
+    with graph._attr_scope(changes):
         yield
 
 
