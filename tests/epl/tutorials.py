@@ -56,10 +56,10 @@ def pipeline(epl: Any, rows: Rows, runs: int) -> Result:
 
 
 def experts(epl: Any, x: Any, scope: Any) -> Any:
-    """Two experts between a gate and what combines them; their weights are made in a split scope."""
-    gates = tf.nn.softmax(dense(x, 2, "gate"))
+    """Four experts between a gate and what combines them; their weights are made in a split scope."""
+    gates = tf.nn.softmax(dense(x, 4, "gate"))
     with scope():
-        start = np.random.default_rng(2).normal(size=(2, WIDTH, WIDTH)) / 4
+        start = np.random.default_rng(2).normal(size=(4, WIDTH, WIDTH)) / 4
         inner = tf.get_variable("in_weights", start.shape, tf.float64, tf.constant_initializer(start))
         outer = tf.get_variable("out_weights", start.shape, tf.float64, tf.constant_initializer(start[::-1]))
     sent = tf.einsum("BE,BM->EBM", gates, x)
