@@ -12,10 +12,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from whale.annotations import annotate as annotate
+    from whale.annotations import auto_parallel as auto_parallel
     from whale.annotations import checkpoint as checkpoint
     from whale.annotations import pipeline as pipeline
     from whale.annotations import recompute as recompute
     from whale.annotations import replica as replica
+    from whale.annotations import replicate as replicate
     from whale.annotations import set_default_strategy as set_default_strategy
     from whale.annotations import split as split
     from whale.annotations import stage as stage
@@ -82,6 +84,8 @@ _PUBLIC = {
     "ShardedTensor": "whale.runtime.input.data",
     "recompute": "whale.annotations",
     "replica": "whale.annotations",
+    "replicate": "whale.annotations",
+    "auto_parallel": "whale.annotations",
     "split": "whale.annotations",
     "stage": "whale.annotations",
     "pipeline": "whale.annotations",

@@ -16,20 +16,30 @@ class replica(ContextDecorator):
     Args:
       devices: ranks (or a slice of ``wh.cluster``, or TensorFlow's names of devices: "/job:worker/task:1") among which
         the rows of the code inside are divided; None means all.
-        The others have no rows of it, but its variables as well.
+        The others have no rows of it, but its variables as well. A number is a ``device_count``.
+      device_count: devices that share the rows of one replica of the model; the rows of a batch are divided over all
+        replicas and their devices anyway.
+      name: what a person calls it; nothing else.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are no ranks of the run.
+      PlanError: entered with devices that are no ranks of the run, or a number that does not divide them.
     """
 
-    def __init__(self, devices: Iterable[Any] | str | None = None) -> None:
-        self.devices = None if devices is None else _flat(devices)
+    def __init__(
+        self,
+        devices: Iterable[Any] | str | int | None = None,
+        device_count: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.devices, self.device_count = _devices(devices, device_count)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> replica:
+        from whale.runtime.run.counts import check_count
         from whale.runtime.run.scopes import entered
 
+        check_count("replica", self.device_count)
         scope = entered("replica", self.devices)
         scope.__enter__()
         self._entered.append(scope)
@@ -56,6 +66,9 @@ class split(ContextDecorator):
       sequence: sequence parallelism: what lies between products (normalisations, residual sums, dropout) is divided
         along this dimension of activations [batch, sequence, features], 1, or [sequence, batch, features], 0. None: it
         is whole on every rank. It moves as many bytes and holds less.
+      device_count: so many ranks in a row divide tensors together, as ``split.ranks`` says for the run; a number for
+        ``devices`` is one.
+      name: what a person calls it; nothing else.
 
     Raises:
       ClusterError: entered before ``wh.init``.
@@ -65,20 +78,24 @@ class split(ContextDecorator):
 
     def __init__(
         self,
-        devices: Iterable[Any] | None = None,
+        devices: Iterable[Any] | int | None = None,
         dim: int | None = None,
         sequence: int | None = None,
         axis: str | Iterable[str] | None = None,
+        device_count: int | None = None,
+        name: str | None = None,
     ) -> None:
-        self.devices = None if devices is None else _flat(devices)
+        self.devices, self.device_count = _devices(devices, device_count)
         self.axis = None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         self.dim = dim
         self.sequence = sequence
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
+        from whale.runtime.run.counts import split_over
         from whale.runtime.run.scopes import entered
 
+        split_over(self.device_count)
         scope = entered("split", self.devices, self.dim, self.sequence, self.axis)
         scope.__enter__()
         self._entered.append(scope)
@@ -99,20 +116,27 @@ class stage(ContextDecorator):
     Args:
       devices: its ranks, or a slice of ``wh.cluster``; None: as above. To be given for all stages or for none. In
         ``wh.annotate`` also the number of the stage, in the order of the data.
+      device_count: ranks of one replica of it: 1, as without ``devices``.
+      name: what a person calls it; nothing else.
 
     Raises:
       ClusterError: entered before ``wh.init``.
       PlanError: a stage inside a stage, devices that are no ranks of the run, or a number.
     """
 
-    def __init__(self, devices: Iterable[Any] | int | None = None) -> None:
+    def __init__(
+        self, devices: Iterable[Any] | int | None = None, device_count: int | None = None, name: str | None = None
+    ) -> None:
+        self.device_count = device_count
         self.number = devices if isinstance(devices, int) else None
         self.devices = None if devices is None or isinstance(devices, int) else _flat(devices)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
+        from whale.runtime.run.counts import one_of_a_stage
         from whale.runtime.run.scopes import entered_stage, refuse_number
 
+        one_of_a_stage(self.device_count)
         if self.number is not None:
             refuse_number(self.number)
         scope = entered_stage(self.devices)
@@ -124,6 +148,68 @@ class stage(ContextDecorator):
         self._entered.pop().__exit__(*exception)
 
 
+class replicate(replica):
+    """``with wh.replicate(1):`` one part of a model, as the Whale paper writes it; each opening is a part of its own.
+
+    Parts of fewer devices than there are ranks are stages, in this order; a single one is the whole model, which is
+    replicated. A part of all ranks has its rows divided over them.
+
+    Args:
+      device_count: devices of one replica of it.
+      name: what a person calls it; nothing else.
+    """
+
+    def __init__(self, device_count: int | None = None, name: str | None = None) -> None:
+        super().__init__(None, device_count or 1, name)
+        self._stages: list[AbstractContextManager[Any] | None] = []
+
+    def __enter__(self) -> replicate:
+        from whale.runtime.run.counts import is_a_stage
+
+        apart = stage(device_count=self.device_count) if is_a_stage(self.device_count) else None
+        if apart is None:
+            super().__enter__()
+        else:
+            apart.__enter__()
+        self._stages.append(apart)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        apart = self._stages.pop()
+        if apart is None:
+            super().__exit__(*exception)
+        else:
+            apart.__exit__(*exception)
+
+
+class auto_parallel(ContextDecorator):
+    """``with wh.auto_parallel():`` (or the call alone): steps that are compiled from now on are spread by themselves.
+
+    As the key ``auto_parallel``; scopes are kept as they are.
+
+    Args:
+      modes: None: the way that is predicted to be the fastest. ``wh.replica``: the batch is divided, as it is anyway;
+        ``wh.split``: tensors of all layers are; ``wh.pipeline`` or ``wh.stage``, or a list with one of them: as None,
+        with as many stages as ``pipeline.num_stages`` says.
+
+    Raises:
+      ClusterError: before ``wh.init``.
+      PlanError: another mode.
+    """
+
+    def __init__(self, modes: Any = None) -> None:
+        from whale.runtime.run.counts import spread_by_itself
+
+        kinds = modes if isinstance(modes, (list, tuple)) else [] if modes is None else [modes]
+        spread_by_itself([getattr(kind, "__name__", type(kind).__name__) for kind in kinds])
+
+    def __enter__(self) -> auto_parallel:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """It holds to the end of the run, since steps are compiled when they are called."""
+
+
 class pipeline(ContextDecorator):
     """``with wh.pipeline(num_micro_batch=4):`` (or ``@wh.pipeline(...)``): the batch is computed in micro-batches.
 
@@ -132,23 +218,31 @@ class pipeline(ContextDecorator):
     all steps; the result is that of one device either way. Enter it inside the step, or where layers are created.
 
     Args:
-      num_micro_batch: into how many parts each rank cuts its rows; at least 1.
+      num_micro_batch: into how many parts each rank cuts its rows; at least 1. None: as many as are configured.
+      strategy: the order of micro-batches: that of the key ``pipeline.schedule``, or the names PreferBackward and
+        PreferForward for 1f1b and gpipe; None: as configured.
+      num_stages: how many there will be inside; nothing follows from it.
 
     Raises:
       ClusterError: entered before ``wh.init``.
       PlanError: ``num_micro_batch`` is no positive integer; entered inside a stage, a split, or a pipeline with another
-        number; the configuration sets another number. Later, when the program is planned: it has scopes with different
+        number; the configuration sets another number or order. Later, when the program is planned: it has scopes with different
         numbers.
     """
 
-    def __init__(self, num_micro_batch: int) -> None:
-        self.num_micro_batch = num_micro_batch
+    def __init__(
+        self, num_micro_batch: int | None = None, strategy: str | None = None, num_stages: int | None = None
+    ) -> None:
+        self.num_micro_batch, self.strategy = num_micro_batch, strategy
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> pipeline:
+        from whale.runtime.run.counts import configured_number, same_schedule
         from whale.runtime.run.scopes import entered_pipeline
 
-        scope = entered_pipeline(self.num_micro_batch)
+        same_schedule(self.strategy)
+        number = configured_number() if self.num_micro_batch is None else self.num_micro_batch
+        scope = entered_pipeline(number)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -236,6 +330,15 @@ def annotate(patterns: Mapping[str, Any]) -> None:
             settings = {name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "axis", "number")}
             found[text].append(NamedScope(type(scope).__name__, **settings))
     named.annotate(found)
+
+
+def _devices(
+    devices: Iterable[Any] | str | int | None, device_count: int | None
+) -> tuple[tuple[int | str, ...] | None, int | None]:
+    """(devices, how many): a number alone says how many."""
+    if isinstance(devices, int):
+        return None, devices
+    return (None if devices is None else _flat(devices)), device_count
 
 
 def _flat(devices: Iterable[Any] | str) -> tuple[int | str, ...]:

@@ -7,6 +7,7 @@ A value is taken from the first source that has it: code (the dict given to `Con
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import os
@@ -128,6 +129,17 @@ class Config(Mapping[str, Any]):
         given = {name: value for name, value in self._values.items() if self._origins[name] != "default"}
         return f"Config({given!r})"
 
+    def but(self, values: Mapping[str, Any]) -> Config:
+        """The same with other values, as if they were set in code.
+
+        Raises:
+            ConfigError: a key is unknown, or a value has the wrong type or range.
+        """
+        found = copy.copy(self)
+        found._values, found._origins = dict(self._values), dict(self._origins)
+        found._take(values, "code")
+        return found
+
     def origin(self, name: str) -> str:
         """Where the value of a key comes from: ``code``, ``environment <variable>``, ``file <path>`` or ``default``."""
         return self._origins[_known(name, "code").name]
@@ -156,7 +168,13 @@ class Config(Mapping[str, Any]):
         self._origins[key.name] = origin
 
 
+# Keys as scripts of the first Whale write them.
+_BARE = {"num_micro_batch": "pipeline.num_micro_batch", "num_task_graph": "pipeline.num_stages"}
+
+
 def _known(name: object, origin: str) -> Key:
+    if isinstance(name, str) and name in _BARE:
+        return _BY_NAME[_BARE[name]]
     if isinstance(name, str) and name in _BY_NAME:
         return _BY_NAME[name]
     near = difflib.get_close_matches(str(name), _BY_NAME, n=1, cutoff=0.5)

@@ -32,10 +32,18 @@ class Cluster:
         """Nothing ends with it."""
 
 
-def cluster(layout: str | Mapping[str, Any] | Collection[str] = "all") -> Cluster:
+def cluster(
+    worker_hosts: str | Mapping[str, Any] | Collection[str] | None = None,
+    ps_hosts: str | None = None,
+    job_name: str = "worker",
+    rank: int = 0,
+    layout: str | Mapping[str, Any] | Collection[str] | None = None,
+) -> Cluster:
     """Cuts the ranks of the run into slices. Before ``wh.init`` they are those that it will have by its environment.
 
     Args:
+      worker_hosts: a layout, where it stands first. Hosts, as scripts of the first Whale give them with ``ps_hosts``,
+        ``job_name`` and ``rank``, give way to the ranks that were started.
       layout: ``"all"``: one slice of all ranks. ``{"average": k}``: k slices of as many ranks, in order.
         ``{"row": n}``: ranks in rows of n, and slice i is the i-th of each row, so each row is one replica of a
         pipeline whose stage i is on slice i: four ranks in rows of 2 are ``[[0], [2]]`` and ``[[1], [3]]``.
@@ -44,6 +52,9 @@ def cluster(layout: str | Mapping[str, Any] | Collection[str] = "all") -> Cluste
     Raises:
       ClusterError: the ranks cannot be cut so.
     """
+    if layout is None:
+        hosts = isinstance(worker_hosts, str) and worker_hosts != "all"
+        layout = "all" if worker_hosts is None or hosts else worker_hosts
     context = running()
     size = _size_to_be() if context is None else context.planned_size
     if isinstance(layout, Mapping):

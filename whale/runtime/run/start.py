@@ -23,6 +23,7 @@ from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
+from whale.runtime.run.again import begin_again
 from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
@@ -47,12 +48,13 @@ def planning_run(size: int, seen: Callable[[Plan, Program, PlanSettings], None],
 def init(
     config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "", solo: bool = False
 ) -> None:
-    """Starts Whale in this process; every rank calls it once, before scopes and steps.
+    """Starts Whale in this process; every rank calls it before scopes and steps.
 
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
     process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
     TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal. Shuffles of
-    tf.data that have no seed, and are made from now on, get equal ones.
+    tf.data that have no seed, and are made from now on, get equal ones. A second call, on every rank, gives the run that
+    goes on another configuration, without scopes and annotations of before; the ranks stay connected.
 
     Args:
       config: a ``wh.Config`` or a mapping of dotted keys.
@@ -63,8 +65,13 @@ def init(
     Raises:
       ConfigError: an unknown key or a wrong value.
       PlanError: the saved plan cannot be read, or is for another number of ranks.
-      ClusterError: the ranks cannot be connected, or ``init`` was called before.
+      ClusterError: the ranks cannot be connected; or a second call has a ``plan`` or ``solo``, or other keys that say
+        how ranks are connected, or the ranks run programs of their own.
     """
+    going_on = process.context
+    if going_on is not None and going_on.own_programs is None and not plan and not solo:
+        begin_again(config)
+        return
     _begin(config, plan, own_programs=False, solo=solo)
 
 

@@ -1,0 +1,103 @@
+"""What scripts of the first Whale say of scopes by numbers: devices of a replica, micro-batches as configured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.errors import PlanError
+from whale.runtime.run.context import current
+
+_SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}
+
+
+def check_count(kind: str, count: int | None) -> None:
+    """Raises PlanError where so many devices of a replica do not divide the ranks."""
+    size = current(f"the scope wh.{kind}").planned_size
+    if count is not None and (count < 1 or (size > 1 and size % count)):
+        raise PlanError(
+            f"the ranks cannot be divided among parts of wh.{kind}",
+            given=f"device_count={count}, {size} ranks",
+            expected=f"a number that divides {size}",
+            action="correct device_count, or start another number of ranks",
+        )
+
+
+def split_over(count: int | None) -> None:
+    """So many ranks in a row divide tensors together, in all of the run.
+
+    Raises:
+      PlanError: it does not divide the ranks, or the run has another number.
+    """
+    context = current("the scope wh.split")
+    if count is None or context.planned_size == 1:
+        return
+    check_count("split", count)
+    config = context.config
+    known = context.split_ranks or config["split.ranks"] or (context.planned_size if context.dividing_scope_seen else 0)
+    if config["mesh"] or (known and known != count):
+        raise PlanError(
+            "tensors of a run are divided over one number of ranks",
+            given=f"device_count={count}, and {config['mesh'] or f'{known} ranks'} before",
+            expected="one number for all splits",
+            action="give every wh.split the same device_count, or name axes with the key mesh",
+        )
+    context.split_ranks = count
+
+
+def one_of_a_stage(count: int | None) -> None:
+    """Raises PlanError for a stage of several ranks that are not named."""
+    if count not in (None, 1):
+        raise PlanError(
+            "a stage has several ranks, and nobody says which",
+            given=f"device_count={count}",
+            expected="its ranks, or 1",
+            action="name them: wh.stage(devices=[0, 1])",
+        )
+
+
+def is_a_stage(count: int | None) -> bool:
+    """Whether a part of the model with so many devices has ranks of its own."""
+    size = current("the scope wh.replicate").planned_size
+    check_count("replicate", count)
+    return (count or 1) < size or size == 1
+
+
+def configured_number() -> int:
+    """Micro-batches that the configuration asks for."""
+    return int(current("the scope wh.pipeline").config["pipeline.num_micro_batch"])
+
+
+def same_schedule(strategy: str | None) -> None:
+    """Raises PlanError where a pipeline asks for another order of micro-batches than the run has."""
+    config = current("the scope wh.pipeline").config
+    if strategy is None or _SCHEDULES.get(strategy.lower(), strategy) == config["pipeline.schedule"]:
+        return
+    raise PlanError(
+        "a pipeline has the order of micro-batches that the run has",
+        given=f"strategy={strategy!r}, pipeline.schedule={config['pipeline.schedule']!r}",
+        expected="the same",
+        action="set the key pipeline.schedule",
+    )
+
+
+def spread_by_itself(modes: Sequence[str]) -> None:
+    """Steps that are compiled from now on are spread in these ways; none: in the fastest.
+
+    Raises:
+      PlanError: there is no such way.
+    """
+    context = current("wh.auto_parallel()")
+    if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
+        raise PlanError(
+            "there is no such way to spread a model",
+            given=unknown[0],
+            expected="wh.replica, wh.split, wh.pipeline, or a list of them",
+            action="correct modes, or leave it out",
+        )
+    if modes and set(modes) <= {"replica", "replicate"}:
+        return
+    if modes and set(modes) <= {"replica", "replicate", "split"}:
+        context.split_everything = True
+        context.dividing_scope_seen = True
+        return
+    context.config = context.config.but({"auto_parallel": True})
