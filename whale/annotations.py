@@ -226,8 +226,8 @@ class pipeline(ContextDecorator):
     Raises:
       ClusterError: entered before ``wh.init``.
       PlanError: ``num_micro_batch`` is no positive integer; entered inside a stage, a split, or a pipeline with another
-        number; the configuration sets another number or order. Later, when the program is planned: it has scopes with different
-        numbers.
+        number; the configuration sets another number or order. Later, when the program is planned: it has scopes with
+        different numbers.
     """
 
     def __init__(

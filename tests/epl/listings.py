@@ -75,7 +75,7 @@ def data_parallel_pipeline(x: Any) -> Any:
 
 
 def automatic(x: Any) -> Any:
-    wh.init(wh.Config({**_ranks(), "num_task_graph": 2, "num_micro_batch": 2}))
+    wh.init(wh.Config({**_ranks(), "num_task_graph": 2, "num_micro_batch": 4}))
     with wh.auto_parallel([wh.pipeline, wh.replica]):
         return classes(features(x))
 

@@ -53,8 +53,10 @@ def init(
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
     process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
     TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal. Shuffles of
-    tf.data that have no seed, and are made from now on, get equal ones. A second call, on every rank, gives the run that
-    goes on another configuration, without scopes and annotations of before; the ranks stay connected.
+    tf.data that have no seed, and are made from now on, get equal ones.
+
+    A second call, on every rank, gives the run that goes on another configuration, without scopes and annotations of
+    before; the ranks stay connected.
 
     Args:
       config: a ``wh.Config`` or a mapping of dotted keys.
