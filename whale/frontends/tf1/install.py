@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tensorflow.python.client import session
 
-from whale.frontends.tf1 import optimizers, sessions, switches, timers, writing
+from whale.frontends.tf1 import estimators, optimizers, sessions, switches, timers, writing
+from whale.frontends.when_imported import when_imported
 
 
 def install() -> None:
@@ -13,4 +14,5 @@ def install() -> None:
         session.Session._whale_changed = True
         for part in (sessions, timers, writing, switches, optimizers):
             part.change()
+    when_imported(estimators.MODULES, estimators.change)
     switches.turn_on()
