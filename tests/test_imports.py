@@ -66,7 +66,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "ask", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
     + ("session", "tools", "measure"),
-    "whale.frontends": ("giant", "keras", "tf1", "horovod", "start", "strategy", "epl"),
+    "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl"),
     "whale.frontends.tf1": ("taking", "*", "install"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),

@@ -219,7 +219,8 @@ class GraphCapture:
                     op=name,
                     given=op,
                     expected="While or If ops",
-                    action="call tf.compat.v1.enable_control_flow_v2() before the graph is built",
+                    action="call wh.init(), or tf.compat.v1.enable_control_flow_v2(), before the graph is built; of an "
+                    "imported MetaGraph, before the one that it was exported from",
                 )
             if op in REF_VARIABLES:
                 raise CaptureError(
@@ -227,7 +228,8 @@ class GraphCapture:
                     op=name,
                     given=op,
                     expected="VarHandleOp, a resource variable",
-                    action="call tf.compat.v1.enable_resource_variables() before the graph is built",
+                    action="call wh.init(), or tf.compat.v1.enable_resource_variables(), before the graph is built, "
+                    "without use_resource=False; of an imported MetaGraph, before the one that it was exported from",
                 )
 
     def _variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:

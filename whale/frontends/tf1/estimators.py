@@ -1,4 +1,4 @@
-"""``tf.estimator`` (TensorFlow up to 2.15): its sessions are Whale's; what is left is who it thinks it is, and exports."""
+"""``tf.estimator`` (TensorFlow up to 2.15), whose sessions are Whale's; left are whose place it has, and exports."""
 
 from __future__ import annotations
 
