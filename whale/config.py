@@ -277,7 +277,7 @@ def _read_file(path: str) -> Mapping[str, Any]:
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "the configuration file cannot be read",
             given=f"{FILE_VARIABLE}={path}",

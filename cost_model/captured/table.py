@@ -109,7 +109,7 @@ def read(path: str | Path) -> Table:
         table = msgspec.json.decode(Path(path).read_bytes(), type=Table)
     except OSError as error:
         raise ClusterError("the profile cannot be read", given=f"{path}: {error.strerror}", action=action) from error
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ClusterError(
             "the profile is not one that `whale profile` wrote", given=f"{path}: {error}", action=action
         ) from error

@@ -13,14 +13,42 @@ from cost_model.hardware.catalogue import LOADER, nearest
 from whale.errors import ClusterError
 
 T = TypeVar("T")
+MOST_BYTES = 64 << 20  # of a file that a person writes, or a tool for one
+MOST_DEPTH = 64
+MOST_ALIASES = 1000
 
 
 def text(path: str | Path, what: str) -> str:
     """The text of a file; `what` names its kind in errors."""
     try:
-        return Path(path).read_text()
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ClusterError(f"the {what} is too large", given=str(path), expected=f"at most {MOST_BYTES} bytes")
+        return data.decode()
     except OSError as error:
         raise ClusterError(f"the {what} cannot be read", given=f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ClusterError(f"the {what} is no text", given=f"{path}: {error}", expected="UTF-8") from error
+
+
+def refuse_depth(text: str, origin: str, what: str) -> None:
+    """Refuses YAML that is nested so deeply, or says so much by aliases, that a parser ends or never ends.
+
+    Raises:
+        ClusterError: it is.
+        yaml.YAMLError, ValueError: it is no YAML.
+    """
+    depth = aliases = 0
+    for event in yaml.parse(text, Loader=LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > MOST_DEPTH or aliases > MOST_ALIASES:
+            raise ClusterError(
+                f"the {what} is nested too deeply",
+                given=f"{origin}:{event.start_mark.line + 1}",
+                expected=f"at most {MOST_DEPTH} levels and {MOST_ALIASES} aliases",
+            )
 
 
 class File:
@@ -29,6 +57,7 @@ class File:
     def __init__(self, text: str, origin: str, what: str) -> None:
         self.origin, self.what = origin, what
         try:
+            refuse_depth(text, origin, what)
             self.tree: Any = yaml.compose(text, Loader=LOADER)
             self.data: Any = yaml.load(text, Loader=LOADER)
         except yaml.YAMLError as error:
@@ -36,6 +65,8 @@ class File:
             where = f"{origin}:{mark.line + 1}" if mark else origin
             problem = f"{where}: {getattr(error, 'problem', error)}"
             raise ClusterError(f"the {what} is not YAML", given=problem) from None
+        except (ValueError, TypeError) as error:  # a date or number that is none, a key that cannot be one
+            raise ClusterError(f"the {what} cannot be read", given=f"{origin}: {error}") from None
 
     def decode(self, kind: type[T]) -> T:
         """The file's content as a struct."""
@@ -46,6 +77,8 @@ class File:
             unknown = re.search(r"unknown field `([^`]+)`", message)
             facts = nearest(unknown[1], _fields(kind)) if unknown else {}
             raise self.error(_keys(path.rstrip("`")), message, **facts) from None
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
 
     def error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
         """An error about the value that keys lead to, or the nearest one around it that the file has."""

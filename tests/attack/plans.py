@@ -59,7 +59,8 @@ class Counts:
 def changed(tree: Any, generator: random.Random) -> Any:
     """A copy of decoded JSON with one thing in it changed: gone, twice, another number, placement or kind."""
     tree = deepcopy(tree)
-    path = [generator.choice(_PARTS if generator.random() < 0.8 else list(tree))]
+    parts = [part for part in _PARTS if part in tree] if generator.random() < 0.8 else []
+    path = [generator.choice(parts or list(tree))]
     while True:
         parent = tree
         for step in path[:-1]:

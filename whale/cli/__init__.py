@@ -53,5 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"whale {options.verb}: {no_tensorflow(f'whale {options.verb}')}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads what this would still say
+        return 141
+    except OSError as error:
+        print(f"whale {options.verb}: a file cannot be used: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130

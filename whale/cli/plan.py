@@ -6,6 +6,7 @@ import argparse
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.inconsistent import refused_if_inconsistent
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
@@ -87,10 +88,9 @@ def _own_behind_script(given: argparse.Namespace) -> argparse.Namespace:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
-    if given.jobs:
-        return _jobs(given)
-    if given.describe or given.profile:
-        return _described(given)
+    if given.jobs or given.describe or given.profile:
+        with refused_if_inconsistent(given.jobs, given.offers, given.profile, given.cluster):
+            return _jobs(given) if given.jobs else _described(given)
     if given.offers:
         given.wrong("offers are for a described or measured model: add --describe or --profile")
     if given.script is None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.inconsistent import refused_if_inconsistent
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
@@ -72,11 +73,16 @@ def _add_devices(verb: argparse.ArgumentParser) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs `whale show`."""
-    from whale.planner.report import planfile
-
     data = _bytes(given.plan)
     if given.analyze:
         return _analyze(given, data)
+    with refused_if_inconsistent(given.plan):
+        return _show(given, data)
+
+
+def _show(given: argparse.Namespace, data: bytes) -> int:
+    from whale.planner.report import planfile
+
     if planfile.is_spread(data):
         from whale.planner.report.show import layer_table, show, terminal_width
 
@@ -150,6 +156,11 @@ def _bytes(path: str) -> bytes:
 
 
 def _explain(given: argparse.Namespace) -> int:
+    with refused_if_inconsistent(given.plan):
+        return _explained(given)
+
+
+def _explained(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile
 
     data = _bytes(given.plan)
@@ -169,6 +180,11 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
+    with refused_if_inconsistent(given.plan, given.other):
+        return _compared(given)
+
+
+def _compared(given: argparse.Namespace) -> int:
     from whale.ir.plan_diff import diff_plans
     from whale.planner.report import planfile
     from whale.planner.report.show import diff
@@ -197,9 +213,10 @@ def _check(given: argparse.Namespace) -> int:
     data = _bytes(given.plan)
     other = cluster.read(given.cluster) if given.cluster else None
     if planfile.is_spread(data):
-        plan = planfile.loads(data, given.plan)
-        problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
-        good = plan.spread.summary()
+        with refused_if_inconsistent(given.plan, given.cluster):
+            plan = planfile.loads(data, given.plan)
+            problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
+            good = plan.spread.summary()
     else:
         from whale.runtime.tools import plan_check
 
@@ -226,7 +243,8 @@ def _drawn(given: argparse.Namespace, what: str) -> int:
     if planfile.is_spread(data):
         from whale.planner.report import draw
 
-        text = {"trace": draw.trace, "html": draw.html}[what](planfile.loads(data, given.plan))
+        with refused_if_inconsistent(given.plan):
+            text = {"trace": draw.trace, "html": draw.html}[what](planfile.loads(data, given.plan))
     else:
         from whale.planner.report import draw_captured
 

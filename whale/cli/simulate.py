@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from whale.cli.inconsistent import refused_if_inconsistent
+
 
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
@@ -45,10 +47,11 @@ def call(given: argparse.Namespace) -> int:
     from cost_model.machines import allocation
     from whale.cgroup import cpu_quota
 
-    cluster = allocation.named_cluster(given.cluster, given.network, cpu_quota())
-    task = job.read(given.job)
-    found = task.predict(cluster, profile.read(given.profile) if given.profile else None)
-    print(job.report(task, cluster, found))
-    if given.trace:
-        given.trace.write_text(job.trace(found))
-    return 1 if job.too_large(cluster, found) else 0
+    with refused_if_inconsistent(given.job, given.cluster, given.profile):
+        cluster = allocation.named_cluster(given.cluster, given.network, cpu_quota())
+        task = job.read(given.job)
+        found = task.predict(cluster, profile.read(given.profile) if given.profile else None)
+        print(job.report(task, cluster, found))
+        if given.trace:
+            given.trace.write_text(job.trace(found))
+        return 1 if job.too_large(cluster, found) else 0

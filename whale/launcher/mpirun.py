@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
 
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
 _PROBE_TIMEOUT_S = 20.0
+MOST_RANKS = 1 << 16
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]{0,252})")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # Variables that a rank on another host needs; on this host they are inherited.
 _FORWARDED_PREFIXES = ("WHALE_", "TF_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "KERAS_", "PYTHON")
@@ -81,8 +84,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     hosts: list[Host] = []
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
-        count = int(slots) if slots.isdecimal() else 0 if colon else 1
-        if not name or any(c.isspace() for c in name) or name.startswith("-") or count < 1:
+        count = int(slots) if slots.isdecimal() and len(slots) <= 9 else 0 if colon else 1
+        if not _HOST_NAME.fullmatch(name) or ".." in name or not 1 <= count <= MOST_RANKS:
             raise ClusterError(
                 "a list of hosts cannot be read",
                 given=repr(text),
@@ -107,9 +110,12 @@ def check(options: Options) -> None:
     Raises:
         ClusterError: no rank, too few slots, threads < 1, or a script that does not exist.
     """
-    if options.ranks < 1:
+    if not 1 <= options.ranks <= MOST_RANKS:
         raise ClusterError(
-            "a run needs a rank", given=f"-np {options.ranks}", expected="at least 1", action="give -np 1"
+            "a run needs a rank" if options.ranks < 1 else "a run cannot have that many ranks",
+            given=f"-np {options.ranks}",
+            expected=f"at least 1, and at most {MOST_RANKS}",
+            action="give -np 1" if options.ranks < 1 else "give fewer",
         )
     if options.threads is not None and options.threads < 1:
         raise ClusterError(
@@ -272,7 +278,7 @@ def listen_address(options: Options) -> str:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)  # sends nothing: asks the routing table
                 return str(probe.getsockname()[0])
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ClusterError(
                 f"the host {host.name!r} cannot be reached",
                 reason=error,

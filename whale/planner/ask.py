@@ -30,6 +30,10 @@ LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
 
+MOST = {"layers": 512}  # the search of more takes minutes, whatever its budget
+MOST_OTHERWISE = 10**12
+
+
 def describe(text: str) -> tuple[Transformer, int | None]:
     """`gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`, and
     `moe:...,experts=64[,top=2]`, each layer's feed-forward networks; `state_bytes=4` for an optimizer without moments.
@@ -53,6 +57,9 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             )
         if name not in (*names, "batch") or not number.strip().isdigit():
             raise PlanError("a description cannot be read", given=part, expected=example)
+        if len(number.strip()) > 15 or not int(number) <= MOST.get(name, MOST_OTHERWISE):
+            most = MOST.get(name, MOST_OTHERWISE)
+            raise PlanError("a model of that size is not planned", given=part, expected=f"{name} of at most {most:,}")
         values[name] = int(number)
     batch = values.pop("batch", None)
     needed = ("layers", "hidden", "heads") + (("experts",) if family == "moe" else ())

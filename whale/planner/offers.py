@@ -20,8 +20,9 @@ import msgspec
 
 from cost_model.described.transformer import Transformer
 from cost_model.machines import cluster as clusters
+from cost_model.machines import files
 from cost_model.machines.cluster import Cluster
-from whale.errors import PlanError
+from whale.errors import ClusterError, PlanError
 from whale.planner import ask
 from whale.planner.described.layer_tables import Table
 from whale.planner.report.planfile import PlanFile
@@ -105,8 +106,8 @@ def read_jobs(path: str) -> list[Job]:
 
 def _decoded(path: str, kind: Any, expected: str) -> Any:
     try:
-        return msgspec.yaml.decode(Path(path).read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+        return files.File(files.text(path, "file"), path, "file").decode(kind)
+    except ClusterError as error:
         raise PlanError("a file cannot be read", given=path, reason=str(error), expected=expected) from error
 
 

@@ -185,7 +185,7 @@ def loads(data: bytes, origin: str = "<text>") -> PlanFile:
         if head.kind != KIND:
             raise PlanError("not a plan of the planner", given=origin, expected="what `whale plan --describe` wrote")
         return msgspec.json.decode(data, type=PlanFile)
-    except msgspec.MsgspecError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise PlanError("the plan cannot be read", given=origin, reason=str(error)) from error
 
 
@@ -197,7 +197,7 @@ def is_spread(data: bytes) -> bool:
 
     try:
         return msgspec.json.decode(data, type=Head).kind == KIND
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return False
 
 
