@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
+    from whale.frontends.giant import layers as layers
     from whale.frontends.giant import losses as losses
     from whale.frontends.keras.distribute import distribute as distribute
     from whale.frontends.strategy.strategy import Strategy as Strategy
@@ -73,6 +74,7 @@ _PUBLIC = {
     "CheckpointManager": "whale.runtime.checkpoint.manager",
     "export": "whale.runtime.checkpoint.export",
     "function": "whale.runtime.function",
+    "layers": "whale.frontends.giant.layers",
     "losses": "whale.frontends.giant.losses",
     "Session": "whale.runtime.session.session",
     "InteractiveSession": "whale.runtime.session.session",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+import whale as wh
 from benchmarks.giant.measure import RANKS, Line, Scopes, sgd, weight
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, GROUPS = 1024, 256, 512, 8, 4
@@ -110,11 +111,50 @@ class Experts:
             return gate[..., None] * tf.gather(applied, slot, batch_dims=1)
 
 
+class Layer:
+    """``wh.layers.MoE`` behind a dense layer, with its losses."""
+
+    def __init__(
+        self, scopes: Scopes, dtype: Any, width: int = WIDTH, each: int = TOKENS // GROUPS,
+        groups_of_rows: int = GROUPS, **options: Any,
+    ) -> None:  # fmt: skip
+        self.scopes, self.dtype, self.shape = scopes, dtype, (groups_of_rows, each, width)
+        self.layer = wh.layers.MoE(**options, dtype=tf.as_dtype(dtype).name)
+        self.layer.build(self.shape)
+        self.before = weight(3, width, width, dtype=dtype)
+        for i, v in enumerate(self.layer.trainable_variables):
+            v.assign(weight(i, *v.shape, dtype=dtype))
+
+    @property
+    def variables(self) -> list[Any]:
+        return [self.before, *self.layer.variables]
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        return (tf.cast(np.random.default_rng(number).standard_normal(self.shape, np.float32), self.dtype),)
+
+    def step(self, x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with self.scopes.replica():
+                h = tf.tanh(x @ self.before)
+            y = self.layer(h, training=True)
+            with self.scopes.replica():
+                loss = tf.reduce_mean(tf.square(y - x)) + tf.add_n(self.layer.losses)
+        sgd(loss, tape, [self.before, *self.layer.trainable_variables])
+        return loss
+
+
 def wanted(experts: int = EXPERTS, groups: int = GROUPS) -> int:
     """Four all-to-alls of the slots, the sums of the gradients of the router and of what is before it, and the loss."""
     slots = groups * experts * int(np.ceil(CAPACITY_FACTOR * TOKENS / groups / experts))
     exchanged = slots * WIDTH * FLOAT * (RANKS - 1) // RANKS
     return 4 * exchanged + 2 * (RANKS - 1) * (WIDTH * (WIDTH + experts) + 1) * FLOAT
+
+
+def wanted_of_layer(shared: int, groups: int) -> int:
+    """The same where tokens go to two experts each, with the sum of a shared expert's gradient, losses and metrics."""
+    slots = groups * EXPERTS * int(np.ceil(CAPACITY_FACTOR * (TOKENS // GROUPS) * 2 / EXPERTS))
+    exchanged = slots * WIDTH * FLOAT * (RANKS - 1) // RANKS
+    return 4 * exchanged + 2 * (RANKS - 1) * (WIDTH * (WIDTH + EXPERTS + 2 * shared) + 3 * EXPERTS + 4) * FLOAT
 
 
 def lines() -> list[Line]:
@@ -133,4 +173,14 @@ def lines() -> list[Line]:
         )
         for form in ("einsum", "scatter", "gather")
     ]
+    layers: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("top-2 and a shared expert", {"shared": 64}, {}),
+        ("experts choose", {"choose": "experts"}, {}),
+        ("top-2 with micro-batches", {"balance": "group", "groups_of_rows": 8}, accumulated),
+    ]
+    for name, options, config in layers:
+        made = partial(Layer, experts=EXPERTS, hidden=HIDDEN, **options)
+        small = partial(Layer, experts=EXPERTS, hidden=8, width=16, each=16, **options)
+        moved = wanted_of_layer(options.get("shared", 0), options.get("groups_of_rows", GROUPS))
+        found.append(Line(f"wh.layers.MoE, {name}", made, moved, config=config, small=small))
     return [*found, Line("3 experts on 4 ranks", partial(Experts, form="einsum", experts=3), wanted(3))]

@@ -101,6 +101,7 @@ GATHERS = [
     # The first column counts blocks.
     case("ScatterNd", _counted(4, 3, 2), F(4, 3, 5), K([4, 6, 5]), **_BLOCKS, search=False),
     case("GatherNd", F(4, 6, 5), _counted(4, 3, 2), **_BLOCKS, search=False),
+    case("ScatterNd", D([[1], [0], [3], [5], [8], [6], [10], [9]], "int32"), F(8), K([12]), **_BLOCKS, search=False),
     case("TensorScatterAdd", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
     case("TensorScatterMax", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
     case("OneHot", N(8, 3), K(4), D(1.0), D(0.5)), case("OneHot", N(8, 3), K(4), D(1.0), D(0.5), axis=0),

@@ -40,6 +40,21 @@ def test_the_gradient_of_a_gather_in_blocks() -> None:
     assert blocks(slope) == {"UnsortedSegmentSum": 4}
 
 
+def test_the_gradient_of_top_k() -> None:
+    def slope(x: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
+        return tf.gradients(tf.reduce_sum(tf.math.top_k(x, 2).values ** 2), x)[0]
+
+    assert blocks(slope) == {"ScatterNd": 24}
+
+
+def test_counts_that_are_too_large_to_be_folded() -> None:
+    def long(x: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
+        count = tf.broadcast_to(tf.range(5000)[:, None], [5000, 2])
+        return tf.gather_nd(tf.zeros([5000, 6]), tf.stack([count, tf.repeat(i[:1, :2], 5000, 0)], -1))
+
+    assert blocks(long) == {"GatherNd": 5000}
+
+
 @pytest.mark.parametrize(
     "function",
     [

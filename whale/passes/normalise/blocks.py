@@ -8,12 +8,14 @@ indices and table together, and nothing has to move.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
+from whale.ir.values import static_shape
 from whale.rules.graph import BLOCKS
 
 # Op type -> the operand that holds indices of several columns.
@@ -23,6 +25,7 @@ _ADDRESSED = {
     **dict.fromkeys(("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate"), 1),
     **dict.fromkeys(("TensorScatterMax", "TensorScatterMin"), 1),
 }
+_MOST_ELEMENTS = 1 << 22
 _SEGMENTS = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"})
 
 
@@ -31,7 +34,8 @@ def mark_blocks(program: Program) -> Program:
     marked: dict[str, int] = {}
     for node in program.nodes:
         if node.op in _ADDRESSED:
-            blocks = _of_columns(program, node, node.inputs[_ADDRESSED[node.op]])
+            indices = node.inputs[_ADDRESSED[node.op]]
+            blocks = _of_columns(program, node, indices) or _of_flat_rows(program, node, indices)
         elif node.op in _SEGMENTS:
             blocks = _of_segments(program, node)
         else:
@@ -55,7 +59,7 @@ def _of_columns(program: Program, node: Node, indices: Ref) -> int:
     made = program.by_name[indices.node]
     while made.op in ("Identity", "Cast") and made.inputs:
         made = program.by_name[made.inputs[0].node]
-    first = program.const(made.inputs[0]) if made.op in ("Pack", "ConcatV2") else None
+    first = _value(program, made.inputs[0]) if made.op in ("Pack", "ConcatV2") else None
     if first is None:
         return 0
     if made.op == "Pack":
@@ -73,27 +77,73 @@ def _of_columns(program: Program, node: Node, indices: Ref) -> int:
     )
 
 
+def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
+    """How many rows there are if a scatter is the gradient of ``top_k``, which sees all rows as one, else 0."""
+    shape, found = program.type_of(indices).shape, node.outputs[0].shape
+    if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
+        return 0
+    if not found or found[0] is None:
+        return 0
+    for base, blocks, size in _blocks_added(program, indices, found[0], shape[0] or 0):
+        chosen = _behind_views(program, base)
+        if chosen.op == "TopKV2" and (program.type_of(chosen.inputs[0]).shape or (None,))[-1] == size:
+            return blocks
+    return 0
+
+
 def _of_segments(program: Program, node: Node) -> int:
     """How many blocks there are if the segments' numbers are those of a gather with ``batch_dims``, else 0."""
     ids, found = program.type_of(node.inputs[1]).shape, node.outputs[0].shape
     if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
         return 0
-    added = _behind_views(program, node.inputs[1])
-    if added.op != "AddV2":
-        return 0
-    for base, other in (added.inputs, added.inputs[::-1]):
-        steps = program.const(other)
-        if steps is None or steps.ndim < 2:
-            continue
-        blocks = steps.shape[0]
-        if not blocks or found[0] % blocks or ids[0] % blocks or steps.size != blocks:
-            continue
-        size = found[0] // blocks
-        if not np.array_equal(steps.reshape(-1), np.arange(blocks) * size):
-            continue
+    for base, blocks, size in _blocks_added(program, node.inputs[1], found[0], ids[0]):
         if any(_gathers_within(program, reader, i, blocks, size) for reader, i in program.consumers.get(base, ())):
             return blocks
     return 0
+
+
+def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iterator[tuple[Ref, int, int]]:
+    """(indices, blocks, size of one) where ``ref`` is indices to which ``block * size`` was added.
+
+    Args:
+      positions: that are addressed, of all blocks; rows: indices of all blocks.
+    """
+    added = _behind_views(program, ref)
+    for base, other in (added.inputs, added.inputs[::-1]) if added.op in ("Add", "AddV2") else ():
+        steps = _value(program, other)
+        if steps is None or steps.ndim < 2:
+            continue
+        blocks = steps.shape[0]
+        if not blocks or positions % blocks or rows % blocks or steps.size != blocks:
+            continue
+        if np.array_equal(steps.reshape(-1), np.arange(blocks) * (positions // blocks)):
+            yield base, blocks, positions // blocks
+
+
+def _value(program: Program, ref: Ref) -> np.ndarray | None:
+    """The value of what is made from a count alone, which may be too large to be folded; None: it is not known."""
+    node, t = program.by_name[ref.node], program.type_of(ref)
+    if node.op == "Const":
+        return program.const(ref)
+    if not t.is_static or t.elements > _MOST_ELEMENTS or t.dtype not in ("int32", "int64") or not node.inputs:
+        return None
+    if node.op == "Range":
+        bounds = [program.const(r) for r in node.inputs]
+        return None if any(b is None for b in bounds) else np.arange(*(int(b) for b in bounds if b is not None))
+    of_one = node.op in VIEWS or node.op in ("Cast", "BroadcastTo") or _only_adds_dimensions(program, node)
+    if not of_one:
+        return None
+    value, shape = _value(program, node.inputs[0]), static_shape(t)
+    if value is None:
+        return None
+    return np.broadcast_to(value, shape) if node.op == "BroadcastTo" else value.reshape(shape)
+
+
+def _only_adds_dimensions(program: Program, node: Node) -> bool:
+    """Whether it is ``x[:, None]``: all elements in their order."""
+    before, after = program.type_of(node.inputs[0]), node.outputs[0]
+    steps = program.const(node.inputs[3]) if node.op == "StridedSlice" else None
+    return steps is not None and bool((steps == 1).all()) and before.is_static and before.elements == after.elements
 
 
 def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, size: int) -> bool:

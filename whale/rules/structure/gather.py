@@ -8,7 +8,7 @@ import numpy as np
 from whale.ir.layout import Split
 from whale.ir.values import numpy_dtype
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
-from whale.rules.dims import axis, names, term, terms
+from whale.rules.dims import axis, names, term, terms, times
 from whale.rules.graph import BLOCKS
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
@@ -64,13 +64,22 @@ def _addressed(op: OpView, flag: str = "") -> tuple[str, str] | None:
         return None
     known = all(t.is_static for t in (*op.inputs, *op.outputs))
     addressed = [f"v{n}{flag if known else '^'}" for n in range(depth)]
-    within = _within_blocks(op)
-    return " ".join(["b", *addressed[1:], "q*"] if within else [*addressed, "q*"]), "b " if within else ""
+    if not _within_blocks(op):
+        return " ".join([*addressed, "q*"]), ""
+    table, rows = (times(n, "b", inner=True) for n in _of_a_block(op))
+    return " ".join([table, *addressed[1:], "q*"]), f"{rows} "
 
 
 def _within_blocks(op: OpView) -> bool:
     """Whether the blocks that the node is known to stay within can be shared out."""
     return int(op.attr(BLOCKS, 0)) >= op.parts > 1
+
+
+def _of_a_block(op: OpView) -> tuple[int, int]:
+    """(positions of the table, rows of the indices) of each block."""
+    table, indices = (op.outputs[0], op.inputs[0]) if op.node.op == "ScatterNd" else op.inputs[:2]
+    blocks = int(op.attr(BLOCKS))
+    return (table.shape or (0,))[0] // blocks, (indices.shape or (0,))[0] // blocks  # type: ignore[operator]
 
 
 def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
@@ -83,9 +92,11 @@ def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         return Local(attrs=apart) if apart else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local(coordinate)
     if isinstance(strategy.inputs[indices], Split):
-        own = cut.indices(coordinate)
-        first = np.zeros((len(own),) + (1,) * (len(op.inputs[indices].shape or ()) - 2) + (depth,))
-        first[..., 0] += (np.arange(len(own)) - own).reshape(-1, *(1,) * (first.ndim - 2))
+        positions, each = _of_a_block(op)
+        own = cut.indices(coordinate)[::positions] // positions
+        moved = np.repeat((np.arange(len(own)) - own) * positions, each)
+        first = np.zeros((len(moved),) + (1,) * (len(op.inputs[indices].shape or ()) - 2) + (depth,))
+        first[..., 0] += moved.reshape(-1, *(1,) * (first.ndim - 2))
         first = first.astype(numpy_dtype(op.inputs[indices].dtype))
         return Local(attrs={BLOCKS: len(own)}, moved={indices: first})
     masked = -1 if rows is None else None
