@@ -49,6 +49,7 @@ CASES = (
     Case("library", "saver"),
     Case("library", "custom_optimizer", turns=2, across_runs=True),
     Case("library", "summaries", per_replica=2),
+    Case("library", "sliced_files"),
     Case("library", "twice"),
     Case("library", "specific_cluster", per_replica=2, turns=2),
 )

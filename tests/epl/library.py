@@ -1,4 +1,4 @@
-"""Ten of the library's own tests as scripts: what they look at, with values that one device can be compared with."""
+"""Eleven of the library's own tests as scripts: what they look at, with values that one device can be compared with."""
 
 from __future__ import annotations
 
@@ -164,6 +164,30 @@ def summaries(epl: Any, rows: Rows, runs: int) -> Result:
     found = train(loss, tf.train.GradientDescentOptimizer(0.2).minimize(loss), runs, [shown, loss])
     assert written is not None
     return found
+
+
+def sliced_files(epl: Any, rows: Rows, runs: int) -> Result:
+    """Each replica reads files of its own."""
+    config = epl.Config()
+    config.io.slicing = True
+    epl.init(config)
+    epl.set_default_strategy(epl.replicate(1))
+    folder, count = tempfile.mkdtemp(), rows.replicas * rows.updates
+    files = [f"{folder}/part-{k}" for k in range(count)]
+    for k, name in enumerate(files):
+        with open(name, "w") as file:
+            file.writelines(f"{row}\n" for row in range(k * BATCH, (k + 1) * BATCH))
+
+    def row(line: Any) -> Any:
+        number = tf.strings.to_number(line, tf.int64)
+        return tf.gather(tf.constant(rows.x), number), tf.gather(tf.constant(rows.y), number)
+
+    each = BATCH * (rows.replicas if rows.mine is None else 1)
+    iterator = tf.data.make_initializable_iterator(tf.data.TextLineDataset(files).map(row).batch(each))
+    tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
+    x, labels = iterator.get_next()
+    loss = cross_entropy(labels, dense(x, CLASSES, "logits"))
+    return train(loss, tf.train.GradientDescentOptimizer(0.3).minimize(loss), runs)
 
 
 def twice(epl: Any, rows: Rows, runs: int) -> Result:

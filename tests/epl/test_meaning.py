@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tensorflow as tf
 
-from whale.errors import ConfigError, PlanError
+from whale.errors import ConfigError, PlanError, ProgramError
 from whale.frontends.epl.config import Config
+from whale.frontends.epl.files import slice_files
 from whale.frontends.epl.growth import Growth, growth
 from whale.frontends.epl.layout import Annotated, layout_of
 from whale.runtime.run.meaning import Batches
@@ -101,3 +104,31 @@ def test_how_values_grow_with_rows() -> None:
         assert growth(tf.matmul(x, logits, transpose_a=True)) == Growth(power=1)
         assert growth(tf.reduce_sum(logits) + tf.nn.l2_loss(w)) is None
         assert growth(tf.exp(tf.reduce_sum(logits))) is None
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "unbalanced", "lines"), [(True, False, [b"a", b"c"]), (False, True, [b"a", b"c", b"e"])]
+)
+def test_files_are_divided(tmp_path: Path, drop_last: bool, unbalanced: bool, lines: list[bytes]) -> None:
+    v1 = tf.compat.v1
+    names = [tmp_path / name for name in "abcde"]
+    for name in names:
+        name.write_text(f"{name.name}\n")
+    with tf.Graph().as_default() as graph, v1.Session() as session:
+        files = list(map(str, names))
+        one_after_another = tf.data.TextLineDataset(files)
+        interleaved = tf.data.Dataset.from_tensor_slices(files).repeat(1).interleave(tf.data.TextLineDataset)
+        words = tf.data.Dataset.from_tensor_slices(files)  # no dataset opens these
+        for dataset in (one_after_another, interleaved):
+            iterator = v1.data.make_initializable_iterator(dataset)
+            v1.add_to_collection("begin", iterator.initializer)
+            v1.add_to_collection("next", iterator.get_next())
+        others = v1.data.make_initializable_iterator(words)
+        with pytest.raises(ProgramError, match="evenly"):
+            slice_files(graph, 0, 2, False, False)
+        assert slice_files(graph, 0, 2, drop_last, unbalanced) == 2
+        session.run([*v1.get_collection("begin"), others.initializer])
+        for read in v1.get_collection("next"):
+            assert [session.run(read) for _ in lines] == lines
+            with pytest.raises(tf.errors.OutOfRangeError):
+                session.run(read)

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from whale.cli import main as whale_main
 from whale.errors import ClusterError, WhaleError
+from whale.launcher.mpirun import Options, parse_hosts
+from whale.launcher.run import run
 
 # What a rank runs in place of the script: a shell script is one that Python cannot.
 _LOGS_VARIABLE, _SCRIPT_VARIABLE = "EPL_LAUNCH_LOGS", "EPL_LAUNCH_SCRIPT"
@@ -34,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: that of the script, 2 for a mistake that is explained."""
     given = parser().parse_args(arguments)
     try:
-        return whale_main(_as_whale_run(given))
+        return run(_options(given))
     except WhaleError as error:
         print(f"epl-launch: {error}", file=sys.stderr)
         return 2
 
 
-def _as_whale_run(given: argparse.Namespace) -> list[str]:
-    """The arguments of ``whale``; the environment gets what the ranks are to know."""
+def _options(given: argparse.Namespace) -> Options:
+    """What ``whale run`` is asked for; the environment gets what the ranks are to know."""
     if given.num_workers < 1 or given.gpu_per_worker < 1:
         raise ClusterError(
             "there is nothing to start",
@@ -61,9 +62,15 @@ def _as_whale_run(given: argparse.Namespace) -> list[str]:
     if given.log_dir is not None:
         os.makedirs(given.log_dir, exist_ok=True)
         os.environ[_LOGS_VARIABLE] = os.path.abspath(given.log_dir)
-    found = ["run", "-np", str(given.num_workers * given.gpu_per_worker)]
+    ranks, hosts = given.num_workers * given.gpu_per_worker, ""
     if given.machine_list:
-        hosts = [machine.strip(' "').partition(":")[0] for machine in given.machine_list.split(",")]
-        each = given.num_workers * given.gpu_per_worker // len(hosts)
-        found += ["--hosts", ",".join(f"{host}:{each}" for host in dict.fromkeys(hosts))]
-    return [*found, *(["-v"] if given.debug else []), "-m", "whale.cli.epl_rank"]
+        machines = dict.fromkeys(machine.strip(' "').partition(":")[0] for machine in given.machine_list.split(","))
+        hosts = ",".join(f"{machine}:{ranks // len(machines)}" for machine in machines)
+    return Options(
+        ranks=ranks,
+        target="whale.cli.epl_rank",
+        as_module=True,
+        hosts=parse_hosts(hosts) if hosts else (),
+        verbose=bool(given.debug),
+        starts_another=not given.training_script.endswith(".py"),
+    )

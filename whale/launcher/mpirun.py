@@ -56,6 +56,7 @@ class Options:
         trace: the file that receives the trace of all ranks, or None.
         max_restarts: how often the run is started again after a fault.
         min_ranks: the least number of ranks with which it is, when hosts are lost.
+        starts_another: the target starts the script as a process of its own, of which the launcher hears nothing.
     """
 
     ranks: int
@@ -68,6 +69,7 @@ class Options:
     trace: str | None = None
     max_restarts: int = 0
     min_ranks: int = 1
+    starts_another: bool = False
 
     @property
     def is_local(self) -> bool:

@@ -93,6 +93,7 @@ class Graph:
         self.merged: dict[str, tf.Tensor] = {}
         self.summary_map: dict[str, Any] = {}
         self.model_mode: str | None = None
+        self.sliced = False  # whether files of its datasets were divided
 
     @classmethod
     def get(cls, may_create: bool = False) -> Graph:

@@ -27,7 +27,7 @@ def merge(graph: Any, tf_graph: tf.Graph) -> None:
         return
     layout = graph.layout
     copies = layout.replicas * layout.batches.turns
-    with _open(tf_graph):
+    with growing(tf_graph):
         for key, tensor in missing:
             where, how, _ = key.split("_")
             if where == "local" and _workers(graph) > 1:
@@ -73,7 +73,7 @@ def _workers(graph: Any) -> int:
 
 
 @contextmanager
-def _open(graph: tf.Graph) -> Iterator[None]:
+def growing(graph: tf.Graph) -> Iterator[None]:
     """``graph`` is the one at hand, and may grow although a session has finished it."""
     finished = graph.finalized
     if finished:

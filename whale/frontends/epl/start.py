@@ -14,8 +14,9 @@ from whale.frontends.epl import building, reading
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
+from whale.frontends.epl.files import slice_files
 from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.merged import merge
+from whale.frontends.epl.merged import growing, merge
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.runtime.run.again import begin_again
@@ -59,7 +60,6 @@ def init(config: Config | None = None) -> None:
             action="call tf.compat.v1.disable_eager_execution() at the start, or write the step as a wh.function",
         )
     config = config or Config()
-    _refuse(config)
     env = Env.get()
     env.reset()
     env.config = config
@@ -88,17 +88,6 @@ def set_default_strategy(strategy: Any) -> None:
     """
     current("epl.set_default_strategy()")
     Graph.get(may_create=True).set_default_strategy(strategy)
-
-
-def _refuse(config: Config) -> None:
-    if config.io.slicing:
-        raise ConfigError(
-            "files of datasets are not divided by themselves",
-            given="io.slicing=True",
-            expected="a dataset that each worker takes its part of",
-            action="leave io.slicing out, and write files[worker_index::worker_num] with those of "
-            "epl.Env.get().cluster, or dataset.shard(worker_num, worker_index)",
-        )
 
 
 def _tell(config: Config) -> None:
@@ -151,8 +140,20 @@ class _Meaning:
 
     def fetched(self, graph: tf.Graph, fetch: Any) -> Any:
         mine = Env.get().graph_of(graph)
+        self._files(mine, graph)
         merge(mine, graph)
         return mine.merged.get(fetch.name, fetch)
+
+    def _files(self, mine: Graph, graph: tf.Graph) -> None:
+        """Divides the files of the graph's datasets, before anything of it runs."""
+        io = Env.get().config.io
+        readers = mine.layout.batches.readers
+        if not io.slicing or mine.sliced or len(readers) < 2:
+            return
+        mine.sliced = True
+        replica = sum(reader <= current("io.slicing").rank for reader in readers) - 1
+        with growing(graph):
+            slice_files(graph, replica, len(readers), io.drop_last_files, io.unbalanced_io_slicing)
 
 
 def _after(program: Program, differentiated: set[str]) -> set[str]:

@@ -304,7 +304,8 @@ class Job:
                     "them on every rank, or inside a step, and train in steps that Whale distributes only"
                 )
             return int(bool(found))
-        if len(ends) > 1 and all(self._links[rank].joining is None for rank in self._links):
+        joined = any(self._links[rank].joining is not None for rank in self._links)
+        if len(ends) > 1 and not joined and not self._options.starts_another:
             self.say(
                 f"warning: the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
             )
