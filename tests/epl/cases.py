@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 UPDATES = 3
@@ -50,6 +51,7 @@ CASES = (
     Case("library", "custom_optimizer", turns=2, across_runs=True),
     Case("library", "summaries", per_replica=2),
     Case("library", "sliced_files"),
+    *([Case("library", "estimator")] if find_spec("tensorflow_estimator") else []),  # up to TensorFlow 2.15
     Case("library", "twice"),
     Case("library", "specific_cluster", per_replica=2, turns=2),
 )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +23,11 @@ def results(who: str, ranks: int, names: Sequence[str]) -> Found:
     script = ["tests.epl.on_ranks", who, str(ranks), *names]
     command = ["-m", *script] if who == "alone" else ["-m", "whale", "run", "-np", str(ranks), "-v", "-m", *script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        environment["EPL_TEST_FOLDER"] = folder  # which all ranks have in common
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
     said = [json.loads(text) for text in re.findall(r"RESULT (\{.*\})", done.stdout)]
     found: Found = {(one["name"], one["rank"]): one["found"] for one in said}
     assert len(found) == len(names) * (1 if who == "alone" else ranks), done.stdout[-3000:] + done.stderr[-6000:]

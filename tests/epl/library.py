@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -188,6 +189,32 @@ def sliced_files(epl: Any, rows: Rows, runs: int) -> Result:
     x, labels = iterator.get_next()
     loss = cross_entropy(labels, dense(x, CLASSES, "logits"))
     return train(loss, tf.train.GradientDescentOptimizer(0.3).minimize(loss), runs)
+
+
+def estimator(epl: Any, rows: Rows, runs: int) -> Result:
+    """An Estimator trains, and evaluates the checkpoint that the first rank has written."""
+    epl.init()
+    epl.set_default_strategy(epl.replicate(1))
+
+    def input_fn() -> Any:
+        x, y, each = rows.arrays()
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(each)
+
+    def model_fn(features: Any, labels: Any, mode: Any) -> Any:
+        loss = cross_entropy(labels, dense(features, CLASSES, "logits"))
+        train_op = None
+        if mode == tf.estimator.ModeKeys.TRAIN:
+            step = tf.train.get_or_create_global_step()
+            train_op = tf.train.AdamOptimizer(0.1).minimize(loss, global_step=step)
+            epl.add_to_collection(loss, epl.GraphKeys.GLOBAL_MEAN_OBJECTS)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    config = tf.estimator.RunConfig(save_checkpoints_steps=2, model_dir=os.environ["EPL_TEST_FOLDER"])
+    made = tf.estimator.Estimator(model_fn, config=config)
+    made.train(input_fn, max_steps=runs)
+    found = made.evaluate(input_fn)
+    assert int(found["global_step"]) == runs
+    return {"kernel": np.ravel(made.get_variable_value("logits/kernel")).tolist()}
 
 
 def twice(epl: Any, rows: Rows, runs: int) -> Result:
