@@ -149,8 +149,8 @@ def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any])
         if op.type == "Const" and not _is_little(op):
             dims, value = len(numbers), len(numbers) + 1
             numbers.update({-dims: dims, -value: value})  # of no tensor
-            little[dims], little[value] = tf.constant(shapes[0], tf.int32), tf.constant(_repeated(op))
-            attrs = ("T", op.get_attr("dtype").as_datatype_enum, "index_type", tf.int32.as_datatype_enum)
+            little[dims], little[value] = tf.constant(shapes[0], tf.int64), tf.constant(_repeated(op))
+            attrs = ("T", op.get_attr("dtype").as_datatype_enum, "index_type", tf.int64.as_datatype_enum)
             later.append(Op("Fill", attrs, (dims, value), first, shapes, dtypes))
             continue
         recorded = Op(op.type, _attrs(op), operands, first, shapes, dtypes)

@@ -102,8 +102,8 @@ class Initial:
         found = _variable(tf.zeros(local, self.dtype), name)
         for place, begin, size in blocks:  # in place: nothing else refers to the memory
             tf.raw_ops.ResourceStridedSliceAssign(
-                ref=found.handle, begin=place, end=np.add(place, size).astype(np.int32), strides=[1] * len(place),
-                value=self._region(begin, size),
+                ref=found.handle, begin=np.array(place, np.int64), end=np.add(place, size).astype(np.int64),
+                strides=np.ones(len(place), np.int64), value=self._region(begin, size),
             )  # fmt: skip
         # Assigning slices lets every read and every update copy the variable, from then on.
         tf.raw_ops.DisableCopyOnRead(resource=found.handle)
@@ -144,9 +144,9 @@ def uniform_value(value: tf.Tensor) -> Initial | None:
     words = value.numpy().reshape(-1).view(f"uint{8 * dtype.size}")
     if any(np.any(words[i : i + _BLOCK_BYTES] != words[0]) for i in range(0, words.size, _BLOCK_BYTES)):
         return None
-    attrs = ("T", dtype.as_datatype_enum, "index_type", tf.int32.as_datatype_enum)
+    attrs = ("T", dtype.as_datatype_enum, "index_type", tf.int64.as_datatype_enum)
     fill = Op("Fill", attrs, (0, 1), 2, (shape,), (dtype.name,))
-    little = {0: np.array(shape, np.int32), 1: value.numpy().reshape(-1)[0].copy()}
+    little = {0: np.array(shape, np.int64), 1: value.numpy().reshape(-1)[0].copy()}
     return Initial(shape, dtype.name, little, (fill,), 2)
 
 
@@ -188,8 +188,8 @@ class _Region:
         if op.kind in STREAM_DRAWS:
             return [self._random(op, op.shapes[0])]
         if op.kind == "Fill":
-            attrs = _with(op.attrs, "index_type", tf.int32.as_datatype_enum)
-            dims = np.array(self._of(op.shapes[0])[1], np.int32)
+            attrs = _with(op.attrs, "index_type", tf.int64.as_datatype_enum)
+            dims = np.array(self._of(op.shapes[0])[1], np.int64)
             return execute_op(replace(op, attrs=attrs), [dims, self.initial.little[op.operands[1]]])
         return execute_op(op, [self._operand(n) for n in op.operands])
 
