@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.giant import classifier, experts, stages
+from benchmarks.giant import classifier, embeddings, experts, stages
 from benchmarks.giant.measure import measure
 
 
 def main(words: list[str]) -> None:
-    lines = [*experts.lines(), *stages.lines(), *classifier.lines()]
+    lines = [*experts.lines(), *stages.lines(), *classifier.lines(), *embeddings.lines()]
     print("| what | MiB moved | MiB wanted | ratio | difference |")
     print("|---|---|---|---|---|")
     for line in lines:
