@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.attack.inputs import CLUSTER, LIMIT_S, Inputs
@@ -66,3 +67,14 @@ def test_arguments_that_cannot_be(
     assert main([*arguments, "--cluster", "c.yaml"] if arguments[0] == "plan" else arguments) == 2
     errors = capsys.readouterr().err
     assert said in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("verb", ["show", "html"])
+def test_a_described_plan_of_endless_micro_batches_is_refused(verb: str, tmp_path: Path) -> None:
+    path = Path(Inputs(tmp_path).folder / "spread.json")
+    plan = msgspec.json.decode(path.read_bytes())
+    plan["spread"]["micro_batches"] = 2**31
+    path.write_bytes(msgspec.json.encode(plan))
+    start_s = time.monotonic()
+    assert main([verb, str(path), *(["-o", str(tmp_path / "page")] if verb == "html" else [])]) == 2
+    assert time.monotonic() - start_s < 10 * LIMIT_S

@@ -83,9 +83,15 @@ class PlanFile(msgspec.Struct, frozen=True):
         return TableModel(self.table, software, machines)
 
     def evaluate(self) -> tuple[Model, Machines, Evaluation]:
-        """The plan's model and machines, and its spread simulated again."""
+        """The plan's model and machines, and its spread simulated again.
+
+        Raises:
+            PlanError: the spread is none of this model on this cluster, whose simulation might never end.
+        """
         machines = Machines(self.cluster)
         model = self.model(machines)
+        if wrong := check(model, machines, self.spread, self.batch):
+            raise PlanError("the plan is not one of its model and cluster", found="; ".join(wrong[:5]))
         return model, machines, evaluate(model, machines, self.spread)
 
     def problems(self) -> list[str]:
