@@ -105,7 +105,7 @@ def saver(epl: Any, rows: Rows, runs: int) -> Result:
         from whale.epl.runtime.saver import ShardingLoader as loader
     epl.init()
     epl.set_default_strategy(epl.replicate(1))
-    folder = tempfile.mkdtemp()
+    folder = tempfile.mkdtemp(dir=os.environ["EPL_TEST_FOLDER"])
     x, labels = rows.next()
     loss = cross_entropy(labels, dense(dense(x, WIDTH, "layer_0", tf.tanh), CLASSES, "logits"))
     train_op = tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss)
@@ -173,7 +173,7 @@ def sliced_files(epl: Any, rows: Rows, runs: int) -> Result:
     config.io.slicing = True
     epl.init(config)
     epl.set_default_strategy(epl.replicate(1))
-    folder, count = tempfile.mkdtemp(), rows.replicas * rows.updates
+    folder, count = tempfile.mkdtemp(dir=os.environ["EPL_TEST_FOLDER"]), rows.replicas * rows.updates
     files = [f"{folder}/part-{k}" for k in range(count)]
     for k, name in enumerate(files):
         with open(name, "w") as file:
