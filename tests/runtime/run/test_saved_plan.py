@@ -16,12 +16,16 @@ import whale as wh
 from cost_model.captured.table import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
+from tests.passes.layout.split.test_divide import scoped
 from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
 from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
+from whale.passes.judge.check import check
+from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.captured import search
 from whale.planner.report import analysis
@@ -29,6 +33,7 @@ from whale.runtime.compile import auto
 from whale.runtime.run import context
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.run.start import planning_run
+from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools import analyze, dry_run
 
 __all__ = ["double", "speed"]
@@ -172,3 +177,19 @@ def test_a_scripts_plan_becomes_a_page(tmp_path: Path) -> None:
     assert sum(value for _, value, _, _ in data["fall"]) == pytest.approx(data["step_s"])
     assert all(track for track in data["tracks"]) and len(data["memory"]) == 2
     assert np.all(np.diff([p[0] for p in data["memory"][0]["points"]]) >= 0)
+
+
+def test_a_plan_of_whole_batches_serves_ranks_that_pass_their_rows() -> None:
+    """As `whale plan` sees a dataset whole, and a run of it has `wh.shard`."""
+    program, settings = mlp(8, 4, 6, 3), PlanSettings(2)
+    names = [b.name for b in make_plan(program, settings).batch_inputs]
+    local = settings.but(batch__local=dict.fromkeys(names, (4, 4)))
+    found = SavedPlan("plan.json", make_plan(program, settings)).of(program, local)
+    assert found is not None and all(b.local for b in found.batch_inputs)
+    check(program, found)
+    assert found.reshards == make_plan(program, local).reshards
+    several = plan_program(scoped(program), settings.but(size=4, split__ranks=2))
+    saved_several = SavedPlan("plan.json", replace(several, fingerprint=fingerprint(program)))
+    several_local = settings.but(size=4, batch__local={b.name: b.placement.sizes for b in several.batch_inputs})
+    with pytest.raises(PlanError, match="a saved plan of several axes, or of stages, takes whole batches"):
+        saved_several.of(program, several_local)

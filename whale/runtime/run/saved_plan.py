@@ -12,6 +12,8 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
+from whale.passes.facts.axes import seen_along
+from whale.passes.order import complete_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice, trains
 
@@ -55,7 +57,26 @@ class SavedPlan:
                 )
             return None
         self.used = True
-        return replace(self.plan, batch_inputs=tuple(self._passed(b, settings) for b in self.plan.batch_inputs))
+        plan = replace(self.plan, batch_inputs=tuple(self._passed(b, settings) for b in self.plan.batch_inputs))
+        return self._of_own_rows(program, plan, settings) if any(b.local for b in plan.batch_inputs) else plan
+
+    def _of_own_rows(self, program: Program, plan: Plan, settings: PlanSettings) -> Plan:
+        """The plan, which was made of whole batches, for ranks that pass their own rows: all else lies as it says.
+
+        Raises:
+          PlanError: it has several axes, or stages.
+        """
+        if plan.inner is not None or plan.stage_groups:
+            raise PlanError(
+                "a saved plan of several axes, or of stages, takes whole batches",
+                op=program.name,
+                given=f"{self.path}; each rank passes its own rows",
+                expected="the whole batch on every rank",
+                action="leave wh.shard out (or pass arrays to fit), or run without --plan",
+            )
+        here = settings.but(batch__inputs=plan.batch_inputs)
+        found = complete_plan(seen_along(program, plan.axis), here, plan)
+        return replace(plan, strategies=found.strategies, returned=found.returned, reshards=found.reshards)
 
     def _passed(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
         """The input as this run's ranks pass it: whole, or each its own rows."""
