@@ -36,9 +36,15 @@ def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
     limits = formulas(SMALL, stages)
     for axis, bytes_ in limits.items():
         assert 0.9 * bytes_ < moved[axis] <= bytes_, axis
+    # A sum of gradients over data for what lies split, one for what lies whole and has no slope over tensors, ...
+    sums = [n for n in compiled.ranks[0].nodes if n.op == "WhaleAllReduce" and n.attrs["ranks"] == (0, 2)]
+    assert len(sums) <= 2 and sum(len(n.outputs) for n in sums) == 12, sums
     phases = {rank: phases_of_exchanges(program) for rank, program in enumerate(compiled.ranks)}
     refuse_unlike_phases(phases)
-    key = next(key for key, names in phases[5].items() if names != [""])
-    phases[5] = {**phases[5], key: [""]}
-    with pytest.raises(PlanError, match=r"unlike phases of a micro-batch.*\n.*\n  given: rank 4 has it in micro_batch"):
+    key = next(key for key, (_, names) in phases[5].items() if names != [""])
+    phases[5] = {**phases[5], key: ([4, 5], [""])}
+    with pytest.raises(PlanError, match=r"unlike phases of a step.*\n.*\n  given: rank 4 has it in micro_batch"):
+        refuse_unlike_phases(phases)
+    del phases[5][key]
+    with pytest.raises(PlanError, match=r"rank 5 in none"):
         refuse_unlike_phases(phases)

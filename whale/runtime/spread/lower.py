@@ -17,6 +17,7 @@ from whale.ir.mesh import format_axes
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
+from whale.passes.exchange.fuse_sums import fuse_sums
 from whale.passes.facts.rank_groups import refuse_rank_groups
 from whale.passes.facts.stages import stage_groups_of
 from whale.passes.lay_out import expand
@@ -25,6 +26,7 @@ from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
+from whale.runtime.spread.levels import chain
 from whale.runtime.spread.mesh import lower_mesh, plan_program
 from whale.runtime.spread.micro_batches import in_micro_batches
 from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups
@@ -89,6 +91,10 @@ def lower_ranks(
             lowered = [localise(expanded, plan, rank, comm, what) for rank in ranks]
         if plan.micro_batches > 1 and not plan.stage_groups:
             lowered = [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
+        if any(level.inner is not None for level in (plan, *plan.others)):
+            keys = [r.key for one in (plan, *plan.others) for level in chain(one) for r in level.reshards]
+            order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+            lowered = [fuse_sums(p, settings.exchange.group_bytes, order) for p in lowered]
         return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
 
 

@@ -1,0 +1,98 @@
+"""Sums of gradients that travel together, in a rank's program over several axes.
+
+The plan of an axis fuses the sums along the last one only: a sum along an earlier axis is an op like others to the axes
+after it, and a rule cannot cut many tensors, each in a way of its own. In what a rank runs they are local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whale.ir.program import Node, Program, Ref, topological
+from whale.passes.facts.uses import taken_by_updates
+
+
+def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int]) -> Program:
+    """``program`` in which the all-reduces of gradients over the same ranks, none behind another, are few.
+
+    All ranks of a group come to the same groups: keys, types and what depends on what are the same there.
+
+    Args:
+      group_bytes: most bytes of one.
+      order: in which sums join, by the part of a key before its ranks.
+    """
+    depth: dict[str, int] = {}
+    kinds: dict[tuple[object, ...], list[Node]] = {}
+    for node in program.nodes:
+        behind = max((depth[name] for name in (*(r.node for r in node.inputs), *node.controls)), default=0)
+        depth[node.name] = behind + 1 if _may_join(program, node, group_bytes) else behind
+        if depth[node.name] > behind:
+            attrs = node.attrs
+            kind = (behind, attrs["ranks"], attrs["reduction"], attrs.get("wire_dtype"), node.outputs[0].dtype)
+            kinds.setdefault(kind, []).append(node)
+    groups: list[list[Node]] = []
+    for members in kinds.values():
+        groups += _filled(sorted(members, key=lambda n: _place(n, order)), group_bytes)
+    return _joined(program, [group for group in groups if len(group) > 1])
+
+
+def _may_join(program: Program, node: Node, group_bytes: int) -> bool:
+    if node.op != "WhaleAllReduce" or len(node.outputs) != 1 or not node.attrs.get("ranks"):
+        return False
+    t = node.outputs[0]
+    return t.is_static and t.bytes <= group_bytes and taken_by_updates(program, Ref(node.name))
+
+
+def _place(node: Node, order: Mapping[str, int]) -> tuple[int, str]:
+    key = str(node.attrs["key"])
+    return order.get(key.partition("@")[0], len(order)), key
+
+
+def _filled(members: list[Node], group_bytes: int) -> list[list[Node]]:
+    """``members`` in groups of at most so many bytes."""
+    groups: list[list[Node]] = []
+    used = 0
+    for node in members:
+        size = node.outputs[0].bytes
+        if not groups or used + size > group_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(node)
+        used += size
+    return groups
+
+
+def _joined(program: Program, groups: list[list[Node]]) -> Program:
+    if not groups:
+        return program
+    results: dict[Ref, Ref] = {}
+    names: dict[str, str] = {}
+    joined: dict[str, Node] = {}
+    for number, members in enumerate(groups):
+        first, name = members[0], f"whale/sums_{number}"
+        for i, node in enumerate(members):
+            results[Ref(node.name)] = Ref(name, i)
+            names[node.name] = name
+        joined[name] = replace(
+            first,
+            name=name,
+            inputs=(first.inputs[0], *(n.inputs[1] for n in members)),
+            controls=tuple(dict.fromkeys(c for n in members for c in n.controls)),
+            attrs={**first.attrs, "N": len(members), "key": f"{first.attrs['key']}+{len(members) - 1}"},
+            outputs=tuple(n.outputs[0] for n in members),
+        )
+    nodes: dict[str, Node] = {}
+    for node in program.nodes:
+        if node.name in names:
+            name = names[node.name]
+            nodes.setdefault(name, joined[name])
+            continue
+        inputs = tuple(results.get(r, r) for r in node.inputs)
+        controls = tuple(dict.fromkeys(names.get(c, c) for c in node.controls))
+        nodes[node.name] = replace(node, inputs=inputs, controls=controls)
+    return program.with_nodes(
+        topological(nodes),
+        outputs=tuple(results.get(r, r) for r in program.outputs),
+        effects=tuple(dict.fromkeys(names.get(e, e) for e in program.effects)),
+    )
