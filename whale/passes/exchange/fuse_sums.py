@@ -85,9 +85,9 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
     nodes: dict[str, Node] = {}
     for node in program.nodes:
         if node.name in names:
-            name = names[node.name]
-            nodes.setdefault(name, joined[name])
-            continue
+            if names[node.name] in nodes:
+                continue
+            node = joined[names[node.name]]
         inputs = tuple(results.get(r, r) for r in node.inputs)
         controls = tuple(dict.fromkeys(names.get(c, c) for c in node.controls))
         nodes[node.name] = replace(node, inputs=inputs, controls=controls)
