@@ -164,6 +164,7 @@ WRITTEN_OUT = {
     "whale/passes/normalise/folding/arithmetic.py": "what to compute for each op",
     "whale/passes/normalise/folding/shapes.py": "the shape of each op's result",
     "whale/runtime/variables/initializer_recording.py": "the stateless twin of each op",
+    "whale/frontends/epl/growth.py": "how the result of each op grows with the batch",
     "cost_model/ops/work.py": "the formula of each op",
 }
 LEAST = 3  # names of one trait that make a table of it
