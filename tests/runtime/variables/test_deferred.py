@@ -263,3 +263,16 @@ def test_parts_of_initial_values_of_version_1_are_those_of_the_whole(ranks: Star
         parts = [part.numpy() for _, part in sorted(variable._whale_parts._parts.items())]
         assert [len(part) for part in parts] == [11, 11, 11]
         assert (raw(np.concatenate(parts)) == raw(value)).all(), name
+
+
+def test_runs_one_after_the_other_leave_one_hook(ranks: Callable[..., None]) -> None:
+    """Each begins with a creator of its own: left in place, some hundred of them are a recursion too deep."""
+
+    def hooks() -> int:
+        return len(tf.compat.v1.get_default_graph()._variable_creator_stack)
+
+    ranks(2)
+    first = hooks()
+    wh.shutdown()
+    ranks(2)
+    assert hooks() == first

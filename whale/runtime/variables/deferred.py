@@ -25,6 +25,7 @@ from whale.runtime.variables.split_variable import NEED_WHOLE
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
 
 _PASSED_ON = ("trainable", "name", "constraint", "synchronization", "aggregation")
+_OURS = "_whale_defers"
 _PLAIN = {"use_resource": (None, True), "validate_shape": (None, True)}
 
 
@@ -36,7 +37,8 @@ def deferred_of(variable: Any) -> Initial | None:
 def install(wanted: Callable[[], bool]) -> None:
     """Variables that this thread creates eagerly from now on are deferred, while that is ``wanted``.
 
-    The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing.
+    The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing
+    until the next run puts its own in its place.
     """
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
@@ -44,8 +46,10 @@ def install(wanted: Callable[[], bool]) -> None:
             return next_creator(**kwargs)
         return _created(next_creator, kwargs)
 
+    setattr(creator, _OURS, True)
     graph = tf.compat.v1.get_default_graph()
-    graph._variable_creator_stack = [(0, creator), *graph._variable_creator_stack]  # asked last, after the user's own
+    others = [entry for entry in graph._variable_creator_stack if not getattr(entry[1], _OURS, False)]
+    graph._variable_creator_stack = [(0, creator), *others]  # asked last, after the user's own
 
 
 def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
