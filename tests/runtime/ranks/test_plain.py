@@ -52,7 +52,11 @@ class _Thing:
     pass
 
 
-@pytest.mark.parametrize("value", [_Thing(), _Thing, len, [_Thing()], np.array([_Thing()], object), object()], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [_Thing(), _Thing, len, [_Thing()], np.array([_Thing()], object), object()],
+    ids=["instance", "class", "function", "list", "array", "object"],
+)
 def test_what_is_no_data_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="is no plain value"):
         pack(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import tempfile
 from types import ModuleType
@@ -11,6 +10,7 @@ from typing import Any
 
 from whale.errors import CheckpointError, ProgramError
 from whale.frontends.tf1.taking import left_alone, replace_method, taken
+from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 
@@ -85,12 +85,12 @@ def _by_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
         except Exception as error:
             if context.between_processes:
-                _broadcast(pickle.dumps((None, f"{type(error).__name__}: {error}")), context)
+                _broadcast(pack((None, f"{type(error).__name__}: {error}")), context)
             raise
         if context.between_processes:
-            _broadcast(pickle.dumps((result, "")), context)
+            _broadcast(pack((result, "")), context)
         return result
-    result, reason = pickle.loads(_broadcast(None, context))
+    result, reason = unpack(_broadcast(None, context))
     if reason:
         raise CheckpointError(
             "an Estimator's model could not be exported",
