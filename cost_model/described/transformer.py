@@ -12,6 +12,7 @@ from whale.errors import PlanError
 
 Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
 Amount = Annotated[int, Meta(ge=0)]
+MOST_MICRO_BATCHES = 100_000  # of a replica, whose schedule is written out
 # Of Adam per parameter: a float32 copy of it and two moments (Rajbhandari et al., "ZeRO", SC 2020, section 3).
 OPTIMIZER_BYTES = 12
 
@@ -117,6 +118,13 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "the global batch is not a multiple of data-parallel ranks x micro-batch",
                 given=f"{self.global_batch}, {self.data} x {self.micro_batch}",
                 action="change the micro-batch size",
+            )
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise PlanError(
+                "a replica has more micro-batches in a step than a schedule can be made of",
+                given=f"{self.micro_batches}: {self.global_batch} rows, {self.data} x {self.micro_batch} at a time",
+                expected=f"{MOST_MICRO_BATCHES} at most",
+                action="change the global batch or the micro-batch size",
             )
 
     @property

@@ -66,6 +66,7 @@ software: composer-bf16
         ("recompute: full", "recompute: some", "job.yaml:2, key plan.recompute: invalid enum value 'some'"),
         ("data: 8", "data: -8", "job.yaml:2, key plan.data: expected `int` >= 1"),
         ("data: 8", "data: 7", "the global batch is not a multiple"),
+        ("global_batch: 1536", "global_batch: 8000000000", "more micro-batches in a step than a schedule"),
         ("model:", "software: megatron-2020\nmodel:", "there is no such software stack"),
         ("plan:", "plans:", "unknown field `plans`|missing required field `plan`"),
     ],
