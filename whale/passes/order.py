@@ -180,20 +180,23 @@ def make_plan(program: Program, settings: PlanSettings) -> Plan:
         return plan
 
 
-def complete_plan(program: Program, settings: PlanSettings, model: Plan) -> Plan:
+def complete_plan(
+    program: Program, settings: PlanSettings, model: Plan, fixed: Mapping[str, Strategy] = NOTHING
+) -> Plan:
     """The plan of a program that is ``model``'s but for what belongs to the coordinate of another mesh axis.
 
     Nodes that both programs have lie as in ``model``, but for sizes; the rest follows by propagation.
 
     Args:
       settings: with the batch inputs, whose rows may be others than the model's.
+      fixed: strategies of nodes that the model does not have.
 
     Raises:
       PlanError: no such plan is legal.
     """
     with no_garbage_collection():
         expanded = expand(program, frozenset(model.expanded), settings)
-        plan = _kept_to(expanded, settings, model, NOTHING)
+        plan = _kept_to(expanded, settings, model, fixed)
         for refuse in CHECKS:
             refuse(expanded, plan)
         return plan

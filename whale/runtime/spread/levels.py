@@ -135,7 +135,14 @@ class Levels:
         """The model's plan for what ranks with other coordinates run."""
         level = len(at)
         model, program = self.plan((0,) * level), seen_along(self.program(at), self.axes[level].name)
-        found = complete_plan(program, settings, model)
+        # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
+        known = model.strategies[""]
+        whole = {
+            n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "alike in every group")
+            for n in program.nodes
+            if AXIS in n.attrs and n.name not in known
+        }
+        found = complete_plan(program, settings, model, whole)
         for graph, body in (("", program), *program.functions.items()):
             mine, first = found.strategies.get(graph, {}), model.strategies.get(graph, {})
             for node in body.nodes:
