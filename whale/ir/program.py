@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from graphlib import CycleError
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,34 +168,21 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
 
 
 def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """``nodes`` in the mapping's order, but for those that come before what they read: these wait for it.
+    """``nodes`` sorted so that each comes after what it reads; the mapping's own order when that is one.
 
     Raises:
       graphlib.CycleError: the nodes form a cycle.
     """
-    found: dict[str, Node] = {}
-    open_: dict[str, None] = {}  # nodes that wait for the one after
-    for first in nodes:
-        stack = [first] if first not in found else []
-        while stack:
-            name = stack[-1]
-            if name in found:
-                stack.pop()
-                continue
-            node = nodes[name]
-            missing = [r.node for r in node.inputs if r.node not in found]
-            missing += [c for c in node.controls if c not in found]
-            if not missing:
-                found[name] = node
-                open_.pop(name, None)
-                stack.pop()
-                continue
-            open_[name] = None
-            again = next((n for n in missing if n in open_), None)
-            if again is not None:
-                raise CycleError("nodes are in a cycle", [*open_, again])
-            stack += reversed(dict.fromkeys(missing))
-    return tuple(found.values())
+    seen: set[str] = set()
+    for name, node in nodes.items():  # most graphs arrive sorted, and a check is much cheaper than a sort
+        if any(r.node not in seen for r in node.inputs) or any(c not in seen for c in node.controls):
+            break
+        seen.add(name)
+    else:
+        return tuple(nodes.values())
+    # Dictionaries keep order where sets do not: all processes have to sort alike.
+    graph = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in nodes.values()}
+    return tuple(nodes[name] for name in TopologicalSorter(graph).static_order())
 
 
 def prune(program: Program) -> Program:
