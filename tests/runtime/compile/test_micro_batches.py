@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -271,3 +272,31 @@ def test_a_scope_around_some_layers_brings_rows_together(ranks: Start) -> None:
     assert step.plan(tf.ones((8, 8), tf.float64)).micro_batches == 2  # each rank has rows of each micro-batch
     with pytest.raises(PlanError, match=r"put wh\.split around the rest of the forward pass too"):
         step.plan(tf.ones((7, 8), tf.float64))
+
+
+def test_an_input_that_is_read_under_a_scope_goes_in_micro_batches_too(ranks: Callable[..., None]) -> None:
+    """It is whole for the ranks of the scope, and has rows of each micro-batch all the same."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(16, 4)), draw.normal(size=(16, 6))
+    wanted: list[np.ndarray] = []
+    for spread in (False, True):
+        w = tf.Variable(np.random.default_rng(1).normal(size=(4, 6)))
+
+        def step(x: tf.Tensor, y: tf.Tensor, w: tf.Variable = w, spread: bool = spread) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                with wh.split() if spread else contextlib.nullcontext():
+                    h = tf.tanh(x @ w)
+                loss = tf.reduce_mean((h - y) ** 2)
+            w.assign_sub(tape.gradient(loss, w))
+            return loss
+
+        if spread:
+            ranks(4, **{"mesh": "data=2,tensor=2", "pipeline.num_micro_batch": 4})
+        function = wh.function(step) if spread else tf.function(step)
+        function(tf.constant(x), tf.constant(y))
+        wanted.append(w.numpy())
+    np.testing.assert_allclose(wanted[0], wanted[1], atol=1e-14)
+    compiled = next(iter(function._steps.values())).compiled
+    for program in compiled.ranks:
+        assert not {"Tanh", "MatMul", "TanhGrad"} & {n.op for n in program.nodes}, "the whole batch at once"
+        assert any(n.op == "Tanh" for body in program.functions.values() for n in body.nodes)

@@ -12,6 +12,7 @@ from whale.lowering.micro import roll
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import axes_with_rows, chain, prefix_of
+from whale.runtime.spread.placing import ROWS_OF_GROUP
 
 
 def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
@@ -28,13 +29,21 @@ def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) 
         last, group = axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
         place = group % axes[last]
         sizes = b.placement.sizes[group - place : group - place + axes[last]]
-        own = split(b.placement.dim, sizes, b.placement.blocks)
-        count = own.local(place)
-        names = [b.name, f"{b.name}/whale_rows", reshard_name(prefix_of(last), Ref(b.name), own)]
-        name = next((n for n in reversed(names) if n in program.by_name), "")
-        shape = program.by_name[name].outputs[0].shape if name else None
-        if name and (shape or (None,))[0] == count:
-            found[name] = split(0, even_sizes(count, micro_batches))
+        own, parts = split(b.placement.dim, sizes, b.placement.blocks), b.placement.sizes
+        of_groups = tuple(sum(parts[i : i + axes[last]]) for i in range(0, len(parts), axes[last]))
+        whole = split(b.placement.dim, of_groups, b.placement.blocks)
+        of_group = [b.name, reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
+        of_rank = [f"{b.name}/whale_rows", reshard_name(prefix_of(last), Ref(b.name), own)]
+        # Where each rank has some rows of each micro-batch, those of its group are in micro-batches as well, and what
+        # is cut of them follows.
+        candidates = [(n, own.local(place)) for n in (*of_group, *of_rank)]
+        if b.placement.blocks == micro_batches and not b.local:
+            candidates += [(n, own.extent) for n in of_group]
+        for name, count in reversed(candidates):
+            node = program.by_name.get(name)
+            if node is not None and (node.outputs[0].shape or (None,))[0] == count:
+                found[name] = split(0, even_sizes(count, micro_batches))
+                break
     return found
 
 

@@ -14,6 +14,8 @@ from whale.ir.values import Shape, TensorType
 from whale.lowering.emit import COMMUNICATOR, Emitter
 from whale.lowering.reshard import emit_reshard
 
+ROWS_OF_GROUP = "whale/rows"  # what the names begin with of nodes that cut a group's rows of a batch
+
 
 def _on_all_graphs(program: Program, change: Callable[[Node], Node]) -> Program:
     functions = {name: body.with_nodes(tuple(map(change, body.nodes))) for name, body in program.functions.items()}
@@ -72,7 +74,7 @@ def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Split, gro
     """
     node = program.by_name[b.name]
     t = whole.by_name[b.name].outputs[0]
-    emitter = Emitter(group, len(groups.sizes), "", "whale/rows")
+    emitter = Emitter(group, len(groups.sizes), "", ROWS_OF_GROUP)
     emitter.nodes[b.name] = replace(node, attrs={**node.attrs, "shape": Shape(t.shape)}, outputs=(t,))
     change = Reshard("", Ref(b.name), B, groups, "", 0)
     rows = emit_reshard(emitter, change, t, lambda: Ref(b.name))
