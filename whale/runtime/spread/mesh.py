@@ -26,7 +26,6 @@ from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, named_axes, seen_along
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import has_split_scopes
-from whale.passes.facts.stages import has_stages
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import Levels, levels_of, mesh_of, sizes_of, with_sizes
@@ -40,7 +39,7 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
       PlanError: see ``make_plan`` and ``axes_of``; the program sends its gradients through Horovod or devices.
     """
     axes = axes_of(program, settings)
-    of_rows = _that_divide_rows(program, settings, axes)
+    of_rows = _that_divide_rows(program, axes)
     settings = _in_each_micro_batch(program, settings, of_rows)
     if len(axes) == 1:
         return over_one_axis(program, settings, axes[0])
@@ -74,15 +73,12 @@ def lower_mesh(
     return found
 
 
-def _that_divide_rows(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> Sequence[Axis]:
+def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     """``axes`` without the last ones over which the program divides tensors wherever it reads an input.
 
     All ranks along such an axis have the same rows, as in Megatron-LM: what stands outside of the scopes is computed by
-    each of them, and a batch needs no rows for every rank. In micro-batches that is so with stages only: without them,
-    the gradient of an embedding whose rows are joined over another axis would be wanted of the whole batch.
+    each of them, and a batch needs no rows for every rank.
     """
-    if settings.time.micro_batches > 1 and not has_stages(program):
-        return axes
     arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
     count = len(axes)
     while count > 1 and arrives and all(axes[count - 1].name in named_axes([path]) for path in arrives):
