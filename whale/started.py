@@ -20,6 +20,8 @@ RESTART_VARIABLE = "WHALE_RESTART"
 CONTROL_VARIABLE = "WHALE_CONTROL"
 # The same for the pipe that takes the script's trace, when `whale run --trace` asks for one.
 TRACE_PIPE_VARIABLE = "WHALE_TRACE_PIPE"
+# The folder in memory on this host that goes with the run, however it ends.
+FILES_VARIABLE = "WHALE_RUN_FILES"
 # Set when `whale run -v` wants to know what each rank has communicated.
 COUNTERS_VARIABLE = "WHALE_COUNTERS"
 

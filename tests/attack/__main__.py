@@ -3,16 +3,15 @@
     python -m tests.attack --ports 1 --plans 300 --inputs 20000 --faults 200 --seed 1 [--write]
 
 --ports: rounds of the ten attacks on the launcher's port; --plans: changed plans of a script, which are refused or
-train as one device; --inputs: changed files; --faults: ranks killed, stopped, raising or mismatching, as ``python -m
-tests.faults`` makes them. ``--write`` puts the counts into the table of docs/reliability.md. Ends with code 1 if
-anything was not as it must be.
+train as one device; --inputs: changed files; --faults: ranks, workers, mpirun and launchers killed, stopped and worse,
+at any moment of a run (``python -m tests.faults`` has ranks that call different things). ``--write`` puts the counts
+into the table of docs/reliability.md. Ends with code 1 if anything was not as it must be.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -61,20 +60,21 @@ def inputs(count: int, seed: int) -> tuple[_Row, list[str]]:
 
 
 def faults(count: int, seed: int) -> tuple[_Row, list[str]]:
-    from tests.faults.__main__ import trials
-    from tests.faults.trial import run
+    from tests.attack.faults import Faults, table
+    from tests.attack.faults import faults as drawn
 
-    seconds: list[float] = []
-    problems: list[str] = []
-    for trial in trials(count, seed, steps=0.5):
-        with tempfile.TemporaryDirectory(prefix="whale-fault-") as folder:
-            outcome = run(trial, Path(folder))
-        seconds += [outcome.seconds] if outcome.seconds is not None else []
-        problems += [f"{trial}: {problem}" for problem in outcome.problems]
-    said = (
-        f"error after {statistics.median(seconds):.2f} s in the middle, {max(seconds):.2f} s at most" if seconds else ""
-    )
-    return ("ranks killed, stopped, raising, mismatching", count, len(problems), said), problems
+    made, tried, problems = Faults(), [], []
+    for number, fault in enumerate(drawn(count, seed)):
+        start_s = time.monotonic()
+        outcome = made.make(fault)
+        tried.append((fault, outcome))
+        problems += [f"{fault}: {problem}" for problem in outcome.problems]
+        print(f"{number + 1:4d}  {outcome.in_words}  run {time.monotonic() - start_s:.0f} s  {fault}", flush=True)
+        print("".join(f"      WRONG: {problem}\n" for problem in outcome.problems), end="", flush=True)
+    print(table(tried))
+    wrong = sum(bool(outcome.problems) for _, outcome in tried)
+    again = sum(outcome.restarted for _, outcome in tried)
+    return ("faults in runs of 2, 4 and 8 ranks", count, wrong, f"{again} started again, with equal weights"), problems
 
 
 def main() -> int:

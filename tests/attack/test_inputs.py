@@ -78,3 +78,14 @@ def test_a_described_plan_of_endless_micro_batches_is_refused(verb: str, tmp_pat
     start_s = time.monotonic()
     assert main([verb, str(path), *(["-o", str(tmp_path / "page")] if verb == "html" else [])]) == 2
     assert time.monotonic() - start_s < 10 * LIMIT_S
+
+
+@pytest.mark.parametrize("layers", [300, 4096])
+def test_a_search_ends_with_its_budget_however_many_layers_there_are(
+    layers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(CLUSTER)
+    asked = ["plan", "--describe", f"gpt:layers={layers},hidden=256,heads=4,batch=64", "--budget", "0.5"]
+    start_s = time.process_time()
+    assert main([*asked, "--cluster", str(tmp_path / "c.yaml")]) == 0
+    assert time.process_time() - start_s < 5.0 and "step" in capsys.readouterr().out

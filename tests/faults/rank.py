@@ -111,7 +111,7 @@ def main() -> None:
         part.rename(part.with_suffix(""))
 
     segments = os.environ["OMPI_MCA_btl_sm_backing_directory"]
-    note("ready", pid=os.getpid(), segments=segments, used=len(os.listdir(segments)))
+    note("ready", pid=os.getpid(), segments=segments, used=len({*os.listdir(segments)} - {"python"}))
 
     def end(number: int, frame: object) -> None:
         # Python gets here only while no step of it is blocked: this rank was tracing or compiling.

@@ -11,6 +11,8 @@ import time
 import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
+from whale.launcher.job import ranks
+from whale.launcher.protocol import Raised
 
 # What wh.init does about communication.
 CONNECT = """
@@ -146,6 +148,13 @@ def test_a_rank_that_ends_while_others_start(launcher: Launcher) -> None:
     assert last == "whale run: rank 1 has ended without calling wh.init, in which rank 0 waits for it"
 
 
+def test_a_rank_that_ends_within_its_start(launcher: Launcher) -> None:
+    script = launcher.script(CONNECT + "if rank == 0: connect()\nWatch(Config())\ntime.sleep(1)\nos._exit(0)")
+    done = launcher.run("-np", "2", script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "whale run: rank 1 has ended inside wh.init, in which rank 0 waits for it"
+
+
 def test_a_rank_that_ends_without_a_good_bye_fails_the_others(launcher: Launcher) -> None:
     script = launcher.script(
         CONNECT
@@ -160,9 +169,17 @@ def test_a_rank_that_ends_without_a_good_bye_fails_the_others(launcher: Launcher
 def test_no_segment_is_left_by_a_killed_rank(launcher: Launcher) -> None:
     script = launcher.script(
         CONNECT + "comm = connect()\nfolder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n"
-        "print('in', folder, len(os.listdir(folder)))\nreduce(comm, 'a').wait(600)\nos.kill(os.getpid(), 9)"
+        "print('in', folder, len(os.listdir(folder)), os.environ['WHALE_RUN_FILES'])\n"
+        "reduce(comm, 'a').wait(600)\nos.kill(os.getpid(), 9)"
     )
     done = launcher.run("-np", "2", script)
     assert done.returncode == 137
-    folder, count = done.stdout.splitlines()[0].split()[2:]
-    assert int(count) > 0 and not os.path.exists(folder)
+    folder, count, files = done.stdout.splitlines()[0].split()[2:]
+    assert int(count) > 0 and not os.path.exists(folder) and files == folder
+
+
+def test_an_error_inside_a_traced_step_is_named_by_what_it_says() -> None:
+    """AutoGraph's message begins with where the error was."""
+    text = 'in user code:\n\n    File "train.py", line 3, in step  *\n        act()\n\n    ValueError: this is bad\n'
+    failure = ranks.raised(1, Raised(type="ValueError", message=text, traceback="", code=1))
+    assert failure.reason == "failed: ValueError: this is bad (exit code 1)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -111,7 +112,11 @@ def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
     temporary = launcher.folder / "temporary"
     temporary.mkdir()
     launcher.environment["TMPDIR"] = str(temporary)
-    with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
+    # What MPI makes in a rank that connects when mpirun is gone.
+    folder = f"{temporary}/ompi.{socket.gethostname()}.{os.getuid()}/jf.0/1/0"
+    with launcher.start(
+        "-np", "2", launcher.script(f"import os; os.makedirs({folder!r}, exist_ok=True)\n{SLEEP}")
+    ) as process:
         wait_for_line(process, "up")
         for pid in _processes(launcher, "mpirun") + _processes(launcher, "prterun"):
             os.kill(pid, signal.SIGKILL)

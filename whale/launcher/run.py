@@ -16,6 +16,10 @@ PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
 MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
 ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
 
+# Connections that the system holds until they are accepted: a worker that finds no place among others' tries again only
+# after a second.
+_BACKLOG = 1024
+
 
 def run(options: mpirun.Options) -> int:
     """Runs a script on every rank and waits for the end.
@@ -39,7 +43,7 @@ def _attempts(options: mpirun.Options, program: str, config: Config, trace: Trac
     restarts = 0
     while True:
         address = mpirun.listen_address(options)
-        with socket.create_server((address, 0), backlog=max(64, options.ranks)) as listener:
+        with socket.create_server((address, 0), backlog=max(_BACKLOG, options.ranks)) as listener:
             token = secrets.token_hex(16)
             environment = mpirun.environment(options, f"{address}:{listener.getsockname()[1]}", token, restarts)
             line = mpirun.command(options, program, environment)

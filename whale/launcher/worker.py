@@ -41,6 +41,7 @@ from whale.launcher.script import run_script
 from whale.launcher.segments import open_folder
 from whale.started import (
     CONTROL_VARIABLE,
+    FILES_VARIABLE,
     LOCAL_RANK_VARIABLE,
     LOCAL_SIZE_VARIABLE,
     RANK_VARIABLE,
@@ -70,7 +71,9 @@ def main() -> None:
     connection = _connect(os.environ[TOKEN_VARIABLE])
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
+    os.environ.pop(FILES_VARIABLE, None)  # of a run within which this one is started
     if open_folder(segments):
+        os.environ[FILES_VARIABLE] = segments
         os.environ.setdefault(_MPI_SEGMENTS_VARIABLE, segments)
 
     # stdout, stderr, report: the script's ends, then the worker's.

@@ -30,7 +30,7 @@ LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
 
-MOST = {"layers": 512}  # the search of more takes minutes, whatever its budget
+MOST = {"layers": 4096}
 MOST_OTHERWISE = 10**12
 
 

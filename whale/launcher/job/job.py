@@ -14,12 +14,10 @@ How a run ends:
 from __future__ import annotations
 
 import math
-import os
 import selectors
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -262,8 +260,7 @@ class Job:
             if link.code is None and link.host == socket.gethostname():
                 ranks.kill_group(link.pid, self._token)
         shutil.rmtree(segments.folder_of(self._token), ignore_errors=True)
-        # Open MPI 5 keeps its files here, and leaves them when it is killed.
-        shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{self._mpirun.pid}"), ignore_errors=True)
+        self._mpirun.remove_files()
 
     def _conclude(self) -> int:
         self._printer.close()

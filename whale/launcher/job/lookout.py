@@ -71,10 +71,11 @@ class Lookout:
                 link.freeze_s = 0.0
                 self._ending.fail(failure)
                 link.send_signal(signal.SIGKILL)  # no other signal reaches a stopped process
-        waiting = next((link.rank for link in self._links.values() if link.joining), None)
+        waiting = next((link.rank for link in self._links.values() if link.joining and not link.exited), None)
         for rank, link in self._links.items():
-            if waiting is not None and link.code == 0 and link.joining is None and not self._ending.begun:
-                self._ending.fail(ranks.absent(rank, waiting))
+            # One that has ended in wh.init, too: who waits for it there is told nothing before MPI has connected all.
+            if waiting is not None and link.code == 0 and link.joining is not False and not self._ending.begun:
+                self._ending.fail(ranks.absent(rank, waiting, called=link.joining is not None))
         if now_s >= self._stall_report_s:
             self._stall_report_s = math.inf
             self._say(stalls.report(self._links, now_s))

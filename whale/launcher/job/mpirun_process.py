@@ -5,9 +5,13 @@ from __future__ import annotations
 import collections
 import ctypes
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
@@ -25,6 +29,7 @@ class MpirunProcess:
 
     def __init__(self, line: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said: collections.deque[bytes] = collections.deque(maxlen=40)
+        self._start_s = time.time()
         self._process = subprocess.Popen(
             line,
             env=environment,
@@ -94,6 +99,21 @@ class MpirunProcess:
                 break
             except subprocess.TimeoutExpired:
                 continue
+
+    def remove_files(self) -> None:
+        """Removes what Open MPI 5 keeps in the temporary folder, and leaves when it is killed; once all has ended."""
+        temporary = tempfile.gettempdir()
+        shutil.rmtree(os.path.join(temporary, f"ompi.{self.pid}"), ignore_errors=True)
+        if (self.returncode or 0) >= 0:
+            return
+        # Ranks whose mpirun is gone make folders as processes without one do. They are empty, and of no other run.
+        shared = os.path.join(temporary, f"ompi.{socket.gethostname().partition('.')[0]}.{os.getuid()}")
+        for folder, _, _ in os.walk(shared, topdown=False):
+            try:
+                if os.stat(folder).st_ctime >= self._start_s:
+                    os.rmdir(folder)
+            except OSError:
+                continue  # not empty, or gone
 
 
 def _end_with_parent() -> None:

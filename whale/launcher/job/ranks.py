@@ -67,6 +67,8 @@ def raised(rank: int, report: Raised) -> Failure:
     if not kind:
         return Failure(rank, code, f"failed: exit code {code}")
     first_line = report.message.strip().partition("\n")[0]
+    if first_line == "in user code:":  # of AutoGraph, before where it was; what it is stands last
+        first_line = report.message.strip().rpartition("\n")[2].strip().removeprefix(f"{kind}: ")
     what = f"{kind}: {first_line}" if first_line else kind
     return Failure(rank, code, f"failed: {what} (exit code {code})", kind, report.traceback)
 
@@ -116,9 +118,10 @@ def silent(rank: int, host: str, seconds: float) -> Failure:
     return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s")
 
 
-def absent(rank: int, waiting: int) -> Failure:
+def absent(rank: int, waiting: int, called: bool) -> Failure:
     """The failure of a rank whose script ended well but without the others, which wait for it at their start."""
-    reason = f"has ended without calling wh.init, in which rank {waiting} waits for it"
+    where = "inside wh.init" if called else "without calling wh.init"
+    reason = f"has ended {where}, in which rank {waiting} waits for it"
     return Failure(rank, 1, reason)
 
 

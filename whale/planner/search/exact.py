@@ -10,7 +10,7 @@ few chains are simulated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,13 +19,13 @@ import numpy as np
 from cost_model.described.spread import Part, Recompute, Spread, Stage
 from whale.planner.search.estimate import Estimates, divisors
 from whale.planner.search.neighbours import StageRanks
-from whale.planner.search.stage_options import StageOption, stage_options, undominated
+from whale.planner.search.stage_options import BUDGET_PART, StageOption, stage_options, undominated
 
 GRID = 24  # limits on the slowest stage, at most
 # Limits lie so close that a step loses at most this part of itself by the distance of two.
 GRID_LOSS = 0.3
 WORK = 60_000  # pairs of (devices of a stage, devices of later ones) x numbers of later stages, at most
-BUDGET_PART = 0.9  # of the search's budget, after which no further number of micro-batches is begun
+ELEMENTS = 20_000_000  # limits x numbers of later stages x ranges of layers, at most: what one array of them holds
 CHAINS = 60  # that are handed on, of each number of micro-batches, and...
 HANDED_ON = 200  # ...of all together, as long as they are at most...
 BEHIND = 1.25  # ...so many times as long as the best, by this program
@@ -44,7 +44,8 @@ def exact(
     pairs = 1
     for n in sizes:
         pairs *= (n + 1) * (n + 2) // 2
-    if pairs * min(sum(sizes), search.model.count) > WORK:
+    stages = min(sum(sizes), search.model.count)
+    if pairs * stages > WORK or GRID * stages * (search.model.count + 1) ** 2 > ELEMENTS:
         return
     states = list(itertools.product(*(range(n + 1) for n in sizes)))
     found: list[tuple[float, Spread]] = []
@@ -60,7 +61,8 @@ def exact(
             choices[micro_batches, parallel] = list(dict.fromkeys((o.used, o.parts) for o in options))
             if options:
                 grid = _grid(search.model.count, sizes, micro_batches, options, fastest_s)
-                found += _Solver(kinds[0], states, options, grid, search.model.count, search.limits.stages).best()
+                solver = _Solver(kinds[0], states, options, grid, search.model.count, search.limits.stages)
+                found += solver.best(lambda: search.late(BUDGET_PART))
     found.sort(key=lambda e: e[0])
     for seconds, spread in found[:HANDED_ON]:
         if seconds > BEHIND * found[0][0]:
@@ -152,13 +154,15 @@ class _Solver:
         # What was put before a chain: (devices of the chain, its head, option).
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
-    def best(self) -> list[tuple[float, Spread]]:
-        """(seconds of a step, spread), the fastest first."""
+    def best(self, late: Callable[[], bool]) -> list[tuple[float, Spread]]:
+        """(seconds of a step, spread), the fastest first; of those that were found until it was ``late``."""
         for used in sorted(self.states, key=sum)[1:]:
             for own, options in self.by_use.items():
                 rest = tuple(a - b for a, b in zip(used, own))
                 if min(rest) >= 0:
                     for option in options:
+                        if late():
+                            break
                         self._put_before(option, rest, self.chains[used])
         result: dict[Spread, float] = {}
         for used in self.states[1:]:

@@ -19,6 +19,8 @@ from cost_model.described.stage_costs import reduction_s
 from whale.planner.search.estimate import Estimates
 from whale.planner.search.row_shares import row_shares, variants
 
+BUDGET_PART = 0.9  # of the search's budget, after which nothing further is looked at for few devices
+
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
@@ -55,7 +57,7 @@ def stage_options(
     result = []
     for used in states:
         chosen = [k for k, n in enumerate(used) if n]
-        if not chosen:
+        if not chosen or search.late(BUDGET_PART):
             continue
         best: dict[tuple[Part, ...], None] = {}
         for tensors in itertools.product(*(search.tensors(k) for k in chosen)):

@@ -28,6 +28,7 @@ from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
+from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.variables import deferred
 from whale.runtime.variables.outside import Outside
 from whale.started import ProcessPlace, process_place
@@ -115,6 +116,7 @@ def _begin(
     saved = read_saved_plan(path, _size(config, place)) if path else None
     annotations = read_annotations(config["annotate"]) if config["annotate"] else {}
     process.runs += 1
+    keep_sources_with_run()
     trace = None
     if process.dry is None:
         ranks = tuple(range(config["cluster.ranks"])) if _in_process(config) else (place.rank,)
