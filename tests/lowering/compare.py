@@ -9,11 +9,12 @@ import numpy as np
 
 from tests.interpreter import Outcome, run
 from whale.ir.layout import Split
+from whale.ir.mesh import chain, mesh_of
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import chain, mesh_of, own_variables
+from whale.runtime.spread.levels import own_variables
 from whale.runtime.spread.mesh import lower_mesh
 
 LIMIT = 1e-12

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+
+from whale.ir.plan import Plan
 
 # Attribute of communication ops until they name ranks: the axis along which they communicate.
 AXIS = "_axis"
@@ -63,3 +65,25 @@ def coordinates_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
 def format_axes(axes: Sequence[Axis]) -> str:
     """``data=2,tensor=4``, as the configuration has it."""
     return ",".join(map(str, axes))
+
+
+def chain(plan: Plan) -> Iterator[Plan]:
+    """The plans of all axes, outermost first."""
+    found: Plan | None = plan
+    while found is not None:
+        yield found
+        found = found.inner
+
+
+def mesh_of(plan: Plan, ranks: Sequence[int]) -> Mesh:
+    """The mesh that a plan's axes make of ranks."""
+    return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))), tuple(ranks))
+
+
+def moved_along(plan: Plan) -> list[int]:
+    """Logical bytes that one step moves along each axis, in all its groups together, outermost first."""
+    own = sum(r.bytes * plan.repeats.get(r.key, 1) for r in plan.reshards)
+    if plan.inner is None:
+        return [own]
+    inside = moved_along(plan.inner)  # in the first group of this axis
+    return [own, *(round(plan.inner_bytes * n / (sum(inside) or 1)) for n in inside)]

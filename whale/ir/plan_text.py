@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from whale.ir.layout import Partial, Split
-from whale.ir.plan import DEVICE, Plan, Predicted, Reshard
+from whale.ir.mesh import mesh_of, moved_along
+from whale.ir.plan import DEVICE, Plan, Predicted, Reshard, TaskGraph
 from whale.ir.schedule import format_schedule, schedule
 
 # Who carries out a reduction instead of Whale's own exchange, in words.
@@ -42,11 +44,12 @@ def _verb(r: Reshard) -> str:
 
 def format_plan(plan: Plan, rows: int = 12) -> str:
     """One screen: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
-    what = f"rank{'s' * (plan.size != 1)}" if plan.inner is None else f"groups of {plan.inner.size} ranks"
-    out = [f"Plan for {plan.program}: {plan.size} {what} ({', '.join(plan.devices)})"]
+    if plan.inner is None and not plan.stage_groups:
+        out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)} ({', '.join(plan.devices)})"]
+    else:
+        out = [f"Plan for {plan.program}: {plan.ranks} ranks", *_mesh(plan)]
     out.append("Task graphs")
-    whose = "ranks" if plan.inner is None else "groups"
-    out += [f"  {t.scope:<28} {t.kind} over {whose} {list(t.devices)}, {t.nodes} nodes" for t in plan.task_graphs]
+    out += [f"  {t.scope:<28} {t.kind} over {_where(plan, t)}, {t.nodes} nodes" for t in plan.task_graphs]
     if plan.stage_groups:
         out += _stages(plan)
     out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
@@ -73,10 +76,10 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     if plan.offloaded:
         out.append(f"In the host's memory  {len(plan.offloaded)} variables")
     moving = [r for r in plan.reshards if r.bytes]
-    between = f" (with that inside the {plan.size} groups)" if plan.inner is not None else ""
+    along = f", of which {human_bytes(moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
     backends = Counter(r.backend for r in moving)
     out.append(
-        f"Communication per step: {human_bytes(plan.logical_bytes)} logical{between}, {len(moving)} tensors in "
+        f"Communication per step: {human_bytes(plan.logical_bytes)} logical{along}, {len(moving)} tensors in "
         f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
         + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
@@ -92,11 +95,51 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out += [f"  {name:<50} {human_bytes(moved)} gathered" for name, moved in table[:rows]]
         out += [f"  ... and {len(table) - rows} more"] if len(table) > rows else []
     if plan.inner is not None:
-        out.append(f"Inside each group of {plan.inner.size} ranks")
+        out.append(f"Along {plan.inner.axis}, in each group of {plan.inner.mesh_size} ranks")
         out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
     if plan.predicted is not None:
         out += _predicted(plan, plan.predicted)
     return "\n".join(out) + "\n"
+
+
+def _where(plan: Plan, graph: TaskGraph) -> str:
+    """The ranks of a task graph; along an axis with others inside, its coordinates."""
+    numbers = list(graph.devices)
+    if plan.stage_groups or plan.inner is None:
+        return f"ranks {numbers}" if numbers else "the ranks that need it"
+    return f"{plan.axis} {numbers}"
+
+
+def _mesh(plan: Plan, rows: int = 4) -> list[str]:
+    """The axes: which ranks communicate along each, and how much they move in a step."""
+    groups = plan.stage_groups
+    by_size = sorted({len(g.ranks) for g in groups} or {plan.mesh_size}, reverse=True)
+    alike = len(by_size) == 1
+    found: list[tuple[str, list[tuple[int, ...]], int]] = []
+    if groups:
+        found.append((f"stage={len(groups)}", [g.ranks for g in groups], sum(e.bytes for e in plan.edges)))
+    for size in by_size:
+        one = plan.of(size)
+        members = [g.ranks for g in groups if len(g.ranks) == size] or [tuple(range(size))]
+        for k, (axis, moved) in enumerate(zip(mesh_of(one, range(size)).axes, moved_along(one))):
+            lines = [mesh_of(one, ranks).along(r, axis.name) for ranks in members for r in ranks]
+            where = str(axis) if alike or k == len(found) else f"{axis} of {size} ranks"
+            found.append((where, list(dict.fromkeys(lines)), moved))
+    name = ",".join(where for where, _, _ in found) if alike else f"{len(groups)} stages of their own meshes"
+    out = [f"Mesh {name}: the groups along each axis, and what they move in a step"]
+    for where, lines, moved in found:
+        between = " -> " if where.startswith("stage=") else " "
+        shown = between.join("+".join(map(str, line)) for line in lines[:rows])
+        more = f" and {len(lines) - rows} more" if len(lines) > rows else ""
+        out.append(f"  {where:<16} {human_bytes(moved):>10}  {shown}{more}")
+    own = [(where, moved) for where, _, moved in found[bool(groups) :]]
+    for (outer, most), (inner, less) in pairwise(own):
+        if alike and most > less:
+            out.append(
+                f"  {outer} moves more than {inner}: where links differ, name it later in the mesh, so that its ranks "
+                "are neighbours"
+            )
+    return out
 
 
 def _predicted(plan: Plan, found: Predicted) -> list[str]:

@@ -15,12 +15,11 @@ from tests.passes.layout.split.test_divide import carried, classifier, scoped
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.layout import split
-from whale.ir.mesh import Axis
+from whale.ir.mesh import Axis, chain, moved_along
 from whale.ir.plan import Plan
-from whale.ir.plan_text import format_plan
+from whale.ir.plan_text import format_plan, human_bytes
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import chain
 from whale.runtime.spread.mesh import plan_program
 
 
@@ -42,8 +41,14 @@ def test_two_layers(groups: int, per_group: int) -> None:
     assert plan.split_flops_fraction == 1.0 and plan.inner.split_flops_fraction == 1.0
     assert plan.variables == plan.inner.variables and plan.variables["w1"].dim == 1
     text = format_plan(plan)
-    assert f"{groups} groups of {per_group} ranks (ranks 0 to {per_group - 1}, " in text
-    assert f"Inside each group of {per_group} ranks" in text and "Split variables  " in text
+    assert f"Mesh data={groups},tensor={per_group}: " in text and "Split variables  " in text
+    assert f"Along tensor, in each group of {per_group} ranks" in text
+    words = [line.split() for line in text.splitlines() if line.startswith(("  data=", "  tensor="))]
+    along = {axis: rest for axis, *rest in words if rest[0] != "moves"}
+    assert along[f"data={groups}"][2] == "+".join(str(c * per_group) for c in range(groups))
+    assert along[f"tensor={per_group}"][2] == "+".join(map(str, range(per_group)))
+    assert sum(moved_along(plan)) == plan.logical_bytes
+    assert [" ".join(line[:2]) for line in along.values()] == [human_bytes(n) for n in moved_along(plan)]
     # Gradients of split weights are summed part by part: as many bytes as without groups of their own.
     parts = {key: n for key, n in plan.repeats.items() if "d_w" in key}
     assert parts and set(parts.values()) == {1}

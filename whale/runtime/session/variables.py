@@ -18,6 +18,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from whale.errors import PlanError, ProgramError
 from whale.ir.layout import B, Placement, Split
+from whale.ir.mesh import chain
 from whale.ir.program import Node, Program, Ref, Variable, prune
 from whale.ir.values import TensorType, numpy_dtype
 from whale.passes.facts.stages import has_stages
@@ -26,7 +27,7 @@ from whale.runtime.compile.compile import Compiled
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.names import name_of, rank_prefix
-from whale.runtime.spread.levels import chain, own_variables
+from whale.runtime.spread.levels import own_variables
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
 from whale.runtime.variables.split_variable import cut

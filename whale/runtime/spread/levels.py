@@ -6,7 +6,7 @@ groups may have unequal rows; so the plan of the first coordinates is the model,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import B, Placement, Split, Strategy, split
-from whale.ir.mesh import AXIS, Axis, Mesh
+from whale.ir.mesh import AXIS, Axis, chain
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
@@ -270,23 +270,10 @@ def levels_of(program: Program, plan: Plan, settings: PlanSettings) -> Levels:
     return Levels(program, settings, axes, plan.batch_inputs, models)
 
 
-def chain(plan: Plan) -> Iterator[Plan]:
-    """The plans of all axes, outermost first."""
-    found: Plan | None = plan
-    while found is not None:
-        yield found
-        found = found.inner
-
-
 def own_variables(plan: Plan) -> dict[str, Placement]:
     """The variables that lie split over a plan's own axis, and not over those inside."""
     inside = plan.inner.variables if plan.inner is not None else {}
     return {name: p for name, p in plan.variables.items() if name not in inside}
-
-
-def mesh_of(plan: Plan, ranks: Sequence[int]) -> Mesh:
-    """The mesh that a plan's axes make of ranks."""
-    return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))), tuple(ranks))
 
 
 def sizes_of(b: BatchInput) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.mesh import format_axes
+from whale.ir.mesh import chain, format_axes
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
@@ -26,7 +26,6 @@ from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import chain
 from whale.runtime.spread.mesh import lower_mesh, plan_program
 from whale.runtime.spread.micro_batches import in_micro_batches
 from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups

@@ -20,7 +20,7 @@ from math import prod
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import even_sizes, split
-from whale.ir.mesh import Axis, format_axes
+from whale.ir.mesh import Axis, format_axes, mesh_of
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, named_axes, seen_along
@@ -28,7 +28,7 @@ from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import has_split_scopes
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import Levels, levels_of, mesh_of, sizes_of, with_sizes
+from whale.runtime.spread.levels import Levels, levels_of, sizes_of, with_sizes
 from whale.runtime.spread.placing import placed, with_check
 
 

@@ -9,7 +9,7 @@ from math import gcd, prod
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Placement, Split, split
-from whale.ir.mesh import Axis
+from whale.ir.mesh import Axis, chain, mesh_of
 from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
@@ -20,7 +20,7 @@ from whale.passes.in_time.stage_groups import Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.normalise.annotate import task_graphs
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import chain, mesh_of, own_variables
+from whale.runtime.spread.levels import own_variables
 from whale.runtime.spread.mesh import plan_program
 from whale.runtime.spread.stage_exchanges import connect
 from whale.runtime.spread.stages import Stages

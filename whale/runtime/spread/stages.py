@@ -23,7 +23,7 @@ from whale.ir.crossing import (
     sent_as,
 )  # fmt: skip
 from whale.ir.layout import FIRST, B, Placement, Split, Strategy
-from whale.ir.mesh import Mesh
+from whale.ir.mesh import Mesh, mesh_of
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, static_shape
@@ -31,7 +31,7 @@ from whale.passes.in_time.stage_groups import FETCH_KEY, Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.order import plan_of_part
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import Levels, levels_of, mesh_of
+from whale.runtime.spread.levels import Levels, levels_of
 from whale.runtime.spread.placing import placed
 
 Layout = tuple[Placement, ...]
