@@ -11,6 +11,7 @@ SAMPLE = [
     ("tensor", "2 stages", "zb-h1"),
     ("tensor", "second tensor axis", "loop"),
     ("unequal stages", "micro-batches", "recompute marked"),
+    ("2 stages", "zb-h1", "branch", "session"),
     ("second tensor axis", "session"),
     ("sequence", "zero 3"),
     ("tensor", "shard", "unequal shares"),

@@ -50,7 +50,11 @@ def stages_of(program: Program) -> tuple[str, ...]:
     weights: set[str] = set()  # what is read from variables, whose stages say nothing about the order
 
     for node in program.nodes:
-        if any(r.node in handles for r in node.inputs) or (node.op in PASSED_ON and node.inputs[0].node in weights):
+        reads = any(r.node in handles for r in node.inputs)
+        # A branch or a lookup reads the batch beside a variable, and what it makes travels with the data.
+        if reads and all(r.node in handles or r.node in weights or r.node in free for r in node.inputs):
+            weights.add(node.name)
+        elif node.op in PASSED_ON and node.inputs[0].node in weights:
             weights.add(node.name)
         mine = stage[node.name]
         read = (r.node for r in node.inputs if r.node not in weights and r.node not in free)

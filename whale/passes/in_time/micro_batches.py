@@ -46,12 +46,18 @@ def prepared(program: Program) -> Program:
     """
     nodes: list[Node] = []
     behind_effects: set[str] = set()
+    waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
     for node in program.nodes:
+        if node.controls:
+            controls = tuple(dict.fromkeys(c for name in node.controls for c in waits.get(name, (name,))))
+            node = replace(node, controls=controls)
+        if node.op == "NoOp":
+            waits[node.name] = node.controls
         if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
             # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
             kept = () if USE in node.attrs else tuple(c for c in node.controls if c in behind_effects)
             node = replace(node, controls=kept)
-        acts = node.stateful and node.op not in _LOOKS and node.op not in EXCHANGES
+        acts = _acts(program, node)
         if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
         if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
@@ -63,6 +69,14 @@ def prepared(program: Program) -> Program:
             node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
         nodes.append(node)
     return program.with_nodes(tuple(nodes))
+
+
+def _acts(program: Program, node: Node) -> bool:
+    """Whether it does more than compute and look: a branch or loop that only reads variables does not."""
+    if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
+        return False
+    bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
+    return not bodies or any(_acts(program, inside) for body in bodies for inside in body.nodes)
 
 
 def time_plan(
@@ -174,7 +188,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
         base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))
-        acts = node.stateful and node.op not in _LOOKS and node.op not in EXCHANGES
+        acts = _acts(program, node)
         if _is_each(strategy) or base % 2 == 0 or acts:
             level[node.name] = base + (base % 2 != _is_each(strategy))
         else:
