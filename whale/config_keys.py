@@ -285,6 +285,14 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
     ),
     Key(
+        "check.replicas",
+        "int",
+        0,
+        "the ranks' copies of the variables that a step of wh.function uses are compared before every so many of its "
+        "calls; 0 = never",
+        minimum=0,
+    ),
+    Key(
         "check.timeout_s",
         "float",
         60.0,

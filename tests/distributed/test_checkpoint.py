@@ -47,6 +47,33 @@ except wh.CheckpointError as error:
 else:
     raise AssertionError("a file was taken for a folder")
 second.save()
+second.save()
+damaged = sorted(n for n in os.listdir("saved") if n.startswith("ckpt-22.data"))[-1]
+if wh.rank() == 0:
+    with open(f"saved/{damaged}", "r+b") as file:
+        first_byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([first_byte ^ 1]))
+try:
+    second.save(checkpoint_number=30 + wh.rank())
+except wh.CommError as error:
+    assert "rank 0 saves number 30, rank 1 saves number 31" in str(error), error
+else:
+    raise AssertionError("ranks saved other numbers")
+third = manager()
+try:
+    third.restore_or_initialize()
+except wh.CheckpointError as error:
+    assert "ckpt-22" in str(error), error
+else:
+    raise AssertionError("a damaged checkpoint was restored")
+assert third.restore_or_initialize(fallback=True) == os.path.join("saved", "ckpt-21") and float(v) == 0.0
+try:
+    wh.CheckpointManager(checkpoint, f"saved{wh.rank()}", 2).save()
+except wh.CommError as error:
+    assert "rank 0 uses" in str(error) and "saved1" in str(error), error
+else:
+    raise AssertionError("ranks used other folders")
 
 with tf.Graph().as_default() as graph:  # a session's variables, with a Saver on every rank
     w = tf.compat.v1.get_variable("w", [3], tf.float64, use_resource=True)

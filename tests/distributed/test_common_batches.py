@@ -116,6 +116,7 @@ for name, size in (("constant", 5), ("captured", 9_000_000)):  # the latter is n
     refused(name + ":", wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)) + tf.gather(table, [3])), x)
 scaled = wh.function(lambda x, factor: tf.reduce_sum(tf.matmul(x, w)) * factor)
 refused("scalar:", scaled, x, 1.0 + rank)
+refused("shapes:", wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w))), np.ones((8 + rank, 1)))
 w.assign([[2.0]])
 step(x)
 never_used = tf.Variable(tf.ones([2]) * rank, name="never_used")
@@ -127,6 +128,16 @@ refused("replicas:", wh.check_replicas)
 w.assign([[2.0 + rank]])
 refused("manager:", wh.CheckpointManager(tf.train.Checkpoint(w=w), "saved", 1).save)
 refused("values:", step, x)
+w.assign([[2.0]])
+step(x)
+wh.init({"check.inputs": 5, "check.replicas": 3})
+again = wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
+again(x)
+if rank == 1:  # in a way that nothing notes
+    tf.raw_ops.AssignVariableOp(resource=w.handle, value=tf.constant([[4.0]], tf.float64))
+again(x)
+again(x)
+refused("periodic:", again, x)
 w.assign([[2.0]])
 step(x)
 if rank == 1:
@@ -148,9 +159,12 @@ step(x)
         assert said["captured"].startswith("ProgramError the ranks pass different values"), said
         for what in ("constant", "scalar"):
             assert said[what].startswith("ProgramError the ranks are about to run different programs"), said
+        both = "rank 0 has x (Placeholder) of float64[8,1]; rank 1 has x (Placeholder) of float64[9,1]"
+        assert both in said["shapes"], said
         assert said["compared"] == "2", said
         assert said["replicas"].startswith("CommError a variable differs between ranks variable: trained on rank 1")
-        for what in ("manager", "values"):
+        assert "seen at call 3 of the step" in said["periodic"], said
+        for what in ("manager", "values", "periodic"):
             assert said[what].startswith("CommError a variable differs between ranks variable: w on rank 1"), said
     assert "after this rank assigned to w outside of steps" in done.stderr, done.stderr
 

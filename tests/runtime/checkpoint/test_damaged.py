@@ -7,10 +7,12 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.checkpoints import matrix
 from tests.runtime.checkpoint.test_checkpoint import ZERO, saved
 from whale.runtime.checkpoint import agreement
 
@@ -59,6 +61,27 @@ def test_the_one_before_is_restored_if_asked_for(
     next(tmp_path.glob("ckpt-1.data-*")).write_bytes(b"")
     with pytest.raises(wh.CheckpointError, match="no checkpoint is whole"):
         manager.restore_or_initialize(fallback=True)
+
+
+def test_under_another_plan_changed_bits_are_found_too(tmp_path: Path) -> None:
+    """Parts of two ranks, read by three that have all of each, and by two that divide everything otherwise."""
+    path, generator, found = matrix.save("split 2", tmp_path), random.Random(5), 0
+    for loader in ("DP 3 uneven", "ZeRO-3 of 2"):
+        with matrix.run(loader) as model:
+            manager = wh.CheckpointManager(model.checkpoint, tmp_path, 1)
+            manager.restore(path)
+            wanted = model.values()
+            for file in sorted(tmp_path.glob(f"{os.path.basename(path)}.*")):
+                whole = file.read_bytes()
+                for place in generator.sample(range(len(whole)), 4):
+                    file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+                    try:
+                        manager.restore(path)
+                        assert all(map(np.array_equal, model.values(), wanted))
+                    except wh.CheckpointError:
+                        found += 1
+                file.write_bytes(whole)
+    assert found > 8
 
 
 def test_every_change_of_a_bit_is_found_or_changes_nothing(ranks: Start, tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     mark = fingerprint(program)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
-    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, _purpose(program, number))
+    before = context.compiled_for.get(program.name)
+    purpose = _purpose(program, number) + (f", which was compiled for ({before}) before" if before else "")
+    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, purpose)
+    context.compiled_for[program.name] = _inputs(program)
     marks = [msgspec.json.decode(m, type=_Mark) for m in said]
     if all(m.fingerprint == marks[0].fingerprint for m in marks):
         for rank, said_by in enumerate(marks):
@@ -54,16 +57,19 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
                 )
         return
     rows = node_digests(program)
-    mine = msgspec.json.encode([(what, digest.hex()) for what, digest in rows])
+    types = {f"{node.name} ({node.op})": ", ".join(map(str, node.outputs)) for node in program.nodes}
+    mine = msgspec.json.encode([(what, digest.hex(), types.get(what, "")) for what, digest in rows])
     others = [
-        msgspec.json.decode(o, type=list[tuple[str, str]])
+        msgspec.json.decode(o, type=list[tuple[str, str, str]])
         for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)
     ]
     rank = next(r for r, m in enumerate(marks) if m.fingerprint != marks[0].fingerprint)
     first, other = others[0], others[rank]
     at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
     described = [rows[at][0] if at < len(rows) else "(no more nodes)" for rows in (first, other)]
-    if described[0] == described[1]:
+    if described[0] == described[1] and first[at][2] != other[at][2]:
+        described = [f"{d} of {row[at][2]}" for d, row in zip(described, (first, other))]
+    elif described[0] == described[1]:
         described = [f"{d} with other attributes, operands or types" for d in described]
     raise ProgramError(
         "the ranks are about to run different programs",
@@ -80,8 +86,11 @@ def _passed(mark: _Mark) -> str:
 
 def _purpose(program: Program, number: int) -> str:
     """What a rank is about to compile, for the others' errors when they are somewhere else."""
-    inputs = [f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs]
-    return f"the compilation of program {number}, `{program.name}` ({', '.join(inputs)})"
+    return f"the compilation of program {number}, `{program.name}` ({_inputs(program)})"
+
+
+def _inputs(program: Program) -> str:
+    return ", ".join(f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs)
 
 
 def made_plan(program: Program, context: Context, settings: PlanSettings) -> Plan:

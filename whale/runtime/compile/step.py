@@ -33,7 +33,7 @@ from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.writes import refuse_lone_writes
+from whale.runtime.run.writes import refuse_lone_writes, with_equal_replicas
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_placements import refuse_other_placements
@@ -172,6 +172,7 @@ def _compiled(
     with span(context.trace, "functions", "compile"), no_garbage_collection():
         call = _callable(captured, compiled, context, uses)
     call = compared(call, context, compiled.program.name, captured.inputs, parts, dict(captured.captures))
+    call = with_equal_replicas(call, context, compiled.program.name, {id(v.handle) for v in captured.variables})
     trim()
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return Step(call, captured, compiled, seconds, gathers)

@@ -85,6 +85,7 @@ class Context(Ranks):
       split_everything: whether steps are planned as if they stood inside of ``wh.split``.
       written: paths that the first rank has written, and others might read too early.
       annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
+      compiled_for: the inputs of the latest program of each name, in words.
       whole: names of programs that every rank computes whole, which was said.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
@@ -117,6 +118,7 @@ class Context(Ranks):
     written: set[str] = field(default_factory=set)
     annotations: list[Pattern] = field(default_factory=list)
     annotated: set[str] = field(default_factory=set)
+    compiled_for: dict[str, str] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     outside: Outside | None = None
     distributed: bool = False

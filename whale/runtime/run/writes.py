@@ -1,6 +1,9 @@
-"""Values that a script assigned to variables since the last step: found where one rank alone did so."""
+"""Variables that one rank alone has changed: by an assignment since the last step, or, now and then, in any way."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,3 +41,28 @@ def refuse_lone_writes(context: Context, step: str) -> None:
         raise_comm_error(error, context)
         raise
     refuse_differences(context.variables.held(context, None, found), context, f"the step `{step}`")
+
+
+def with_equal_replicas(
+    call: Callable[[list[Any]], Any], context: Context, step: str, handles: Collection[int]
+) -> Callable[[list[Any]], Any]:
+    """``call``, before every ``check.replicas``-th of which the copies of a step's variables are compared.
+
+    Args:
+      step: its name.
+      handles: numbers (``id``) of the handles of its variables.
+    """
+    every = context.config["check.replicas"]
+    if not every or not context.between_processes:
+        return call
+    calls = 0
+
+    def checked(tensors: list[Any]) -> Any:
+        nonlocal calls
+        if not calls % every:
+            when = f"call {calls} of the step `{step}` (check.replicas)"
+            refuse_differences(context.variables.held(context, None, handles), context, when)
+        calls += 1
+        return call(tensors)
+
+    return checked
