@@ -161,6 +161,7 @@ WRITTEN_OUT = {
     "whale/rules/math": "a rule's line for the ops it names",
     "whale/rules/nn": "a rule's line for the ops it names",
     "whale/rules/structure": "a rule's line for the ops it names",
+    "whale/passes/normalise/loss_scaling.py": "the operands with which each op changes nothing",
     "whale/passes/normalise/folding/arithmetic.py": "what to compute for each op",
     "whale/passes/normalise/folding/shapes.py": "the shape of each op's result",
     "whale/runtime/variables/initializer_recording.py": "the stateless twin of each op",

@@ -5,22 +5,27 @@ tf.gradients begins with: times the scale there and divided by it at the end, ev
 what lies in between is large enough for float16. What is unscaled carries a mark (`UNSCALED`), by which
 whale.passes.normalise.loss_scaling finds the gradients; so does the place of the answer whether all are finite
 (`ALL_FINITE`).
+
+A graph of version 1 holds no variable for it, which scripts would have to initialise and to restore: the scale is an
+operand that a session feeds, and 1 where nothing is fed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.ops import gradients_util
 
-from whale.ir.program import ALL_FINITE, UNSCALED
+from whale.ir.program import ALL_FINITE, LOSS_SCALE, UNSCALED
 
 LARGEST = 2.0**127  # twice as much is no float32
+_SCALE, _FINITE = "whale_loss_scale", "_found_finite"  # the operand's name, and how that of the answer goes on
 
 
 @dataclass
@@ -42,6 +47,10 @@ class LossScale:
             self.scale = tf.Variable(self.initial, dtype=tf.float32, trainable=False, name="whale_loss_scale")
             self.good_steps = tf.Variable(0, dtype=tf.int32, trainable=False, name="whale_good_steps")
 
+    def read(self) -> tf.Tensor:
+        """The scale, as an operand."""
+        return self.scale.read_value()
+
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Adds the update to the graph that is being traced, if that computes gradients.
@@ -60,25 +69,62 @@ class LossScale:
         self.scale.assign(tf.where(finite, grown, scale * 0.5))
 
 
+@dataclass
+class FedScale:
+    """The scale of the losses of graphs of version 1: numbers that every rank keeps, since all are told the same.
+
+    Attributes:
+      scale, good_steps: as those of ``LossScale``.
+    """
+
+    scale: float
+    growth_steps: int
+    good_steps: int = 0
+
+    def read(self) -> tf.Tensor:
+        """The operand of the graph that is being built, or of that which it is a function of."""
+        with tf.init_scope(), tf.compat.v1.name_scope(""):
+            graph = tf.compat.v1.get_default_graph()
+            try:
+                return graph.get_tensor_by_name(f"{_SCALE}:0")
+            except KeyError:
+                with _marked(LOSS_SCALE):
+                    scale = tf.compat.v1.placeholder_with_default(np.float32(1), (), _SCALE)
+                with _marked(ALL_FINITE):
+                    finite = tf.math.is_finite(scale, f"{_SCALE}_is_kept")
+                tf.identity(finite, f"{_SCALE}{_FINITE}")
+                return scale
+
+    @staticmethod
+    def answer(scale: tf.Operation) -> tf.Tensor:
+        """Whether all gradients are finite, in the graph that holds the operand ``scale``."""
+        return scale.graph.get_tensor_by_name(f"{scale.name}{_FINITE}:0")
+
+    def after(self, finite: bool) -> None:
+        """A step has found all gradients finite, or not."""
+        is_last = self.good_steps + 1 >= self.growth_steps
+        self.good_steps = self.good_steps + 1 if finite and not is_last else 0
+        if not finite:
+            self.scale *= 0.5
+        elif is_last:
+            self.scale = min(self.scale * 2.0, LARGEST)
+
+
+Gradients = Callable[..., Any]
+
+
 @contextmanager
 def scaled_losses(by: LossScale) -> Iterator[None]:
     """While active, gradients are computed of scaled losses. Not to be nested."""
     of_tape, of_graph = tf.GradientTape.gradient, gradients_util._GradientsHelper
 
     @tf.autograph.experimental.do_not_convert
-    def tape(self: Any, target: Any, sources: Any, output_gradients: Any = None, *rest: Any, **named: Any) -> Any:
-        targets = tf.nest.flatten(target)
-        given = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
-        seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
-        found = of_tape(self, targets, sources, seeds, *rest, **named)
-        return tf.nest.map_structure(lambda g: _unscaled(g, by), found)
+    def tape(self: Any, *args: Any, **named: Any) -> Any:
+        return scaled_tape(by, of_tape, self, *args, **named)
 
     @tf.autograph.experimental.do_not_convert
-    def graph(ys: Any, xs: Any, grad_ys: Any = None, *rest: Any, **named: Any) -> Any:
-        targets = ys if isinstance(ys, (list, tuple)) else [ys]
-        given = grad_ys if isinstance(grad_ys, (list, tuple)) else [grad_ys] * len(targets)
-        seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
-        return [_unscaled(g, by) for g in of_graph(targets, xs, seeds, *rest, **named)]
+    def graph(*args: Any, **named: Any) -> Any:
+        return scaled_gradients(by, of_graph, *args, **named)
 
     tf.GradientTape.gradient, gradients_util._GradientsHelper = tape, graph
     try:
@@ -87,19 +133,46 @@ def scaled_losses(by: LossScale) -> Iterator[None]:
         tf.GradientTape.gradient, gradients_util._GradientsHelper = of_tape, of_graph
 
 
-def _seed(target: Any, given: Any, by: LossScale) -> Any:
+def scaled_tape(
+    by: LossScale | FedScale,
+    gradient: Gradients,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """``GradientTape.gradient``, which ``gradient`` is, of scaled losses."""
+    targets = tf.nest.flatten(target)
+    given = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
+    seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
+    return tf.nest.map_structure(lambda g: _unscaled(g, by), gradient(tape, targets, sources, seeds, *rest, **named))
+
+
+def scaled_gradients(
+    by: LossScale | FedScale, gradient: Gradients, ys: Any, xs: Any, grad_ys: Any = None, *rest: Any, **named: Any
+) -> Any:
+    """``tf.gradients``, which ``gradient`` is, of scaled losses."""
+    targets = ys if isinstance(ys, (list, tuple)) else [ys]
+    given = grad_ys if isinstance(grad_ys, (list, tuple)) else [grad_ys] * len(targets)
+    seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
+    return [_unscaled(g, by) for g in gradient(targets, xs, seeds, *rest, **named)]
+
+
+def _seed(target: Any, given: Any, by: LossScale | FedScale) -> Any:
     if not isinstance(target, tf.Tensor) or not target.dtype.is_floating:
         return given
-    scale = tf.cast(by.scale.read_value(), target.dtype)
+    scale = tf.cast(by.read(), target.dtype)
     return tf.fill(tf.shape(target), scale) if given is None else tf.cast(given, target.dtype) * scale
 
 
-def _unscaled(gradient: Any, by: LossScale) -> Any:
+def _unscaled(gradient: Any, by: LossScale | FedScale) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_unscaled(gradient.values, by), gradient.indices, gradient.dense_shape)
     if not isinstance(gradient, tf.Tensor):
         return gradient
-    inverse = tf.cast(1.0 / by.scale.read_value(), gradient.dtype)
+    inverse = tf.cast(1.0 / by.read(), gradient.dtype)
     with _marked(UNSCALED):
         return gradient * inverse
 

@@ -18,7 +18,7 @@ COMPILED = "_XlaMustCompile"
 # Marks of nodes that compute gradients, of activations that the user wants held or computed again, and of what is.
 BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
 AGAIN = "_whale_again"
-UNSCALED, ALL_FINITE = "_whale_unscaled", "_whale_all_finite"  # see whale.capture.scaling
+UNSCALED, ALL_FINITE, LOSS_SCALE = "_whale_unscaled", "_whale_all_finite", "_whale_loss_scale"  # whale.capture.scaling
 ON_HOST = "_whale_host"  # mark of a node that is computed in the host's memory: see whale.passes.memory.offload
 
 

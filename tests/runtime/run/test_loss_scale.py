@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -146,7 +145,7 @@ def test_the_scale_goes_as_that_of_keras(ranks: Start) -> None:
 def test_what_cannot_be_skipped_is_refused(ranks: Start) -> None:
     ranks(1, **FLOAT16)
     weight = tf.Variable(tf.ones((4, 4)))
-    optimizer = tf.compat.v1.train.AdamOptimizer(0.1)
+    optimizer = tf.compat.v1.train.RMSPropOptimizer(0.1)
 
     @wh.function
     def step(x: tf.Tensor) -> None:
@@ -154,10 +153,8 @@ def test_what_cannot_be_skipped_is_refused(ranks: Start) -> None:
             loss = tf.reduce_mean(x @ weight)
         optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
 
-    with pytest.raises(PlanError, match="ResourceApplyAdam"):
+    with pytest.raises(PlanError, match="ResourceApplyRMSProp"):
         step(tf.ones((2, 4)))
-    with pytest.raises(ConfigError, match=re.escape("wh.function")):
-        wh.Session(graph=tf.Graph())
     wh.shutdown()
     ranks(1)
     with pytest.raises(ConfigError, match="losses are not scaled"):

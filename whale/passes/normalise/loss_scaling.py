@@ -3,8 +3,9 @@
 Tracing has scaled losses and marked the unscaled gradients (whale.capture.scaling). Here one answer is made of all of
 them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits for
 the last micro-batch. Where it is no, what is assigned is the old value, what is added is zero. That concerns the
-updates that depend on a gradient, and the counters that only these read (an optimizer's `iterations`); statistics of
-the forward pass are updated as in every step.
+updates that depend on a gradient, the counters that only these read (an optimizer's `iterations`), and those that wait
+for them (a global step); statistics of the forward pass are updated as in every step. An optimizer's op of its own gets
+operands with which it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,27 @@ from whale.ir.program import ALL_FINITE, UNSCALED, Node, Program, Ref, const_nod
 from whale.ir.values import DType, TensorType, numpy_dtype
 
 _ASSIGNED = "AssignVariableOp"
+# Updates that are one op with the optimizer's arithmetic: the operands (by number) with which they change nothing.
+_NEUTRAL: dict[str, dict[int, float]] = {
+    "ResourceApplyGradientDescent": {2: 0},
+    "ResourceApplyProximalGradientDescent": {1: 0, 4: 0},
+    "ResourceSparseApplyProximalGradientDescent": {1: 0, 4: 0},
+    "ResourceApplyMomentum": {2: 0, 3: 0, 4: 1},
+    "ResourceSparseApplyMomentum": {2: 0, 3: 0, 5: 1},
+    "ResourceApplyAdam": {5: 0, 6: 1, 7: 1, 9: 0},
+    "ResourceApplyAdamWithAmsgrad": {6: 0, 7: 1, 8: 1, 10: 0},
+    "ResourceApplyAdaMax": {4: 0, 5: 1, 6: 1, 8: 0},
+    "ResourceApplyAdagrad": {2: 0, 3: 0},
+    "ResourceSparseApplyAdagrad": {2: 0, 3: 0},
+    "ResourceApplyAdagradV2": {2: 0, 4: 0},
+    "ResourceSparseApplyAdagradV2": {2: 0, 4: 0},
+    "ResourceApplyAdadelta": {3: 0, 4: 1, 6: 0},
+    "ResourceSparseApplyAdadelta": {3: 0, 4: 1, 6: 0},
+    "ResourceApplyPowerSign": {2: 0, 5: 1, 6: 0},
+    "ResourceApplyAddSign": {2: 0, 5: 1, 6: 0},
+    "ResourceScatterAdd": {2: 0},
+    "ResourceScatterSub": {2: 0},
+}
 _FLAG = TensorType("bool", ())
 _NAME = "whale/all_finite"
 
@@ -54,6 +76,7 @@ class _Skipper:
     def run(self) -> Program:
         behind = self._behind({n.name for n in self.gradients})
         skipped = behind | self._counters(behind)
+        skipped |= self._steps(skipped)
         answer = self._answer()
         for node in self.program.nodes:
             inputs = tuple(answer if ALL_FINITE in self.program.by_name[r.node].attrs else r for r in node.inputs)
@@ -61,7 +84,9 @@ class _Skipper:
             if node.name in skipped and self._updates(node):
                 node = self._skipped(node, answer)
             self.nodes[node.name] = node
-        return self.program.with_nodes(topological(self.nodes))
+        asked = {n.name for n in self.program.nodes if ALL_FINITE in n.attrs}
+        outputs = tuple(answer if r.node in asked else r for r in self.program.outputs)
+        return replace(self.program.with_nodes(topological(self.nodes)), outputs=outputs)
 
     def _updates(self, node: Node) -> bool:
         handles = [r for r in node.inputs if r.node in self.program.variable_of]
@@ -105,6 +130,20 @@ class _Skipper:
             and n.name not in told
         }
 
+    def _steps(self, skipped: Collection[str]) -> set[str]:
+        """Counts of updates, as a global step is: integers that are told to wait for what is skipped."""
+        done = {n.name for n in self.program.nodes if n.name in skipped and self._updates(n)}
+        for node in self.program.nodes:
+            if node.op in ("NoOp", "Const") and not done.isdisjoint(node.controls):
+                done.add(node.name)
+        return {
+            n.name
+            for n in self.program.nodes
+            if n.op in ADDS
+            and np.issubdtype(numpy_dtype(self.program.type_of(n.inputs[1]).dtype), np.integer)
+            and (n.inputs[1].node in done or not done.isdisjoint(n.controls))
+        }
+
     def _answer(self) -> Ref:
         """Whether all gradients are finite."""
         each: list[Ref] = []
@@ -123,12 +162,15 @@ class _Skipper:
         return found
 
     def _skipped(self, node: Node, answer: Ref) -> Node:
+        if node.op in _NEUTRAL:
+            return self._changing_nothing(node, answer)
         if node.op not in ADDS and node.op != _ASSIGNED:
             raise PlanError(
                 "an update that is one op with the optimizer's arithmetic cannot be skipped when gradients overflow",
                 op=f"{node.name} ({node.op})",
                 given='amp.dtype="float16"',
-                expected="updates by assign, assign_add and assign_sub, as the optimizers of Keras 3 make them",
+                expected="updates by assign, assign_add and assign_sub, as the optimizers of Keras 3 make them, or "
+                "gradient descent, momentum, Adam, Adagrad or Adadelta of TensorFlow 1",
                 action='use such an optimizer, or set amp.dtype="bfloat16"',
             )
         handle, value = node.inputs
@@ -144,6 +186,17 @@ class _Skipper:
         name = f"{node.name}/whale_unless"
         self._add(Node(name, "SelectV2", (answer, value, other), (), {"T": DType(t.dtype)}, (t,), node.scope))
         return replace(node, inputs=(handle, Ref(name)))
+
+    def _changing_nothing(self, node: Node, answer: Ref) -> Node:
+        inputs = list(node.inputs)
+        for number, neutral in _NEUTRAL[node.op].items():
+            t = self.program.type_of(inputs[number])
+            other = self._const(f"{node.name}/whale_neutral_{number}", np.full((), neutral, numpy_dtype(t.dtype)))
+            name = f"{node.name}/whale_unless_{number}"
+            attrs = {"T": DType(t.dtype)}
+            self._add(Node(name, "SelectV2", (answer, inputs[number], other), (), attrs, (t,), node.scope))
+            inputs[number] = Ref(name)
+        return replace(node, inputs=tuple(inputs))
 
     def _const(self, name: str, value: np.ndarray) -> Ref:
         return self._add(const_node(name, value))

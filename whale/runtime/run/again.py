@@ -45,4 +45,4 @@ def _forget(context: Context) -> None:
     context.annotated.clear()
     context.scope_count = context.split_ranks = 0
     context.dividing_scope_seen = context.stages_seen = context.split_everything = False
-    context.auto = context.saved = context.loss_scale = context.meaning = None
+    context.auto = context.saved = context.loss_scale = context.fed_scale = context.meaning = None

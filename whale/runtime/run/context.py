@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from whale.capture.scaling import LossScale
+from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
@@ -73,6 +73,7 @@ class Context(Ranks):
       predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
       offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
       loss_scale: of float16 steps; None before the first one.
+      fed_scale: the same of the graphs of sessions.
       failed: whether a step of this rank has failed; the others are told so at the end.
       dry: what a run is for that only plans; None: it computes.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
@@ -105,6 +106,7 @@ class Context(Ranks):
     predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
     offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
     loss_scale: LossScale | None = None
+    fed_scale: FedScale | None = None
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False

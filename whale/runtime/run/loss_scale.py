@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.capture.scaling import LossScale
+from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ConfigError
 from whale.runtime.run.context import Context, current
 
@@ -13,10 +13,18 @@ def loss_scale_of(context: Context) -> LossScale | None:
     if config["amp.level"] != "O1" or config["amp.dtype"] != "float16":
         return None
     if context.loss_scale is None:
-        from whale.capture.scaling import LossScale
-
         context.loss_scale = LossScale(config["amp.initial_scale"], config["amp.growth_steps"])
     return context.loss_scale
+
+
+def fed_scale_of(context: Context) -> FedScale | None:
+    """The scale of the losses of graphs that sessions run; None where losses are not scaled."""
+    config = context.config
+    if config["amp.level"] != "O1" or config["amp.dtype"] != "float16":
+        return None
+    if context.fed_scale is None:
+        context.fed_scale = FedScale(config["amp.initial_scale"], config["amp.growth_steps"])
+    return context.fed_scale
 
 
 def loss_scale() -> float:
@@ -28,7 +36,10 @@ def loss_scale() -> float:
       ClusterError: called before ``wh.init``.
       ConfigError: losses are not scaled.
     """
-    found = loss_scale_of(current("wh.loss_scale()"))
+    context = current("wh.loss_scale()")
+    if context.fed_scale is not None and context.loss_scale is None:
+        return context.fed_scale.scale
+    found = loss_scale_of(context)
     if found is None:
         raise ConfigError(
             "losses are not scaled",

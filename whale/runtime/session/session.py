@@ -15,7 +15,7 @@ from tensorflow.python.client.session import BaseSession
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import BEGINS, SAVES, GraphCapture
-from whale.errors import ConfigError, ProgramError
+from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.lowering.functions import load_ops
 from whale.passes.normalise.inline import inline
@@ -27,11 +27,13 @@ from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
+from whale.runtime.run.loss_scale import fed_scale_of
 from whale.runtime.session.batches import batches_of, fed_parts, refuse_fixed_rows
 from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
 from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts
+from whale.runtime.session.scaled import ScaledLosses
 from whale.runtime.session.session_stage_variables import Present
 from whale.runtime.session.sources import Sources
 from whale.runtime.session.variables import Layout, SessionVariables, Waiting
@@ -78,14 +80,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._plans: dict[Hashable, Compiled] = {}
         self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
         self._lock = threading.Lock()  # queue runners run beside the main thread
-        if self._whale.config["amp.level"] and self._whale.config["amp.dtype"] == "float16":
-            raise ConfigError(
-                "a session's losses cannot be scaled",
-                given='amp.dtype="float16"',
-                expected='amp.dtype="bfloat16", or a step that is a wh.function',
-                action="leave amp.dtype out, or write the step as a wh.function",
-            )
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
+        self._scaled = ScaledLosses(fed_scale_of(self._whale), self._captures)
         self._capture_only = False
         self._present = Present(self._whale.size)
         graph = self._ranks_graph
@@ -236,6 +232,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         """A run of all ranks; ``settings`` are the options and metadata buffers of Session.run."""
         if not fetches and not targets:
             return []
+        feeds, answers = self._scaled.asked([*fetches, *targets], feeds)
+        fetches = [*fetches, *answers]
         local = self._parts(feeds)
         key: Hashable = (run_key(fetches, targets, feeds), tuple(local.items()))
         with self._lock:
@@ -260,7 +258,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             results = self._runs[key](feeds, settings)
             self._present.after(self._uses[key])
             self._variables.wait(waiting, paths)
-            return results
+            self._scaled.after(results[len(fetches) - len(answers) :])
+            return results[: len(fetches) - len(answers)]
         except tf.errors.OpError as error:
             raise_comm_error(error, self._whale)
             raise
@@ -315,6 +314,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self, key: Hashable, name: str, captured: Captured, local: Mapping[str, tuple[int, ...]], waiting: Waiting
     ) -> Compiled:
         program = waiting.left_out(captured.program)
+        self._scaled.refuse(program)
         known = self._variables.known(program)
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))

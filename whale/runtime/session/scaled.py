@@ -1,0 +1,59 @@
+"""Losses of a session's graph that are scaled for float16: what its runs are fed with, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.scaling import FedScale
+from whale.capture.v1 import GraphCapture
+from whale.errors import PlanError
+from whale.ir.program import LOSS_SCALE, UNSCALED, Program
+
+
+class ScaledLosses:
+    """Of one session.
+
+    Args:
+      scale: of the run; None: losses are not scaled.
+    """
+
+    def __init__(self, scale: FedScale | None, captures: GraphCapture) -> None:
+        self._scale, self._captures = scale, captures
+        self._known: dict[Hashable, list[tf.Operation]] = {}
+
+    def asked(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
+    ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
+        """What a run of ``wanted`` is fed with, and what else it fetches: whether all gradients are finite."""
+        if self._scale is None:
+            return feeds, []
+        key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+        if key not in self._known:
+            found = self._captures.behind(wanted, feeds, ("PlaceholderWithDefault",))
+            self._known[key] = [op for op in found if LOSS_SCALE in op.node_def.attr]
+        scales = self._known[key]
+        fed = {op.outputs[0]: np.float32(self._scale.scale) for op in scales}
+        return {**feeds, **fed}, [FedScale.answer(op) for op in scales]
+
+    def after(self, answers: Sequence[Any]) -> None:
+        """The run gave these answers."""
+        if self._scale is not None and answers:
+            self._scale.after(all(answers))
+
+    def refuse(self, program: Program) -> None:
+        """Raises where updates read gradients of losses that were not scaled."""
+        if self._scale is None or any(UNSCALED in node.attrs for node in program.nodes):
+            return
+        update = next((n for n in program.nodes if n.op.startswith(("ResourceApply", "ResourceSparseApply"))), None)
+        if update is not None:
+            raise PlanError(
+                "gradients of losses that are not scaled are lost in float16",
+                op=update.name,
+                given="gradients that were built before wh.init, or a MetaGraph of a run without scales",
+                expected='gradients that are built after wh.init with amp.dtype="float16"',
+                action='call wh.init() before the graph is built, or set amp.dtype="bfloat16"',
+            )
