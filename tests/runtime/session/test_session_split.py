@@ -227,3 +227,22 @@ def test_a_weight_that_is_read_for_its_norm_too_is_not_gathered_for_it(ranks: St
 
     plain = moved({})
     assert plain * share * 0.9 < moved({"zero.level": level, "zero.min_bytes": 0}) <= plain * share + 64
+
+
+def test_fewer_experts_than_ranks_are_read_in_a_run_of_their_own(ranks: Start) -> None:
+    """Two ranks have an expert each, the others none; a run that only reads them finds them so."""
+    start = np.random.default_rng(2).normal(size=(2, 12, 12))
+    graph = tf.Graph()
+    ranks(4)
+    with graph.as_default():
+        x = v1.placeholder(tf.float64, [8, 12])
+        with wh.split():
+            inner = v1.get_variable("inner", initializer=start, use_resource=True)
+        loss = tf.reduce_mean(tf.square(tf.einsum("BM,EMH->EBH", x, inner) - 1))
+        train = v1.train.MomentumOptimizer(0.1, 0.9).minimize(loss)
+        begin = v1.global_variables_initializer()
+    with wh.Session(graph=graph) as session:
+        session.run(begin)
+        np.testing.assert_allclose(session.run(inner), start)
+        session.run(train, {x: np.ones((8, 12))})
+        assert not np.allclose(session.run(inner), start)

@@ -54,7 +54,10 @@ class Candidates:
                 weights.setdefault(handle, {})[self.region.group[reader]] = None
         for name, variable in self.region.handles.items():
             if name in self.region.known:
-                self._note(Ref(name), self.region.known[name])
+                given = self.region.known[name]
+                if isinstance(given, Split) and given.smallest == 0:
+                    self._few.add(given.holders)
+                self._note(Ref(name), given)
             for group in weights.get(name, ()) if name not in self.region.known else ():
                 for dim, size in enumerate(variable.type.shape or ()):
                     if size is not None and size >= len(group):
