@@ -54,6 +54,7 @@ CASES = (
     *([Case("library", "estimator")] if find_spec("tensorflow_estimator") else []),  # up to TensorFlow 2.15
     Case("library", "twice"),
     Case("library", "specific_cluster", per_replica=2, turns=2),
+    Case("library", "auto_pipeline", per_replica=2, turns=2, ranks=(2, 4)),
 )
 
 

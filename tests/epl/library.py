@@ -241,3 +241,13 @@ def specific_cluster(epl: Any, rows: Rows, runs: int) -> Result:
         with epl.replicate(1):
             loss = cross_entropy(labels, dense(h, CLASSES, "logits"))
         return train(loss, tf.train.MomentumOptimizer(0.2, 0.9).minimize(loss), runs)
+
+
+def auto_pipeline(epl: Any, rows: Rows, runs: int) -> Result:
+    """Stages that are looked for; a run takes all micro-batches."""
+    epl.init(epl.Config({"auto.auto_parallel": True, "pipeline.num_stages": 2, "pipeline.num_micro_batch": 2}))
+    x, labels = rows.next()
+    h = dense(dense(x, 16, "first", tf.tanh), 16, "second", tf.tanh)
+    loss = cross_entropy(labels, dense(dense(h, 16, "third", tf.tanh), CLASSES, "logits"))
+    train_op = tf.train.AdamOptimizer(0.01).minimize(loss, tf.train.get_or_create_global_step())
+    return train(loss, train_op, runs)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.frontends.epl.known import env
-from whale.frontends.epl.layout import Annotated, Layout, layout_of
+from whale.frontends.epl.layout import Annotated, Layout, layout_of, planned_layout
 from whale.frontends.epl.merged import merge
 from whale.frontends.epl.strategies import Strategy
 from whale.runtime.run.context import current
@@ -113,6 +113,9 @@ class Graph:
         """What the task graphs so far mean together."""
         known = env("epl.Graph")
         context = current("epl.Graph")
+        settings = known.config.pipeline
+        if known.config.auto.auto_parallel:
+            return planned_layout(context.planned_size, settings.num_stages, settings.num_micro_batch)
         annotated = [Annotated(t.strategy.kind, t.strategy.device_count, t.inside) for t in self.taskgraphs]
         if not annotated and known.strategy_context.default_strategy is not None:
             annotated = [Annotated("replicate", known.strategy_context.default_strategy.device_count)]
@@ -122,7 +125,7 @@ class Graph:
             annotated,
             context.planned_size,
             known.config.cluster.colocate_split_and_replicate,
-            known.config.pipeline.num_micro_batch,
+            settings.num_micro_batch,
             known.slices,
         )
 

@@ -95,6 +95,12 @@ def layout_of(
     return Layout(Batches(readers, micro_batches, whole=True), replicas, 1, len(apart), paths, ranks)
 
 
+def planned_layout(size: int, stages: int, micro_batches: int) -> Layout:
+    """The layout of a script whose stages are looked for: a run takes all micro-batches, as with stages of its own."""
+    readers = tuple(range(0, size, max(1, stages)))
+    return Layout(Batches(readers, micro_batches, whole=True), len(readers))
+
+
 def _given(apart: Sequence[int], slices: Sequence[Sequence[Sequence[int]]]) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {k: tuple(map(tuple, slices[number])) for number, k in enumerate(apart)}
 

@@ -105,13 +105,7 @@ class _Meaning:
     """See ``whale.runtime.run.meaning.Meaning``."""
 
     def batches(self, graph: tf.Graph) -> Batches:
-        config = Env.get().config
-        found = Env.get().graph_of(graph).layout.batches
-        if config.auto.auto_parallel:
-            size = current("a session").planned_size
-            readers = tuple(range(0, size, max(1, config.pipeline.num_stages)))
-            return Batches(readers, config.pipeline.num_micro_batch, whole=True)
-        return found
+        return Env.get().graph_of(graph).layout.batches
 
     def scoped(self, program: Program, graph: tf.Graph) -> Program:
         mine = Env.get().graph_of(graph)

@@ -85,6 +85,8 @@ def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[fl
         seconds: of one node.
     """
     found = [0.0] * len(chain(program))
+    if not found:
+        return found
     at = levels(program)
     for name, level in (at.forward | at.backward).items():
         found[level] += seconds(program.by_name[name])
@@ -118,13 +120,16 @@ def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
     return cuts[::-1]
 
 
-def pipelines(program: Program, size: int, rows: int, work: Sequence[float], speeds: Sequence[float]) -> list[Choice]:
+def pipelines(
+    program: Program, size: int, rows: int, work: Sequence[float], speeds: Sequence[float], asked: int = 1
+) -> list[Choice]:
     """Pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
 
     Args:
         rows: of the global batch.
         work: see `work_of_chain`.
         speeds: of the ranks; those of a stage work together, as fast as their slowest.
+        asked: the only number of micro-batches; 1: several times the stages.
     """
     if program.functions or not rows:
         return []
@@ -136,13 +141,30 @@ def pipelines(program: Program, size: int, rows: int, work: Sequence[float], spe
         cuts = cut(work, [min(speeds[r] for r in group) for group in groups])
         if cuts is None:
             continue
-        for times in MICRO_BATCHES:
-            count = times * stages
+        for count in [times * stages for times in MICRO_BATCHES] if asked == 1 else [asked]:
             if rows % (replicas * count) == 0:
                 name = f"pipeline of {stages} stages, {count} micro-batches"
                 name += f", {_counts(cuts, len(work))} weights" + (f", {replicas} replicas" if replicas > 1 else "")
                 found.append(Choice(name, cuts=tuple(cuts), stages=groups, micro_batches=count))
     return found
+
+
+def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
+    """Why there is no pipeline of so many stages to try; the arguments are those of `pipelines`."""
+    weights = len(chain(program))
+    if local:
+        return "every rank is given its own rows, and a pipeline's ranks share them"
+    if program.functions:
+        return "the step has loops or branches"
+    if not rows:
+        return "the step has no rows that can be divided"
+    if size % stages or stages < 2:
+        return f"{size} ranks are no whole number of {stages} stages"
+    if weights < stages:
+        return f"the step has {weights} weights one after the other, fewer than {stages} stages"
+    counts = " or ".join(str(times * stages) for times in MICRO_BATCHES) if asked == 1 else str(asked)
+    replicas = size // stages
+    return f"{rows} rows cannot be divided into {counts} micro-batches" + (f" of {replicas} replicas" * (replicas > 1))
 
 
 def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:

@@ -26,7 +26,7 @@ from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.balance import balanced
-from whale.planner.captured.pipelines import chain, pipelines, staged, work_of_chain
+from whale.planner.captured.pipelines import chain, pipelines, staged, why_none, work_of_chain
 from whale.planner.captured.ways import Choice, choices, scoped, trains
 
 BUDGET_S = 30.0
@@ -237,12 +237,20 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
             does = work(node, [program.type_of(r) for r in node.inputs])
             return price(program, node, does)[0] if does.kernels else 0.0
 
-        found += [
-            one
-            for one in pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds)
-            if settings.time.micro_batches in (1, one.micro_batches)
-        ]
-    return [one for one in found if len(one.stages) == stages] if stages else found
+        asked = settings.time.micro_batches
+        found += pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
+    if not stages:
+        return found
+    if not (found := [one for one in found if len(one.stages) == stages]):
+        local = bool(settings.batch.local)
+        why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
+        raise PlanError(
+            "no way to spread the program was found",
+            given=f"pipeline.num_stages={stages}",
+            reason=why,
+            action="leave pipeline.num_stages out, or change the number of stages, micro-batches or rows",
+        )
+    return found
 
 
 def _without_waiting(rates: Sequence[Rates]) -> Machine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import msgspec
+from tensorflow.python.eager.context import eager_mode
 
 from cost_model.captured import table as tables
 from cost_model.captured.table import Table
@@ -67,7 +68,8 @@ def _agreed(
 ) -> Choice:
     """Rank 0's choice on every rank."""
     dry = context.dry is not None
-    rates = measured_rates(context, dry, program)
+    with eager_mode():  # a session's script has a graph here, which is not to grow
+        rates = measured_rates(context, dry, program)
 
     def look() -> Choice:
         limit, _ = limit_bytes(context.config, context.local_ranks)
