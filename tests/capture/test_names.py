@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.lines import lines_of
 from whale.capture.function import capture_function
+from whale.capture.names import Names
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.program import Program
 from whale.passes.order import normalise
@@ -80,3 +82,11 @@ def test_arguments_of_bodies_are_called_as_tensorflow_calls_them() -> None:
     arguments = [name for body in program.functions.values() for name in body.inputs]
     assert any("loop_counter" in name for name in arguments)
     assert all(len(set(body.inputs)) == len(body.inputs) for body in program.functions.values())
+
+
+def test_names_that_are_alike_are_numbered_in_constant_time() -> None:
+    names = Names({"w_2"})
+    assert [names.unused("w") for _ in range(4)] == ["w", "w_1", "w_3", "w_4"]
+    assert names.unused("w_1") == "w_1_1"
+    lines = [lines_of(lambda: [names.unused("b") for _ in range(100)]) for _ in range(3)]
+    assert lines[2] <= 1.1 * lines[1]

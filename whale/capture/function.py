@@ -15,7 +15,7 @@ from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from whale.capture.captured import Captured, CapturedVariable
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
-from whale.capture.names import of_captures, unused
+from whale.capture.names import Names, of_captures
 from whale.capture.scaling import LossScale, scaled_losses
 from whale.capture.sharded import Drawing
 from whale.capture.signature import take_apart, tracing_options
@@ -100,14 +100,14 @@ def _captured(concrete: Any, name: str, drawn: Sequence[tf.Tensor]) -> Captured:
     constants: list[tuple[tf.Tensor, tf.Tensor]] = []
     passed: list[tuple[tf.Tensor, tf.Tensor]] = []
     lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
-    names: set[str] = set()
+    names = Names()
     for external, internal in captures:
         node = lasting.get(internal.op.name, internal.op.name)
         variable = known.get(id(external))
         if variable is None:
             variable = _variable_of_handle(external)
         if variable is not None:
-            unique = unused(_variable_name(variable, node), names)
+            unique = names.unused(_variable_name(variable, node))
             variables.append((internal, CapturedVariable(node, unique, variable, external)))
         elif _fits_a_graph(external):
             constants.append((internal, external))

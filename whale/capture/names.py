@@ -7,11 +7,32 @@ process, which every eager tensor counts on. Ranks compare programs by name, and
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from whale.ir.program import Program, renamed
 
 _NUMBER = re.compile(r"[_.]?\d+")
+
+
+class Names:
+    """Names that are in use; new ones are found in constant time, however many were called alike before.
+
+    Args:
+      used: those that are in use at first.
+    """
+
+    def __init__(self, used: Iterable[str] = ()):
+        self._used = set(used)
+        self._numbers: dict[str, int] = {}
+
+    def unused(self, name: str) -> str:
+        """``name``, with the least number that makes it another one if it is in use; it is in use from now on."""
+        unique, n = name, self._numbers.get(name, 1)
+        while unique in self._used:
+            unique, n = f"{name}_{n}", n + 1
+        self._numbers[name] = n
+        self._used.add(unique)
+        return unique
 
 
 def of_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
@@ -22,24 +43,15 @@ def of_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
       taken: names of all nodes of the graph.
     """
     found: dict[str, str] = {}
-    used = set(taken)
+    used = Names(taken)
     for name in names:
         scope, _, last = name.rpartition("/")
         if last.isdigit():
-            found[name] = unused(f"{scope}/captured" if scope else "captured", used)
+            found[name] = used.unused(f"{scope}/captured" if scope else "captured")
     return found
 
 
 def with_lasting_arguments(body: Program) -> Program:
     """``body`` with arguments that are called as TensorFlow calls them, without numbers."""
-    used = {n.name for n in body.nodes} - set(body.inputs)
-    return renamed(body, {n: unused(_NUMBER.sub("", n).strip("_/") or "argument", used) for n in body.inputs})
-
-
-def unused(name: str, used: set[str]) -> str:
-    """``name``, with a number if it is in ``used``, which it joins."""
-    unique, n = name, 1
-    while unique in used:
-        unique, n = f"{name}_{n}", n + 1
-    used.add(unique)
-    return unique
+    used = Names({n.name for n in body.nodes} - set(body.inputs))
+    return renamed(body, {n: used.unused(_NUMBER.sub("", n).strip("_/") or "argument") for n in body.inputs})

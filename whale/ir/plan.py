@@ -212,6 +212,11 @@ class Plan:
                 table.setdefault(r.group, []).append(r)
         return {g: tuple(members) for g, members in table.items()}
 
+    @cached_property
+    def place_in_group(self) -> dict[tuple[int, str], int]:
+        """(group, key) -> at which place of the group's collective the reshard of this key travels."""
+        return {(g, member.key): i for g, members in self.groups.items() for i, member in enumerate(members)}
+
     def save(self, path: str | Path) -> None:
         """Write as JSON (see ``load_plan``)."""
         Path(path).write_bytes(msgspec.json.format(self.to_json(), indent=1))

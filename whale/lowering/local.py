@@ -180,9 +180,7 @@ class _Localiser:
         if t.dtype in UNMOVABLE and wanted != FIRST:
             found = self._recreate(producer, ref, wanted)
         elif r.group >= 0:
-            members = self.plan.groups[r.group]
-            place = next(i for i, m in enumerate(members) if m.key == r.key)
-            found = Ref(f"{self.emitter.prefix}/group_{r.group}", place)
+            found = Ref(f"{self.emitter.prefix}/group_{r.group}", self.plan.place_in_group[r.group, r.key])
         else:
             found = emit_reshard(self.emitter, r, t, lambda: self.get(ref, r.source))
         self.local[key] = found

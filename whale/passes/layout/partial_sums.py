@@ -159,6 +159,17 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     return max(price, 1e-9) if gathered else 0.0
 
 
+def _region(network: nx.DiGraph, members: Iterable[object]) -> nx.DiGraph:
+    """``members`` and the ends, made of the members' own edges: the source has edges into every region there is."""
+    region = nx.DiGraph()
+    region.add_nodes_from((_SOURCE, _SINK))
+    for member in members:
+        region.add_edges_from((member, successor, edge) for successor, edge in network.adj[member].items())
+        if network.has_edge(_SOURCE, member):
+            region.add_edge(_SOURCE, member, **network.edges[_SOURCE, member])
+    return region
+
+
 def _broadcast_side(network: nx.DiGraph, members: Iterable[object]) -> list[str]:
     """Node names of one region that end on the B side."""
     members = set(members)
@@ -172,7 +183,7 @@ def _broadcast_side(network: nx.DiGraph, members: Iterable[object]) -> list[str]
         return ops if price < reduced else []
     if not ops:
         return []
-    region = nx.DiGraph(network.subgraph(members | {_SOURCE, _SINK}))
+    region = _region(network, members)
     if region.in_degree(_SINK) == 0 or region.out_degree(_SOURCE) == 0:
         return [] if region.out_degree(_SOURCE) else ops
     residual = boykov_kolmogorov(region, _SOURCE, _SINK)
