@@ -117,6 +117,7 @@ for name, size in (("constant", 5), ("captured", 9_000_000)):  # the latter is n
 scaled = wh.function(lambda x, factor: tf.reduce_sum(tf.matmul(x, w)) * factor)
 refused("scalar:", scaled, x, 1.0 + rank)
 refused("shapes:", wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w))), np.ones((8 + rank, 1)))
+refused("text:", wh.function(lambda x, t: tf.reduce_sum(tf.matmul(x, w))), x, tf.constant(["ab"[rank]]))
 w.assign([[2.0]])
 step(x)
 never_used = tf.Variable(tf.ones([2]) * rank, name="never_used")
@@ -156,7 +157,8 @@ step(x)
             assert said[what].startswith("ProgramError the ranks pass different values"), said
             assert f"argument: x given: ranks 0 and 1 pass different values in call {call}" in said[what], said
             assert "wh.shard" in said[what]
-        assert said["captured"].startswith("ProgramError the ranks pass different values"), said
+        for what in ("captured", "text"):
+            assert said[what].startswith("ProgramError the ranks pass different values"), said
         for what in ("constant", "scalar"):
             assert said[what].startswith("ProgramError the ranks are about to run different programs"), said
         both = "rank 0 has x (Placeholder) of float64[8,1]; rank 1 has x (Placeholder) of float64[9,1]"

@@ -15,7 +15,7 @@ from tests.launcher.helpers import Launcher
 
 PLANS = {
     "keras": {
-        "replica": ["arrays", "two_inputs_two_outputs", "own_steps", "dataset", "interrupted"],
+        "replica": ["arrays", "two_inputs_two_outputs", "own_steps", "dataset", "interrupted", "strings"],
         "zero": ["saved_and_loaded", "steering_callbacks"],
         "stages": ["attention", "saved_and_loaded", "optimizer_options"],
         "split": ["attention", "steering_callbacks"],

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import named_parts
+from whale.ir.values import UNMOVABLE
 from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
@@ -117,7 +118,7 @@ def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | N
         return None
     indices, arrays = dataset._input_dataset._datasets
     specs = tf.nest.flatten(dataset.element_spec)
-    if not all(isinstance(s, tf.TensorSpec) and s.shape.rank for s in specs):
+    if not all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.dtype.name not in UNMOVABLE for s in specs):
         return None
     if context.config["check.inputs"] and not again:
         given = dict(named_parts(next(iter(arrays))))

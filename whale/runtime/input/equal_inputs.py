@@ -9,7 +9,6 @@ import msgspec
 import tensorflow as tf
 
 from whale.errors import CommError, ProgramError
-from whale.ir.values import UNMOVABLE
 from whale.runtime.run.context import Context
 from whale.runtime.variables.compared import checksum
 
@@ -56,7 +55,7 @@ def refuse_other_values(given: Mapping[str, Any], context: Context, step: str, w
     """Compares tensors that the ranks have to be given alike; collective between processes.
 
     Args:
-      given: by name; of what is no tensor that can be sent, nothing is said.
+      given: by name; of what is no tensor of numbers or strings, nothing is said.
       step: what they are given to.
       when: which time that is, in words.
 
@@ -67,7 +66,7 @@ def refuse_other_values(given: Mapping[str, Any], context: Context, step: str, w
     sums = {
         name: checksum(_sample(value))
         for name, value in given.items()
-        if isinstance(value, tf.Tensor) and value.dtype.name not in UNMOVABLE
+        if isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
     }
     purpose = f"the comparison of what `{step}` is given in {when}"
     data = msgspec.json.encode((step, sums))
