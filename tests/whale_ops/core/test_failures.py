@@ -123,6 +123,13 @@ def test_a_rank_that_leaves_is_named() -> None:
             harness.all_reduce("step", floats(3)).start(communicators[2]).wait(TIMEOUT_S)
 
 
+def test_what_waits_for_a_rank_that_leaves_is_said_in_words() -> None:
+    with ranks(2) as communicators:
+        communicators[1].leave()
+        with pytest.raises(CommError, match=r"rank 1 has left .* waits for it in the reading of the map"):
+            communicators[0].allgather_bytes("k", b"", TIMEOUT_S, "the reading of the map")
+
+
 def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
     data = np.arange(5, dtype=np.float32)
     with ranks(2) as communicators:

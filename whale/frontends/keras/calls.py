@@ -8,6 +8,8 @@ from typing import Any
 
 from whale.frontends.keras import feeding
 from whale.frontends.keras.callbacks import as_on_other_ranks
+from whale.frontends.keras.saving import told
+from whale.runtime.ranks.together import call_together
 from whale.runtime.run.context import Context, running
 
 _DATA = ("x", "validation_data")
@@ -18,6 +20,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     context = running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
+    call_together(context, original.__name__, told(original.__name__, model))
     for name in _DATA:
         if name in given.arguments:
             given.arguments[name] = feeding.whole(given.arguments[name])

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from whale.runtime.checkpoint.gathering import whole_on_first_rank
+from whale.runtime.checkpoint.gathering import apart, whole_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
+from whale.runtime.ranks.script_line import script_line
+from whale.runtime.ranks.together import call_together
 from whale.runtime.run.context import running
 
 # The model that is being saved: the functions of one format call those of another.
@@ -22,9 +24,12 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
     assert context is not None
     if _saving.get() is model:
         return original(model, filepath, *args, **kwargs)
+    variables = _variables(model)
+    if why := apart(variables):
+        call_together(context, original.__name__, told(original.__name__, model), why)
     token = _saving.set(model)
     try:
-        with whole_on_first_rank(_variables(model), context), captures_steps():
+        with whole_on_first_rank(variables, context), captures_steps():
             context.written.add(_key(filepath))
             return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
     finally:
@@ -61,6 +66,12 @@ def wait_for_first_rank(what: str) -> None:
     context.written.clear()
     if context.between_processes:
         context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, what)
+
+
+def told(function: str, model: Any) -> str:
+    """A call of a model's function, in words."""
+    line = script_line()
+    return f"`{function}` of the model {model.name!r}" + (f" at {line}" if line else "")
 
 
 def _key(filepath: Any) -> str:

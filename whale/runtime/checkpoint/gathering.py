@@ -27,6 +27,25 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
         refuse_differences(context.variables.held(context, context.outside, only, trainable=True), context, when)
 
 
+def apart(holders: Iterable[Any]) -> str:
+    """Which of the variables is the first that a rank cannot read alone, and why, in words; "" if there is none.
+
+    Args:
+      holders: the variables, or objects of a checkpoint that may be or wrap one.
+    """
+    for holder in holders:
+        variable = variable_of(holder)
+        name = getattr(holder, "path", None) or getattr(variable, "name", "").partition(":")[0]
+        if lies_split(variable):
+            parts = variable._whale_parts
+            if not parts.is_assigned and (len(parts.placement.sizes) > 1 or parts.group):
+                return f"the variable {name!r} lies split over the ranks"
+        home = getattr(variable, "_whale_home", None)
+        if home is not None and home.ranks is not None:
+            return f"the variable {name!r} is held by the ranks of one stage"
+    return ""
+
+
 @contextmanager
 def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
     """Inside, the first rank reads variables without the other ranks, whether they lie split or are those of stages.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from whale.errors import CommError
-from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
 def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> None:
@@ -34,4 +36,32 @@ def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> No
             given=f"rank 0 reads {said[0].decode()}, rank {other} reads {said[other].decode()}",
             expected="the same variables in the same order on every rank",
             action="read variables on every rank, whatever the rank does with the value",
+        )
+
+
+def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None:
+    """All ranks are about to call ``function``; collective between processes.
+
+    A rank may be late: the others wait for as long as one may write.
+
+    Args:
+      what: the call, in words: the function, its object, its place in the script.
+      why: what no rank can do alone, in words.
+
+    Raises:
+      CommError: a rank calls another one, does something else, or its script has ended.
+    """
+    if not ranks.between_processes:
+        return
+    purpose = f"{what}, which every rank has to call" + (f": {why}" if why else "")
+    data = msgspec.json.encode((function, what))
+    everyone = ranks.comms[0].allgather_bytes("whale/call", data, WRITE_TIMEOUT_S, purpose)
+    said = [msgspec.json.decode(one, type=tuple[str, str]) for one in everyone]
+    other = next((rank for rank, (name, _) in enumerate(said) if name != said[0][0]), None)
+    if other is not None:
+        raise CommError(
+            "the ranks call different things",
+            given=f"rank 0: {said[0][1]}; rank {other}: {said[other][1]}",
+            expected="the same calls in the same order on every rank",
+            action="call it on every rank; wh.rank() == 0 is for what is printed or written with its result",
         )

@@ -310,7 +310,7 @@ std::vector<int> Operation::awaited_peers() const {
 
 std::string Operation::left_message(int peer) const {
   return "rank " + std::to_string(peer) + " has left the run (its script ended) while rank " + std::to_string(rank_) +
-         " waits for it in " + title() + "; every rank must run the same steps";
+         " waits for it in " + purpose() + "; every rank must run the same steps";
 }
 
 bool Operation::crosses(const Arrival& first, std::string* other, bool* tensor) const {
