@@ -150,3 +150,11 @@ def test_a_script_that_never_starts_whale_is_warned_of(launcher: Launcher) -> No
     done = launcher.run("-np", "2", launcher.script("print(1)"), timeout_s=600)
     assert done.returncode == 0
     assert "warning: the script never called wh.init(): each of the 2 ranks has run all of it alone" in done.stderr
+
+
+def test_scopes_of_a_script_that_never_starts_whale_are_an_error(launcher: Launcher) -> None:
+    file = launcher.folder / "scopes.json"
+    file.write_text('{"dense": {"split": {}}}')
+    done = launcher.run("-np", "2", "--annotate", str(file), launcher.script("print(1)"), timeout_s=600)
+    assert done.returncode == 2, done.stderr
+    assert f"nothing came of WHALE_ANNOTATE={file}; call wh.init() at the script's beginning" in done.stderr

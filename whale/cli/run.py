@@ -51,8 +51,8 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
-    from whale.launcher.mpirun import Options, parse_hosts
-    from whale.launcher.run import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, run
+    from whale.launcher.mpirun import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, Options, parse_hosts
+    from whale.launcher.run import run
 
     if given.plan is not None:
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whale.errors import ClusterError
-from whale.launcher.mpirun import Options
-from whale.launcher.run import PLAN_VARIABLE, run
+from whale.launcher.mpirun import PLAN_VARIABLE, Options
+from whale.launcher.run import run
 
 
 def measure(plan: str, script: Sequence[str], ranks: int, steps: int, profile: str) -> tuple[bytes, list[bytes]]:

@@ -19,6 +19,10 @@ from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_V
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
 
+PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
+MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
+ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
+ASKED_VARIABLES = (PLAN_VARIABLE, MESH_VARIABLE, ANNOTATE_VARIABLE)  # without wh.init() nothing comes of them
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
 _PROBE_TIMEOUT_S = 20.0
 MOST_RANKS = 1 << 16

@@ -11,10 +11,7 @@ from whale.config import Config
 from whale.launcher import mpirun
 from whale.launcher.job.job import Job
 from whale.launcher.job.trace import TraceFile
-
-PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
-MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
-ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
+from whale.launcher.mpirun import PLAN_VARIABLE
 
 # Connections that the system holds until they are accepted: a worker that finds no place among others' tries again only
 # after a second.

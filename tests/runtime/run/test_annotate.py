@@ -146,3 +146,17 @@ def test_what_is_no_annotation(ranks: Callable[..., None], tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=r"annotations cannot be read(.|\n)*decoder/layers"):
             ranks(2, annotate=str(file))
         wh.shutdown()
+
+
+def test_annotations_of_which_nothing_comes_are_told(
+    ranks: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(2)
+    wh.annotate({"head": wh.split(), "nothing_here": wh.split()})
+    step = wh.function(keras_model())
+    step(X)
+    wh.shutdown()
+    assert "no step of this run had anything for the annotations 'nothing_here'\n" in capsys.readouterr().err
+    wh.init({"communication.transport": "in-process", "cluster.ranks": 2}, solo=True)
+    with pytest.raises(PlanError, match="the ranks of this run each run one of their own"):
+        wh.annotate({"head": wh.split()})

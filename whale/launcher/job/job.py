@@ -2,7 +2,7 @@
 
 How a run ends:
 
-* every rank ended with code 0: code 0.
+* every rank ended with code 0: code 0; 2 if each trained alone, or never started Whale and was given a plan for it.
 * a rank failed (it raised, died, froze, or its host is gone): the others are told at once, which ends their blocked
   steps. They have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after the failure. What
   they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's. With
@@ -14,6 +14,7 @@ How a run ends:
 from __future__ import annotations
 
 import math
+import os
 import selectors
 import shutil
 import signal
@@ -32,7 +33,7 @@ from whale.launcher.job.mpirun_process import MpirunProcess
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.reports import Reports
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.mpirun import Options
+from whale.launcher.mpirun import ASKED_VARIABLES, Options
 from whale.launcher.protocol import End, Kind
 from whale.replicas import differing, in_words
 
@@ -302,8 +303,11 @@ class Job:
                 )
             return int(bool(found))
         joined = any(self._links[rank].joining is not None for rank in self._links)
-        if len(ends) > 1 and not joined and not self._options.starts_another:
-            self.say(
-                f"warning: the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
-            )
+        if len(ends) == 1 or joined or self._options.starts_another:
+            return 0
+        never = f"the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
+        if asked := [f"{name}={os.environ[name]}" for name in ASKED_VARIABLES if os.environ.get(name)]:
+            self.say(f"{never}, and nothing came of {', '.join(asked)}; call wh.init() at the script's beginning")
+            return 2
+        self.say(f"warning: {never}")
         return 0

@@ -26,9 +26,16 @@ def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
 
     Raises:
       ClusterError: called before ``wh.init``.
-      PlanError: devices that are no ranks of the run.
+      PlanError: devices that are no ranks of the run, or ranks that each train by themselves.
     """
     context = current("wh.annotate()")
+    if patterns and (context.solo or context.own_programs is not None):
+        raise PlanError(
+            "annotations say how a program is divided, and the ranks of this run each run one of their own",
+            given=", ".join(map(repr, patterns)),
+            expected="no annotations with wh.init(solo=True) and with scripts for Horovod",
+            action="leave out solo=True, or the annotations (wh.annotate, WHALE_ANNOTATE, whale run --annotate)",
+        )
     for text, scopes in patterns.items():
         for scope in scopes:
             context.annotations.append(Pattern(text, scope.kind, scope_part(scope, len(context.annotations), context)))
@@ -113,6 +120,12 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
             expected=f"a name of this step; like it are {', '.join(near)}" if near else "a name of this step",
             action="correct the pattern: a glob that begins and ends where parts of a path do",
         )
+
+
+def unmatched(context: Context) -> str:
+    """At the end of a run, what no program had anything for; "" if there is no such pattern."""
+    missing = list(dict.fromkeys(repr(p.text) for p in context.annotations if p.text not in context.annotated))
+    return f"whale: no step of this run had anything for the annotations {', '.join(missing)}\n" if missing else ""
 
 
 def _variable_names(captured: Captured) -> dict[str, str]:

@@ -25,7 +25,7 @@ from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
 from whale.runtime.run.again import begin_again
 from whale.runtime.run.alone import trained_alone
-from whale.runtime.run.annotate import annotate, read_annotations
+from whale.runtime.run.annotate import annotate, read_annotations, unmatched
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
@@ -130,8 +130,8 @@ def _begin(
                 _share_random_state(context)
             if saved is not None:
                 context.saved, context.auto = saved, saved.choice
-            annotate(annotations)
             context.solo = solo
+            annotate(annotations)
             deferred.install(lambda: not context.ended and context.may_divide_variables)
     except BaseException as error:
         _undo()
@@ -283,6 +283,8 @@ def _end() -> None:
         context.outside.take_back()
     if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
         sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
+    if context.dry is None and context.rank == 0:
+        sys.stderr.write(unmatched(context))
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
     if context.watch is not None:

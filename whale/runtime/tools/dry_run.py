@@ -29,12 +29,15 @@ from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.run.context import running
+from whale.runtime.run.context import process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, with_memory
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
 from whale.runtime.tools.what_if import compared, read_what_if
+from whale.runtime.variables.outside import Outside
+
+_MOST = 5
 
 
 def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
@@ -240,23 +243,51 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
             "the script does not exist", given=script, expected="a Python file", action="correct the path"
         )
     planned: list[Planned] = []
+    seen: dict[str, None] = {}
 
     def stop(plan: Plan, program: Program, settings: PlanSettings) -> None:
         # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
         if plan.batch_inputs or (plan.choice and trains(program)):
             planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
             raise _Planned
+        seen[program.name] = None
 
-    with as_main(script, args), planning_run(ranks, stop, saved), suppress(_Planned):
-        runpy.run_path(script, run_name="__main__")
+    runs, outside = process.runs, Outside()
+    try:
+        with as_main(script, args), planning_run(ranks, stop, saved), suppress(_Planned):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        outside.take_back()
     if not planned:
-        raise ProgramError(
-            "the script ended before it ran a step that takes a batch",
-            given=script,
-            expected="a call of a wh.function or wh.Session.run that takes or is fed a batch",
-            action="check that the script calls its step when started alone",
-        )
+        raise _nothing_to_plan(script, process.runs > runs, outside, list(seen))
     return planned[0]
+
+
+def _nothing_to_plan(script: str, started: bool, outside: Outside, seen: Sequence[str]) -> ProgramError:
+    """The error of a script that ended without a step to plan.
+
+    Args:
+      started: whether it called ``wh.init``.
+      outside: what it trained beside Whale.
+      seen: names of the programs that it ran, which take no batch.
+    """
+    facts, action = {"given": script}, "check that the script calls its step when started alone"
+    if outside.trained:
+        facts["trained beside Whale"] = "; ".join(list(outside.trained)[:_MOST])
+        action = "make what is named a wh.function (in the place of tf.function), or a wh.Session"
+    if seen:
+        facts["without a batch"] = ", ".join(seen[:_MOST])
+    if not started:
+        facts["given"] += ", which never calls wh.init()"
+        action = "put `import whale as wh; wh.init()` at the beginning of the script"
+    if "whale.horovod" in sys.modules:
+        action = "start it with `whale run`: ranks of a script for Horovod run programs of their own, without a plan"
+    return ProgramError(
+        "the script ended before it ran a step that takes a batch",
+        **facts,
+        expected="after wh.init(), Keras' fit, a call of a wh.function, or a wh.Session.run, with a batch",
+        action=action,
+    )
 
 
 @contextmanager
