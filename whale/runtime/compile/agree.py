@@ -111,15 +111,16 @@ def agreed_plan(program: Program, number: int, context: Context, settings: PlanS
     if not context.between_processes:
         return made_plan(program, context, settings)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    planning = f"the planning of program {number}, `{program.name}` (rank 0 is planning)"
     if context.rank == 0:
         try:
             plan = made_plan(program, context, settings)
         except Exception as e:
-            comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s)
+            comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s, planning)
             raise
-        comm.broadcast_bytes(f"whale/plan/{number}", b"P" + plan.to_json(), 0, timeout_s)
+        comm.broadcast_bytes(f"whale/plan/{number}", b"P" + plan.to_json(), 0, timeout_s, planning)
         return plan
-    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, PLAN_TIMEOUT_S))
+    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, PLAN_TIMEOUT_S), planning)
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
     return plan_from_json(data[1:])

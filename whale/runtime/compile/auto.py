@@ -81,15 +81,16 @@ def _agreed(
     if dry or not context.between_processes:
         return look()
     comm, key = context.comms[0], f"whale/auto/{number}"
+    looking = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
     if context.rank == 0:
         try:
             chosen = look()
         except Exception as error:
-            comm.broadcast_bytes(key, b"E" + str(error).encode())
+            comm.broadcast_bytes(key, b"E" + str(error).encode(), purpose=looking)
             raise
-        comm.broadcast_bytes(key, b"C" + msgspec.json.encode(chosen))
+        comm.broadcast_bytes(key, b"C" + msgspec.json.encode(chosen), purpose=looking)
         return chosen
-    data = comm.broadcast_bytes(key, None, 0, PLAN_TIMEOUT_S)
+    data = comm.broadcast_bytes(key, None, 0, PLAN_TIMEOUT_S, looking)
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
     return msgspec.json.decode(data[1:], type=Choice)
