@@ -61,6 +61,12 @@ def test_ranks_that_cannot_be_divided_are_refused(graphs: list[Annotated], size:
     assert said in str(error.value)
 
 
+def test_modules_are_attributes_as_the_librarys_are() -> None:
+    import whale.epl as epl
+
+    assert epl.env.Env is epl.Env and epl.config.Config is epl.Config and epl.cluster.Cluster is epl.Cluster
+
+
 def test_settings_come_from_code_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPL_COMMUNICATION_MAX_SPLITS", "24")
     monkeypatch.setenv("EPL_COMMUNICATION_FP16", "True")

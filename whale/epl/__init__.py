@@ -3,6 +3,7 @@
 The modules below are laid out as the library's.
 """
 
+from whale.epl import cluster, config, env
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
@@ -26,6 +27,9 @@ __all__ = [
     "Graph",
     "GraphKeys",
     "add_to_collection",
+    "cluster",
+    "config",
+    "env",
     "get_all_collections",
     "get_collection",
     "init",
