@@ -7,7 +7,7 @@ import pytest
 from tests.programs import Builder
 from whale.ir.layout import split
 from whale.ir.program import Program, Ref
-from whale.ir.values import DType, TensorType
+from whale.ir.values import DType, Func, TensorType
 from whale.passes.in_time.micro_batches import AFTER, BEFORE, EACH, prepared, regions, time_plan
 
 
@@ -34,3 +34,32 @@ def test_each_micro_batch_may_look_a_row_up(op: str) -> None:
     assert {found[name] for name in ("seen", "row", "scaled", "gradient")} == {EACH}
     assert found["table"] == BEFORE and found["update"] == AFTER
     assert program.by_name["row"].inputs[0] == Ref("table")
+
+
+def test_an_update_under_a_condition_is_one_of_sums_that_are_as_large_as_the_batch() -> None:
+    """As with a scaled loss: the gradient of eight units, of which a rank's micro-batches have eight rows."""
+    b = Builder(dtype="float32")
+    x = b.input("x", (8, 8))
+    b.variable("weight", (8,))
+    slope = b.op("Mul", b.reduce("Sum", b.op("Square", x), 0, name="slope"), b.const(0.5), name="unscaled")
+    named = b.op("Identity", slope, name="named", T=DType("float32"))
+    finite = b.node("IsFinite", (slope,), (TensorType("bool", (8,)),), "finite", T=DType("float32"))
+    all_finite = b.node(
+        "All", (finite, b.ints(0)), (TensorType("bool", ()),), "all", keep_dims=False, Tidx=DType("int32")
+    )
+    bodies = {}
+    for name in ("then", "other"):
+        body = Builder(name, "float32")
+        handle, change = body.input(f"{name}_handle", (), "resource"), body.input(f"{name}_change", (8,))
+        effects = []
+        if name == "then":
+            effects = [
+                body.node("AssignSubVariableOp", (handle, change), (), "change", (), True, dtype=DType("float32")).node
+            ]
+        bodies[name] = body.build([], effects)
+    b.functions |= bodies
+    update = b.node("If", (all_finite, Ref("weight"), named), (), "update", (), True, then_branch=Func("then"),
+                    else_branch=Func("other"), output_shapes=())  # fmt: skip
+    program = prepared(b.build([], [update.node]))
+    found = regions(program, time_plan(program, 2, {"x": split(0, (4, 4))}))
+    assert found["slope"] == EACH and found["update"] == AFTER

@@ -169,6 +169,15 @@ def test_unequal_ranks_get_rows_by_their_speed(
     assert context.current().auto.shares == found[0].shares
 
 
+def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
+    fast = replace(FREE_LINK, bytes_per_s=1e12)
+    speed(fast, replace(fast, flops_per_s=0.7 * fast.flops_per_s))
+    ranks(2, auto_parallel=True)
+    classifier = Classifier(wh.function)
+    classifier.step.plan(*(part[:4] for part in classifier.batch(0)))
+    assert not context.current().auto.shares
+
+
 def test_all_ranks_end_together_whatever_they_do_once() -> None:
     assert balanced(16, [0.0, 0.0], [1.0, 2.0]) == (11, 5)
     assert balanced(90, [10.0, 20.0], [1.0, 2.0]) == (63, 27)  # 73 and 74 s

@@ -229,7 +229,7 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
             continue
         if (
             node.inputs
-            and node.outputs
+            and (node.outputs or node.op in HAS_BODIES)
             and all(r.node in found or strategies[r.node].outputs[r.index] == B for r in node.inputs)
         ):
             found[node.name] = _once(node, "of what is whole, or computed once")

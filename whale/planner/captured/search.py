@@ -226,7 +226,7 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
     if unequal(ground.rates):
         speeds = _speeds(program, settings, ground)
         if not settings.batch.local and not settings.batch.shares:
-            found.insert(1, _by_speed(program, settings, ground, rows, speeds))
+            found[1:1] = _by_speed(program, settings, ground, rows, speeds)
     if settings.zero.level == 0 and settings.split.at_rest and not settings.exchange.wire_dtype:
         if state_at_rest(program, settings.size, settings.zero.min_bytes, (), settings.split.known, False):
             found.append(Choice("data parallel, optimizer's state divided", zero=1))
@@ -278,14 +278,18 @@ def _speeds(program: Program, settings: PlanSettings, ground: Ground) -> list[fl
     return [max(times) / t for t in times]
 
 
-def _by_speed(program: Program, settings: PlanSettings, ground: Ground, rows: int, speeds: Sequence[float]) -> Choice:
-    """Rows such that all ranks take equally long.
+def _by_speed(
+    program: Program, settings: PlanSettings, ground: Ground, rows: int, speeds: Sequence[float]
+) -> list[Choice]:
+    """Rows such that all ranks take equally long; none where they are so few that unequal ranks have as many.
 
     What a rank does once in a step, whatever its rows (updates, exchanges), is more for a slow one.
     """
     shares = tuple(round(1000 * speed) for speed in speeds)
     if rows >= len(speeds):
         shares = proportional_sizes(rows, shares)
+        if min(shares) == max(shares):
+            return []
         few, many = (shares.index(most) for most in (min(shares), max(shares)))
         lowered = _lowered(program, settings, Choice("rows by speed", shares=shares), ground, (few, many))
         least, most = (_seconds_of_each(inline(one), at, ground) for one, at in zip(lowered, (few, many)))
@@ -293,4 +297,4 @@ def _by_speed(program: Program, settings: PlanSettings, ground: Ground, rows: in
         once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
         if min(per_row) > 0:
             shares = balanced(rows, once, per_row)
-    return Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)
+    return [Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)]
