@@ -119,7 +119,8 @@ def main() -> None:
 
     import whale as wh
 
-    reached("start")
+    here = tf.autograph.experimental.do_not_convert(reached)  # else AutoGraph rewrites it, between note and fault
+    here("start")
     wh.init({"zero.level": "3", "zero.min_bytes": 0} if asked["plan"] == "zero" else {})
     scope = wh.stage if asked["plan"] == "stages" else wh.replica
     draw = np.random.default_rng(1).normal
@@ -133,7 +134,7 @@ def main() -> None:
 
     @wh.function
     def step(x, y):
-        reached("capture")
+        here("capture")
         with tf.GradientTape() as tape:
             with scope():
                 hidden = tf.tanh(x @ first)
@@ -142,7 +143,7 @@ def main() -> None:
         for weight, speed, slope in zip((first, last), (first_speed, last_speed), tape.gradient(loss, (first, last))):
             speed.assign(0.9 * speed + slope)
             weight.assign_sub(0.01 * speed)
-        reached("first step")
+        here("first step")
         return loss
 
     parts = {"first": first, "first_speed": first_speed, "last": last, "last_speed": last_speed, "done": done}
@@ -151,16 +152,16 @@ def main() -> None:
         manager.restore_or_initialize()
     while (number := int(done)) < STEPS:
         if number == FAULT_STEP:
-            reached("training")
+            here("training")
         generator = np.random.default_rng([2, number])
         step(generator.normal(size=(16, 16)), generator.normal(size=(16, 8)))
         done.assign_add(1)
         if asked["saves"] and (number + 1) % SAVE_EVERY == 0:
             if number >= FAULT_STEP:
-                reached("save")
+                here("save")
             manager.save(checkpoint_number=number + 1)
     hold(*[variable.numpy() for variable in parts.values()])
-    reached("shutdown")
+    here("shutdown")
     wh.shutdown()
 
 
