@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from whale.errors import PlanError
 v1 = tf.compat.v1
 
 
-def steps(session: Callable[..., object], rows: int) -> list[float]:
+def steps(session: Callable[..., Any], rows: int) -> list[float]:
     """The losses of three steps of four products."""
     draw = np.random.default_rng(0)
     graph = tf.Graph()
