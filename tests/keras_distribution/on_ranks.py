@@ -21,6 +21,7 @@ _TRANSFORMER: Layouts = {
     ".*attention_output/kernel": ("model", None, None),
     ".*up/kernel": (None, "model"),
     ".*down/kernel": ("model", None),
+    "up/kernels": (None, "model"),  # fits nothing, which is told
 }
 
 

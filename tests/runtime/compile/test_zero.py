@@ -167,7 +167,7 @@ def test_the_report_of_memory_counts_parts(ranks: Start) -> None:
     predicted = report.predicted["step"]
     assert predicted["gradients"] + predicted["gathered"] + predicted["activations"] > 0
     assert "parameters" in str(report) and report.resident_bytes <= report.resident_peak_bytes
-    plan = wh.plan(model.step, *batch(0), ranks=2)
+    plan = wh.plan(model.step, *batch(0))  # for the ranks of the run
     assert "Memory at most" in format_plan(plan) and len(plan.memory["slots"]) == 2
 
 

@@ -6,7 +6,9 @@ placement to the first plan that uses it, and the others lie as is planned.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +16,7 @@ import tensorflow as tf
 from whale.errors import ConfigError, PlanError
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.ir.layout import B, Placement, even_sizes, split
+from whale.passes.facts.patterns import nearest
 from whale.runtime.run.context import Context, current, running
 
 
@@ -103,7 +106,21 @@ def _set_distribution(original: Callable[[Any], None], distribution: Any) -> Non
             context.dividing_scope_seen = True  # variables that are made from now on may come to lie split
             context.split_everything |= group > 1
             context.split_ranks = group if groups > 1 and group > 1 else 0
+            if context.rank == 0:
+                distribution._whale_paths = []
+                context.at_end.append(partial(_say_what_fits_nothing, distribution))
     original(distribution)
+
+
+def _say_what_fits_nothing(distribution: Any) -> None:
+    """Names the keys of a LayoutMap that no variable has come under: Keras takes them for whole paths."""
+    layouts, paths = distribution._layout_map, distribution._whale_paths
+    for key in (key for key in layouts if paths and not key.endswith("output")):  # those are of activations
+        one = type(layouts)(layouts.device_mesh)
+        one[key] = layouts[key]
+        if all(one[path] is None for path in paths):
+            near = nearest(key, paths) or paths[:3]
+            sys.stderr.write(f"whale: no variable fits the LayoutMap's {key!r}; there are {', '.join(near)}\n")
 
 
 def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
@@ -141,6 +158,8 @@ def _initialize(original: Callable[..., None], variable: Any, value: Any) -> Non
     context = running()
     if distribution is None or context is None or not hasattr(distribution, "_layout_map"):
         return
+    if hasattr(distribution, "_whale_paths"):
+        distribution._whale_paths.append(variable.path)
     layout = distribution._layout_map[variable.path]
     if layout is not None:
         variable._layout = layout

@@ -40,21 +40,22 @@ from whale.runtime.variables.outside import Outside
 _MOST = 5
 
 
-def plan(fn: Any, *args: Any, ranks: int = 1, **kwargs: Any) -> Plan:
-    """The plan of a step for ``ranks`` ranks, made in this process alone.
+def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
+    """The plan of a step for so many ranks, made in this process alone.
 
     Args:
       fn: a Python function, a tf.function or a wh.function.
+      ranks: None: as many as the run has; 1 before ``wh.init``.
       args, kwargs: its arguments; tf.TensorSpec with static shapes (the global batch) stand for tensors.
 
     Raises:
       CaptureError: the step cannot be captured.
       PlanError: the batch cannot be split as asked.
     """
-    settings, scale = PlanSettings(size=ranks), None
+    settings, scale = PlanSettings(size=ranks or 1), None
     if (run := running()) is not None:
         scale = loss_scale_of(run)
-        settings = settings_of(run).but(size=ranks)
+        settings = settings_of(run).but(size=ranks or run.size)
     marked = bool(settings.memory.recompute)
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
