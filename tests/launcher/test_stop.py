@@ -151,7 +151,8 @@ def test_the_next_run_removes_what_a_run_of_which_nobody_is_left_had_in_memory(l
             folders.append(Path(wait_for_line(process, "whale-")[-1].split()[-1]))
             assert folders[-1].stat().st_mode & 0o777 == 0o700
             assert folders[-1].parent == memory
-            run = _processes(launcher, "")
+            # Children before parents: a stopped process whose parent has ended is woken by the system.
+            run = sorted(_processes(launcher, ""), reverse=True)
             for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: who sees another one end would clear up
                 for pid in run:
                     os.kill(pid, number)
