@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.keras_fit.cases import CASES, KERAS3_ONLY
+from tests.keras_fit.cases import CASES, cases_of
 from tests.keras_fit.run import PLANS
 from tests.keras_fit.table import REFUSED, Row, compared, plain
-
-
-def _is_keras3() -> bool:
-    return not importlib.metadata.version("keras").startswith("2.")
 
 
 def main() -> int:
@@ -24,7 +19,7 @@ def main() -> int:
     arguments.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     arguments.add_argument("--cases", nargs="+", choices=list(CASES))
     asked = arguments.parse_args()
-    cases = asked.cases or [c for c in CASES if (asked.flavour == "keras" and _is_keras3()) or c not in KERAS3_ONLY]
+    cases = asked.cases or cases_of(asked.flavour)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         plain(asked.flavour, cases, Path(folder))

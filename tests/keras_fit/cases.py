@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -65,6 +66,12 @@ def classifier(keras: Any, place: Any, classes: int = 3, activation: str = "relu
 
 def sgd(keras: Any, rate: float = 0.1, **options: Any) -> Any:
     return keras.optimizers.SGD(rate, **options)
+
+
+def cases_of(flavour: str) -> list[str]:
+    """The cases that a flavour has: some are of Keras 3 alone."""
+    is_keras3 = flavour == "keras" and not importlib.metadata.version("keras").startswith("2.")
+    return [name for name in CASES if is_keras3 or name not in KERAS3_ONLY]
 
 
 def found(model: Any, history: Any = None, **more: Any) -> Found:
