@@ -32,18 +32,18 @@ class Row:
 def compared(names: Sequence[str], folder: Path, python: str = sys.executable) -> list[Row]:
     """Runs these programs (none: all) alone and on two ranks."""
     (folder / "alone").mkdir()
-    alone = _run([python, "-m", "tests.tf1.run", str(folder / "alone" / "out"), *names], folder / "alone", 1)[0]
+    alone = _run([python, "-m", "tests.tf1.run", str(folder / "alone" / "out"), *names], folder / "alone", 1)[0][0]
     left, found, runs = list(alone), [dict[str, Any](), dict[str, Any]()], 0
     while left:  # what ends the run of all ranks is one program's; the next run begins behind it
         runs += 1
         (folder / f"spread_{runs}").mkdir()
         out = folder / f"spread_{runs}" / "out"
         command = [python, "-m", "whale", "run", "-np", "2", "tests/tf1/run.py", str(out), "--spread", *left]
-        ranks = _run(command, out.parent, 2)
+        ranks, printed = _run(command, out.parent, 2)
         ended = next((i for i, name in enumerate(left) if _ended(name, ranks)), len(left))
         for name in left[: ended + 1]:
             for mine, said in zip(found, ranks):
-                mine[name] = said.get(name, {"error": "the run ended"})
+                mine[name] = said.get(name, {"error": f"the run ended: {printed}"})
         left = left[ended + 1 :]
     return [_row(name, alone[name], [mine[name] for mine in found]) for name in alone]
 
@@ -55,11 +55,13 @@ def _ended(name: str, ranks: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def _run(command: list[str], folder: Path, ranks: int) -> list[dict[str, Any]]:
+def _run(command: list[str], folder: Path, ranks: int) -> tuple[list[dict[str, Any]], str]:
+    """What each rank found, and how the run ended in its own words."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     paths = [folder / f"out.{rank}" for rank in range(ranks)]
-    return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    return found, f"exit {done.returncode}; " + "; ".join(done.stderr.splitlines()[-12:])
 
 
 def _row(name: str, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> Row:

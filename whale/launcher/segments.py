@@ -65,8 +65,10 @@ def _remove_if_left(folder: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass  # in use
+            # Another may have removed it before the lock was had, and its run made and held it anew.
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+    except (BlockingIOError, FileNotFoundError):
+        pass  # in use, or gone
     finally:
         os.close(descriptor)
