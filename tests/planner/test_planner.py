@@ -266,3 +266,14 @@ def test_a_profile_is_planned(tmp_path):
     assert found.spread.ranks == 2
     # 5 and 3 rows of 4 layers: the slower device needs 3 x 4 x 5.1 ms.
     assert found.predicted.compute_s == pytest.approx(0.0612)
+
+
+def test_replicas_on_several_kinds_of_devices_can_be_asked_for():
+    model, batch = ask.describe("gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16")
+    fixed = ask.limits(["stages=1", "tensor=1", "data=16", "zero=3", "micro_batches=1"])
+    found = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=fixed)
+    assert found.spread.stages[0].replicas == 16 and found.spread.zero == 3
+    assert found.problems() == []
+    fixed = ask.limits(["stages=1", "tensor=1", "data=8", "zero=3", "micro_batches=2"])
+    small = cluster.parse(UNEQUAL.replace("count: 8", "count: 4"))  # no kind has eight devices of its own
+    assert ask.plan(small, batch, model, limits=fixed).spread.stages[0].replicas == 8

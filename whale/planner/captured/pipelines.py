@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cost_model.ops import matmul_flops
+from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
 from whale.passes.normalise.annotate import annotate
 from whale.planner.captured.ways import Choice, products, updates
@@ -38,13 +40,19 @@ def levels(program: Program) -> Levels:
     level: dict[str, int] = {}
     for node in program.nodes:
         level[node.name] = max([first.get(node.name, -1), *(level.get(r.node, -1) for r in node.inputs)])
-    forward = _before(program, first, set())
+    again = {name for handle in weights for name in _read_again(program, read[handle])}
+    forward = _before(program, {*first, *again}, set())
     # A product with the gradient of a weight's product: what comes of it belongs to what made the operand.
     operand: dict[str, int] = {}
     for i, handle in enumerate(weights):
         earlier = [level[r.node] for r in read[handle][0].inputs if r.node in forward]
         operand.update((node.name, max([-1, *(n for n in earlier if n < i)])) for node in read[handle][1:])
-    of_weight = {node.name: i for i, handle in enumerate(weights) for node in read[handle][1:]}
+    # A weight that several places read, as an embedding that makes the logits, serves each of them on the way back.
+    of_weight = {
+        node.name: sorted({i, *(level[n.name] for n in read[handle] if n.name in forward)})
+        for i, handle in enumerate(weights)
+        for node in read[handle][1:]
+    }
     on_path = _before(program, of_weight, forward)
     backward: dict[str, int | None] = {}
     last = len(weights) - 1
@@ -52,7 +60,12 @@ def levels(program: Program) -> Levels:
         if node.name in forward or level[node.name] < last:
             continue
         if node.name in of_weight:
-            backward[node.name] = of_weight[node.name]
+            after = [n for r in node.inputs if (n := backward.get(r.node)) is not None]
+            places = of_weight[node.name]
+            place = max((n for n in places if n <= min(after, default=last)), default=places[0])
+            backward[node.name] = place
+            if place != places[0]:
+                operand[node.name] = place  # where a weight is read again, it is no weight of that place
             continue
         found = {operand.get(r.node, backward[r.node]) for r in node.inputs if r.node in backward}
         if not found:
@@ -64,6 +77,36 @@ def levels(program: Program) -> Levels:
     return Levels(
         {name: max(0, level[name]) for name in forward}, {name: n for name, n in backward.items() if n is not None}
     )
+
+
+def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
+    """The products of the forward pass that read a weight after its first one, as logits do of an embedding.
+
+    The other operand of such a product is read once more after it, for the weight's gradient; that of a product on the
+    way back is not.
+    """
+    if len(readers) < (2 if readers[0].op in ROW_LOOKUPS else 3):
+        return []  # a product and its operand's gradient, or a lookup
+    found = []
+    for node in readers[1:]:
+        after = _after(program, node)
+        others = [c for r in node.inputs for c, _ in program.consumers.get(r, ()) if c.name in after]
+        if any(matmul_flops(c, [program.type_of(r) for r in c.inputs]) for c in others):
+            found.append(node.name)
+    return found
+
+
+def _after(program: Program, node: Node) -> set[str]:
+    """All that comes of a node."""
+    found: set[str] = set()
+    stack = [node]
+    while stack:
+        for ref in stack.pop().refs():
+            for consumer, _ in program.consumers.get(ref, ()):
+                if consumer.name not in found:
+                    found.add(consumer.name)
+                    stack.append(consumer)
+    return found
 
 
 def _before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
@@ -183,12 +226,16 @@ def _counts(cuts: Sequence[int], count: int) -> str:
 
 
 def staged(program: Program, choice: Choice) -> Program:
-    """The program as if each part of the chain had been built under a `wh.stage` on its ranks."""
+    """The program as if each part of the chain had been built under a `wh.stage` on its ranks, and a `wh.split`."""
     scopes: list[str] = []
     ends = [*choice.cuts, len(chain(program))]
     for number, (low, high) in enumerate(zip([0, *choice.cuts], ends)):
-        ranks = "+".join(map(str, choice.stages[number]))
-        scopes += [f"auto_parallel/stage_{number}(ranks={ranks})"] * (high - low)
+        parts = ["auto_parallel"]
+        if choice.stages:
+            parts.append(f"stage_{number}(ranks={'+'.join(map(str, choice.stages[number]))})")
+        if choice.tensor > 1:
+            parts.append("split_0(sequence=1)" if choice.sequence else "split_0")
+        scopes += ["/".join(parts)] * (high - low)
     at = levels(program)
     stage = {name: scopes[level] for name, level in (at.forward | at.backward).items()}
     stage.update((handle, scopes[i]) for i, handle in enumerate(chain(program)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -19,8 +20,10 @@ from cost_model.ops.work import work
 from whale.errors import PlanError, WhaleError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, proportional_sizes
+from whale.ir.mesh import Axis
 from whale.ir.program import Node, Program
 from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalise.inline import inline
@@ -106,16 +109,28 @@ def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Pro
         return program, settings.but(batch__inputs=())
     if chosen.weights:
         return scoped(program, chosen), settings.but(split__ranks=chosen.group)
-    if chosen.stages:
+    changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
+    if chosen.stages or chosen.tensor > 1:
         # What does not train is sent the values that it reads.
-        if not trains(program) or len(chain(program)) <= chosen.cuts[-1]:
+        if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
             return program, settings
-        return staged(program, chosen), settings.but(time__micro_batches=chosen.micro_batches)
-    if chosen.zero:
-        return program, settings.but(zero__level=chosen.zero)
+        return staged(program, chosen), changed.but(**_in_stages(chosen, settings))
+    if chosen.micro_batches:
+        changed = changed.but(time__micro_batches=chosen.micro_batches)
     if chosen.shares and not settings.batch.local:
-        return program, settings.but(batch__shares=chosen.shares)
-    return program, settings
+        changed = changed.but(batch__shares=chosen.shares)
+    return program, changed
+
+
+def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
+    """Settings of a choice that has stages, or divides tensors in all of the program."""
+    found: dict[str, Any] = {"time__micro_batches": max(1, chosen.micro_batches)}
+    if chosen.tensor > 1:
+        ranks = max(map(len, chosen.stages)) if chosen.stages else settings.size
+        found["mesh"] = (Axis(DATA, ranks // chosen.tensor), Axis(TENSOR, chosen.tensor))
+    if chosen.schedule:
+        found["time__schedule"] = chosen.schedule
+    return found
 
 
 def best_way(program: Program, settings: PlanSettings, ground: Ground, stages: int = 0) -> tuple[Choice, list[str]]:

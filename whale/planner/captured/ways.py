@@ -37,6 +37,9 @@ class Choice(msgspec.Struct, frozen=True):
             in the order of `whale.planner.captured.pipelines.chain`; micro_batches: of each rank's rows.
         zero: level to which the optimizer's state is divided.
         recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
+        tensor: ranks in a row, of each stage or of all, that divide all tensors together; sequence: they divide the
+            sequence of what lies between products as well.
+        schedule: in which order stages run micro-batches; "": as configured.
         predicted_s: seconds of a step, once predicted; predicted_bytes: of the rank that holds most.
     """
 
@@ -50,6 +53,9 @@ class Choice(msgspec.Struct, frozen=True):
     micro_batches: int = 0
     zero: int = 0
     recompute: str = ""
+    tensor: int = 1
+    sequence: bool = False
+    schedule: str = ""
     predicted_s: float = 0.0
     predicted_bytes: int = 0
 

@@ -89,12 +89,15 @@ def _grid(
 
 
 def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> float:
-    """Half the seconds of a micro-batch if all devices shared it without loss: no slowest stage is faster."""
+    """Half the seconds of a micro-batch if all devices shared it without loss: no slowest stage is faster.
+
+    Where no pool has options of its own (replicas on several are asked for): the seconds of the least stage.
+    """
     speed = 0.0
     for pool, devices in enumerate(sizes):
         alone = [1.0 / (o.seconds[0, count] * sum(o.used)) for o in options if o.used[pool] == sum(o.used) > 0]
         speed += devices * max(alone, default=0.0)
-    return 0.5 / speed if speed else 0.0
+    return 0.5 / speed if speed else min(float(o.seconds[o.seconds > 0].min()) for o in options)
 
 
 @dataclass(slots=True)

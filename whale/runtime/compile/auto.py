@@ -18,6 +18,8 @@ from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Ground, Options, apply, best_way
 from whale.planner.captured.ways import Choice, has_scopes, trains
+from whale.planner.report.planfile import PlanFile
+from whale.planner.run_described import choice_of
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.rates import measured_rates
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
@@ -45,17 +47,39 @@ def spread_program(
       PlanError: no way to spread the program can run, or fits into the ranks' memory.
       ClusterError: the profile that `cost_model.profile` names cannot be read, or does not describe these ranks.
     """
-    if settings.size == 1 or has_scopes(program):
+    if settings.size == 1 or (has_scopes(program) and context.described is None):
         return program, settings
     chosen = context.auto
     if chosen is None:
         if not trains(program):
             return program, settings
-        chosen = context.auto = _agreed(program, settings, context, number, again, options)
+        if context.described is not None:
+            chosen = context.auto = _as_described(program, settings, context, context.described)
+        else:
+            chosen = context.auto = _agreed(program, settings, context, number, again, options)
     if chosen.recompute and again is not None and trains(program):
         settings = settings.but(memory__recompute=chosen.recompute)
         program = again(settings)
     return apply(program, settings, chosen)
+
+
+def _as_described(
+    program: Program, settings: PlanSettings, context: Context, described: tuple[PlanFile, str]
+) -> Choice:
+    """As the plan of a described model says; every rank finds the same, in the same program."""
+    plan, path = described
+    if has_scopes(program):
+        raise PlanError(
+            "the plan of a described model is for a program without scopes",
+            op=program.name,
+            given=f"{path}, and {min(filter(None, (n.scope for n in program.nodes)), default='a scope')}",
+            expected="a script without wh.replica, wh.stage and wh.split",
+            action="run the script without --plan, or remove its scopes",
+        )
+    chosen = choice_of(plan, program, settings, path)
+    if context.rank == 0:
+        sys.stderr.write(f"whale: {chosen.name}, predicted {1e3 * chosen.predicted_s:.4g} ms a step\n")
+    return chosen
 
 
 def _agreed(

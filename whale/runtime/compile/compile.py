@@ -160,8 +160,8 @@ def _settings(program: Program, context: Context, variables: Mapping[str, Placem
 def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, again: Again | None, options: Options
 ) -> tuple[Program, PlanSettings]:
-    """The program and its settings as `auto_parallel` has them, where the run has it."""
-    if not context.config["auto_parallel"] and context.auto is None:
+    """The program and its settings as `auto_parallel`, or the plan of a described model, has them."""
+    if not context.config["auto_parallel"] and context.auto is None and context.described is None:
         return program, settings
     return spread_program(program, settings, context, number, again, options)
 

@@ -14,6 +14,7 @@ from whale.ir.program import Program
 from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
+from whale.planner.report.planfile import PlanFile
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.run.meaning import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
@@ -79,6 +80,7 @@ class Context(Ranks):
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       saved: the plan that one of the programs runs under; None: all are planned.
+      described: the plan of a described or measured model that training programs are spread by, and its file.
       meter: what measures the steps of this run; None: nobody asks.
       own_programs: None: the ranks run one program together, which is the usual case.
       meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
@@ -112,6 +114,7 @@ class Context(Ranks):
     after_horovod: bool = False
     auto: Choice | None = None
     saved: SavedPlan | None = None
+    described: tuple[PlanFile, str] | None = None
     meter: Meter | None = None
     own_programs: OwnPrograms | None = None
     meaning: Meaning | None = None

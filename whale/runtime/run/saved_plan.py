@@ -16,6 +16,8 @@ from whale.passes.facts.axes import seen_along
 from whale.passes.order import complete_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice, trains
+from whale.planner.report import planfile
+from whale.planner.report.planfile import PlanFile
 
 
 @dataclass
@@ -94,29 +96,28 @@ class SavedPlan:
         return replace(batch, local=True)
 
 
-def read_saved_plan(path: str, ranks: int) -> SavedPlan:
-    """Reads the plan of a run of so many ranks.
+def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
+    """Reads the plan of a run of so many ranks: of a captured program, or of a described or measured model.
 
     Raises:
-      PlanError: the file cannot be read, is none of a captured program, or is for another number of ranks.
+      PlanError: the file cannot be read, is no plan, or is for another number of ranks.
     """
     try:
-        plan = plan_from_json(Path(path).read_bytes())
+        data = Path(path).read_bytes()
+        if planfile.is_spread(data):
+            described = planfile.loads(data, path)
+            _compare_ranks(path, described.spread.ranks, ranks)
+            return described
+        plan = plan_from_json(data)
     except (OSError, ValueError) as error:
         raise PlanError(
             "the saved plan cannot be read",
             given=path,
             reason=error,
-            expected="a file that `whale plan -o FILE train.py` wrote, on every host",
+            expected="a file that `whale plan -o FILE` wrote, on every host",
             action="correct the path, or make the plan again",
         ) from error
-    if plan.ranks != ranks:
-        raise PlanError(
-            "the saved plan is for another number of ranks",
-            given=f"{path}: {plan.ranks} ranks, of which {ranks} run",
-            expected=f"{plan.ranks} ranks",
-            action=f"start {plan.ranks} ranks, or make the plan again with -np {ranks}",
-        )
+    _compare_ranks(path, plan.ranks, ranks)
     saved = SavedPlan(path, plan)
     try:
         _ = saved.choice
@@ -129,3 +130,13 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan:
             action="make the plan again",
         ) from error
     return saved
+
+
+def _compare_ranks(path: str, planned: int, ranks: int) -> None:
+    if planned != ranks:
+        raise PlanError(
+            "the saved plan is for another number of ranks",
+            given=f"{path}: {planned} ranks, of which {ranks} run",
+            expected=f"{planned} ranks",
+            action=f"start {planned} ranks, or make the plan again with -np {ranks}",
+        )

@@ -27,7 +27,7 @@ from whale.runtime.run.again import begin_again
 from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations, unmatched
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
-from whale.runtime.run.saved_plan import read_saved_plan
+from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.variables import deferred
 from whale.runtime.variables.outside import Outside
@@ -128,8 +128,10 @@ def _begin(
                 context.own_programs = OwnPrograms(_local_ranks(context))
             elif context.between_processes:
                 _share_random_state(context)
-            if saved is not None:
+            if isinstance(saved, SavedPlan):
                 context.saved, context.auto = saved, saved.choice
+            elif saved is not None:
+                context.described = saved, path
             context.solo = solo
             annotate(annotations)
             deferred.install(lambda: not context.ended and context.may_divide_variables)

@@ -8,7 +8,7 @@ from math import gcd, prod
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Placement, Split, split
+from whale.ir.layout import Partial, Placement, Split, split
 from whale.ir.mesh import Axis, chain, mesh_of
 from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
@@ -166,7 +166,7 @@ def lower_stage_groups(
         if in_time:
             # The first coordinates alone may have what is fetched, so that more belongs to their forward passes: sums
             # over ranks in which the others take part.
-            first = WholeInTime(expanded, stages, number, (), settings) if any(at) and _runs_once(plan) else None
+            first = WholeInTime(expanded, stages, number, (), settings) if any(at) and _first_has_more(plan) else None
             forward = [name for name, kind in first.kinds.items() if kind == "F"] if first else ()
             whole = WholeInTime(expanded, stages, number, at, settings, forward)
         mine = rows or (whole.rows if whole else {})
@@ -175,10 +175,14 @@ def lower_stage_groups(
     return programs
 
 
-def _runs_once(plan: Plan) -> bool:
-    """Whether the first coordinates of some axis compute more than others."""
+def _first_has_more(plan: Plan) -> bool:
+    """Whether the first coordinates of some axis compute more than others: what runs once, or one has of a sum."""
     levels = [level for one in (plan, *plan.others) for level in chain(one)]
-    return any(s.once for level in levels for s in level.strategies[""].values())
+    return any(
+        any(s.once for s in level.strategies[""].values())
+        or any(isinstance(r.target, Partial) and not isinstance(r.source, Partial) for r in level.reshards)
+        for level in levels
+    )
 
 
 def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:

@@ -1,0 +1,154 @@
+"""A plan of a described model runs a script's model with the same layers, which then equals one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from cost_model.machines import cluster
+from tests.pipelines.gpt_on_ranks import Sizes, trained
+from whale.errors import PlanError
+from whale.planner import ask
+from whale.planner.report import planfile
+from whale.planner.run_described import Blocks, ranks_of, repeated
+
+UNEQUAL = """
+name: unequal
+networks: {fabric: {type: infiniband-hdr-200}}
+hosts:
+  - {name: new, devices: [{type: v100-sxm2-16gb, count: NEW}], networks: {fabric: {nics: 1}}}
+  - {name: old, devices: [{type: p100-pcie-16gb, count: OLD}], networks: {fabric: {nics: 1}}}
+"""
+SIZES = Sizes()
+MODEL = "gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16"
+nothing = contextlib.nullcontext
+
+
+def saved(path: Path, fixed: list[str], model: str = MODEL, devices: tuple[int, int] = (4, 4)) -> planfile.PlanFile:
+    transformer, batch = ask.describe(model)
+    given = UNEQUAL.replace("NEW", str(devices[0])).replace("OLD", str(devices[1]))
+    plan = ask.plan(cluster.parse(given), batch, transformer, limits=ask.limits(fixed))
+    planfile.save(plan, path)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, np.ndarray]:
+    return trained(SIZES, 1, nothing, nothing, tf.function)[0]
+
+
+@contextlib.contextmanager
+def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
+    wh.init({"communication.transport": "in-process", "cluster.ranks": count, **more}, plan=path)
+    try:
+        yield
+    finally:
+        wh.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "stages", "mesh"),
+    [
+        (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
+        (["stages=2", "chunks=2", "data=2", "tensor=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
+        (["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}),
+        (["stages=1", "tensor=4", "data=2", "micro_batches=1", "zero=0"], 0, {"data": 2, "tensor": 4}),
+        (["stages=1", "tensor=1", "data=8", "micro_batches=2", "zero=3"], 0, {}),
+        (["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"], 2, {}),
+    ],
+    ids=["stages-data-tensor", "interleaved", "stages", "data-tensor", "zero-3", "recompute"],
+)
+def test_a_described_plan_runs_as_one_device(
+    fixed: list[str], stages: int, mesh: dict[str, int], one_device: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    described = saved(path, fixed)
+    with ranks(path, **{"zero.min_bytes": 0}):
+        found, step = trained(SIZES, 1, nothing, nothing, wh.function)
+        plan = next(iter(step._steps.values())).compiled.plan
+    for key, value in one_device.items():
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
+    assert len(plan.stage_groups) == stages
+    assert plan.micro_batches == described.spread.micro_batches
+    if mesh:
+        assert [plan.axis, plan.inner.axis] == list(mesh)
+        assert [plan.size, plan.inner.size] == list(mesh.values())
+    if "zero=3" in fixed:
+        assert plan.variables  # they lie split
+
+
+def test_rows_are_shared_as_the_plan_says(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    big = "gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16"
+    spread = saved(path, ["stages=1", "tensor=1", "data=3", "micro_batches=1"], big, (1, 2)).spread
+    rows = [part.rows for part in spread.stages[0].parts for _ in range(part.replicas)]
+    assert sum(rows) == 16 and len(set(rows)) > 1
+    with ranks(path, 3):
+        found, step = trained(SIZES, 1, nothing, nothing, wh.function)
+        (batch, *_) = next(iter(step._steps.values())).compiled.plan.batch_inputs
+    assert sorted(batch.placement.sizes) == sorted(rows)
+    for key, value in one_device.items():
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
+
+
+BESIDE_TENSORS = ["stages=1", "tensor=2", "data=4", "micro_batches=1", "zero=1"]
+STAGED = ["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "fixed", "said"),
+    [
+        (MODEL.replace("layers=4", "layers=6"), STAGED, "given: 4 blocks of 6 weights.*expected: 6 layers"),
+        (MODEL.replace("hidden=32", "hidden=64"), STAGED, "given: 12,288 elements.*query.*expected: 49,152: hidden=64"),
+        (MODEL.replace("batch=16", "batch=32"), STAGED, "given: 16 rows in a batch\n  expected: 32"),
+        (
+            MODEL,
+            ["stages=1", "tensor=2", "data=4", "micro_batches=1", "zero=1"],
+            "ZeRO 1 over replicas that divide tensors.*--set zero=0",
+        ),
+    ],
+    ids=["layers", "hidden", "rows", "zero-beside-tensors"],
+)
+def test_another_model_is_refused(model: str, fixed: list[str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved(path, fixed, model)
+    with ranks(path), pytest.raises(PlanError, match=f"(?s){said}"):
+        trained(SIZES, 1, nothing, nothing, wh.function)
+
+
+def test_scopes_of_the_script_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved(path, STAGED)
+    with ranks(path), pytest.raises(PlanError, match=r"(?s)for a program without scopes.*remove its scopes"):
+        trained(SIZES, 2, wh.stage, nothing, wh.function)
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved(path, STAGED)
+    with pytest.raises(PlanError, match="8 ranks, of which 4 run"), ranks(path, 4):
+        pass
+
+
+def test_blocks_are_what_repeats_itself() -> None:
+    a, b, c, d = (1,), (2,), (3,), (4,)
+    assert repeated([a, b, c, b, c, b, c, d]) == Blocks(1, 2, 3)
+    assert repeated([a, b, b, b, b]) == Blocks(1, 1, 4)
+    assert repeated([a, b, c]) == Blocks(0, 3, 1)
+    assert repeated([]) == Blocks(0, 1, 1)
+
+
+def test_neighbours_divide_tensors(tmp_path: Path) -> None:
+    plan = saved(tmp_path / "plan.json", STAGED)
+    machines = planfile.Machines(plan.cluster)
+    stages = ranks_of(plan.spread, machines)
+    assert sorted(stages) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    pool = plan.spread.stages[0].parts[0].pool
+    assert stages[0] == ((0, 1, 2, 3) if pool == 0 else (4, 5, 6, 7))

@@ -1,0 +1,203 @@
+"""A plan of a described or measured model as a way to spread a captured program that has the same layers.
+
+    choice_of    the way; refuses a program with other layers, and what of the plan cannot run
+    repeated     where a chain of shapes repeats itself: the layers of a model
+    ranks_of     which ranks have which part of each stage
+
+A described model is a row of equal layers. In a program these are what repeats itself in the chain of its weights
+(`whale.planner.captured.pipelines.chain`); what comes before belongs to the first layer, what comes after to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from cost_model.described.spread import Part, Spread
+from cost_model.described.transformer import Transformer
+from cost_model.machines.pools import Machines
+from whale.errors import PlanError
+from whale.ir.layout import Split
+from whale.ir.program import Program
+from whale.passes.facts.batch import batch_inputs
+from whale.passes.settings import PlanSettings
+from whale.planner.captured.pipelines import chain
+from whale.planner.captured.ways import Choice
+from whale.planner.described.layer_tables import Table
+from whale.planner.report.planfile import PlanFile
+
+# The choice of activations by bytes stands for both ways in which a described layer is computed again.
+RECOMPUTE = {"none": "", "selective": "auto", "full": "auto"}
+
+
+class Blocks(NamedTuple):
+    """`number` equal blocks of `period` weights each, from weight `first` of the chain on."""
+
+    first: int
+    period: int
+    number: int
+
+
+def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
+    """The longest part of a chain that repeats itself, in the shortest blocks; of weights that are all unlike, one."""
+    best = Blocks(0, max(1, len(shapes)), 1)
+    longest = 0
+    for period in range(1, len(shapes) // 2 + 1):
+        run = 0
+        for i in range(len(shapes) - period):
+            run = run + 1 if shapes[i] == shapes[i + period] else 0
+            count = (run + period) // period
+            if run >= period and count * period > longest:
+                longest = count * period
+                best = Blocks(i + 1 - run, period, count)
+    return best
+
+
+def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: str) -> Choice:
+    """How a plan of a described model spreads a normalised program.
+
+    Raises:
+        PlanError: the program has other layers or rows, or the plan has what no program can run under.
+    """
+    spread = plan.spread
+    if found := "; ".join(plan.problems()):
+        raise PlanError("the plan is not one of its model and cluster", given=path, found=found)
+    for what, action in _unable(spread):
+        raise PlanError("a program cannot run under what the plan has", given=f"{path}: {what}", action=action)
+    firsts = _first_weights(plan, program, path)
+    _compare_rows(plan, program, settings, path)
+    recomputes = sorted({RECOMPUTE[one] for one in spread.recomputes})
+    stages = ranks_of(spread, Machines(plan.cluster))
+    shares: tuple[int, ...] = ()
+    if len(stages) == 1:
+        rows = [part.rows for part in spread.stages[0].parts for _ in range(part.replicas)]
+        if len(set(rows)) > 1:
+            by_rank = dict(zip(stages[0], (n * spread.micro_batches for n in rows)))
+            shares = tuple(by_rank[rank] for rank in sorted(by_rank))
+    ends = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(stages))]
+    several = len(stages) > 1
+    return Choice(
+        f"as {path} says: {spread.summary()}",
+        shares=shares,
+        stages=stages * spread.chunks if several else (),
+        cuts=tuple(firsts[low] for low, _ in ends[1:]) if several else (),
+        micro_batches=spread.micro_batches,
+        zero=spread.zero,
+        recompute=recomputes[-1],
+        tensor=spread.stages[0].parts[0].tensor,
+        sequence=spread.sequence_parallel,
+        schedule=spread.schedule if several else "",
+        predicted_s=plan.predicted.step_s,
+    )
+
+
+def _unable(spread: Spread) -> Iterator[tuple[str, str]]:
+    """What of a spread cannot run, and what to do instead."""
+    parts = [part for stage in spread.stages for part in stage.parts]
+    tensors = sorted({part.tensor for part in parts})
+    if len(tensors) > 1:
+        yield f"tensors divided over {' and '.join(map(str, tensors))} ranks", "plan with --set tensor=N"
+    unequal = [i for i, stage in enumerate(spread.stages) if len({part.rows for part in stage.parts}) > 1]
+    if unequal and (len(spread.stages) > 1 or tensors != [1] or spread.micro_batches > 1):
+        yield (
+            f"replicas with unequal rows in stage {unequal[0]}, beside stages, divided tensors or micro-batches",
+            "plan with --set of another data, stages or micro_batch, so that the replicas of a stage have equal rows",
+        )
+    if spread.zero and tensors != [1] and any(stage.replicas > 1 for stage in spread.stages):
+        yield f"ZeRO {spread.zero} over replicas that divide tensors", "plan with --set zero=0, or --set tensor=1"
+    if spread.offload != "none":
+        yield f"offload of {spread.offload}", "plan with --set offload=none"
+
+
+def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
+    """Number of the first weight, along the program's chain, of every layer of the plan's model."""
+    weights = [program.variable_of[handle] for handle in chain(program)]
+    blocks = repeated([tuple(v.type.shape or ()) for v in weights])
+    before, count, after = _layers(plan.transformer, plan.table)
+    first, period, found = blocks
+    ends = (first, len(weights) - first - period * found)
+    lacking = ends[0] < before or ends[1] < after
+    if found != count or lacking:
+        given = f"{found} blocks of {period} weights, with {ends[0]} before and {ends[1]} after them"
+        wanted = f"{count} layers" + f", with {before} before and {after} after them" * bool(before or after)
+        raise _other_model(program, path, given, wanted)
+    t = plan.transformer
+    if t is not None and not t.experts:
+        has = sum(prod(n or 0 for n in v.type.shape or ()) for v in weights[first : first + period])
+        wanted_elements = 4 * t.hidden * t.hidden + 2 * t.hidden * t.inner
+        if has != wanted_elements:
+            names = ", ".join(v.name for v in weights[first : first + period])
+            raise _other_model(
+                program,
+                path,
+                f"{has:,} elements in the weights of the first layer ({names})",
+                f"{wanted_elements:,}: hidden={t.hidden}, feed_forward={t.inner}",
+            )
+    starts = [*range(before), *(first + period * i for i in range(count))]
+    starts += range(first + period * count, first + period * count + after)
+    return [0, *starts[1:]]
+
+
+def _layers(transformer: Transformer | None, table: Table | None) -> tuple[int, int, int]:
+    """(layers before, layers that repeat, layers after) of a model."""
+    if transformer is not None:
+        return 0, transformer.layers, 0
+    assert table is not None  # a plan without a model has been refused
+    counts = [layer.count for layer in table.layers]
+    most = counts.index(max(counts))
+    if counts[most] == 1:
+        return 0, len(counts), 0
+    return sum(counts[:most]), counts[most], sum(counts[most + 1 :])
+
+
+def _compare_rows(plan: PlanFile, program: Program, settings: PlanSettings, path: str) -> None:
+    found = batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
+    rows = sum(found[0].placement.sizes) if found and isinstance(found[0].placement, Split) else 0
+    if rows != plan.batch:
+        raise _other_model(program, path, f"{rows} rows in a batch", f"{plan.batch}")
+
+
+def _other_model(program: Program, path: str, given: str, expected: str) -> PlanError:
+    return PlanError(
+        "the plan's model is not the program's",
+        op=program.name,
+        given=given,
+        expected=f"{expected}, as {path} has",
+        action="describe the script's model to `whale plan --describe`, or plan the script: `whale plan train.py`",
+    )
+
+
+def ranks_of(spread: Spread, machines: Machines) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage: neighbours divide tensors. Ranks are numbered as the cluster file has their devices.
+
+    Devices that the plan leaves idle have no rank.
+    """
+    free = {pool.number: [list(range(pool.per_host)) for _ in range(pool.hosts)] for pool in machines.pools}
+    taken: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    parts = [(s, i, part) for s, stage in enumerate(spread.stages) for i, part in enumerate(stage.parts)]
+    for s, i, part in sorted(parts, key=lambda found: -found[2].tensor):
+        taken[s, i] = _take(free[part.pool], part)
+    order = sorted(device for devices in taken.values() for device in devices)
+    by_place = sorted(order, key=lambda d: _place(machines, d))
+    rank = {device: number for number, device in enumerate(by_place)}
+    return tuple(
+        tuple(rank[device] for i in range(len(stage.parts)) for device in taken[s, i])
+        for s, stage in enumerate(spread.stages)
+    )
+
+
+def _take(hosts: list[list[int]], part: Part) -> list[tuple[int, int, int]]:
+    """(pool, host, number on it) of the devices of a part, taken from those that are free."""
+    found: list[tuple[int, int, int]] = []
+    for host, left in enumerate(hosts):
+        while len(left) >= part.tensor and len(found) < part.ranks:
+            found += [(part.pool, host, left.pop(0)) for _ in range(part.tensor)]
+    return found
+
+
+def _place(machines: Machines, device: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """Where a device stands in the cluster file: its host entry, the host, its device entry, its number."""
+    number, host, own = device
+    pool = machines.pools[number]
+    return machines.cluster.hosts.index(pool.host), host, number, own
