@@ -16,13 +16,14 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
 
 # Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
-_TOP = {"whale.errors", "whale.config", "whale.started", "whale.cgroup"}
+_TOP = {"whale.errors", "whale.config", "whale.started", "whale.python", "whale.cgroup"}
 ALLOWED: dict[str, set[str]] = {
     "whale": _TOP | {"whale.annotations", "whale.runtime", "whale.frontends"},  # the lazy public API
     "whale.errors": set(),
     "whale.config": {"whale.errors", "whale.config_keys"},
     "whale.config_keys": set(),
     "whale.started": {"whale.errors"},
+    "whale.python": set(),
     "whale.cgroup": set(),
     "whale.replicas": set(),
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
@@ -40,8 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
     "whale.horovod": {"whale.frontends"},
     "whale.epl": {"whale.frontends"},
-    "whale.launcher": {"whale.errors", "whale.started", "whale.config", "whale.replicas"},
-    "whale.doctor": {"whale", "whale.errors", "whale.cgroup", "whale.launcher", "whale_ops"},
+    "whale.launcher": {"whale.errors", "whale.started", "whale.python", "whale.config", "whale.replicas"},
+    "whale.doctor": {"whale", "whale.errors", "whale.python", "whale.cgroup", "whale.launcher", "whale_ops"},
     "whale.cli": {
         "whale",
         "whale.errors",

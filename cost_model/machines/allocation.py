@@ -87,7 +87,7 @@ def _workers(text: str) -> tuple[str, ...]:
 def _unreadable(variable: str, text: str) -> ClusterError:
     return ClusterError(
         "the hosts that the scheduler gave cannot be read",
-        given=f"{variable}={text[:200]}",
+        given=f"{variable}={text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}",
         expected='names like gpu[01-03,07],login; for TF_CONFIG {"cluster": {"worker": ["host:port"]}}',
         action="give a cluster file",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from whale import python
 from whale.doctor.finding import Finding
 
 NAME = "run of two processes"
 MODULE = "whale.runtime.tools.doctor_step"
 LARGEST_DIFFERENCE = 1e-10  # in float64, as everywhere
 _END_S = 10.0  # `whale run` needs three seconds at most to end its ranks
-_SHOWN_LINES = 12
 _PR_SET_PDEATHSIG = 1
 
 
@@ -34,17 +33,21 @@ def look(timeout_s: float) -> Finding:
     """
     with tempfile.TemporaryDirectory(prefix="whale_doctor_") as folder:
         results = Path(folder, "results.json")
-        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": _path()}
+        environment = python.environment() | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
         started_s = time.monotonic()
-        line = [sys.executable, "-m", "whale", "run", "-np", "2", "--threads", "1", "-m", MODULE, str(results)]
+        line = python.module("whale", "run", "-np", "2", "--threads", "1", "-m", MODULE, str(results))
         code, output = _run(line, environment, timeout_s)
         seconds = time.monotonic() - started_s
         if code is None:
             action = f"a slow machine: --timeout {4 * timeout_s:g}; else see where this stops: {_again()}"
-            return Finding(NAME, "problem", f"not through after {timeout_s:g} s\n{_last(output)}".rstrip(), action)
+            return Finding(
+                NAME, "problem", f"not through after {timeout_s:g} s\n{python.last_lines(output)}".rstrip(), action
+            )
         if code != 0 or not results.exists():
             action = f"see the first error above, and all of them with: {_again()}"
-            return Finding(NAME, "problem", f"failed with exit code {code}\n{_last(output)}".rstrip(), action)
+            return Finding(
+                NAME, "problem", f"failed with exit code {code}\n{python.last_lines(output)}".rstrip(), action
+            )
         return _judge(json.loads(results.read_text()), seconds)
 
 
@@ -59,19 +62,8 @@ def _judge(results: dict[str, Any], seconds: float) -> Finding:
     return Finding(NAME, "ok", text)
 
 
-def _path() -> str:
-    """A PYTHONPATH with which the processes find the whale that runs here."""
-    home = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    return home if not inherited else home + os.pathsep + inherited
-
-
 def _again() -> str:
     return f"{Path(sys.executable).name} -m whale run -np 2 -v -m {MODULE}"
-
-
-def _last(output: str) -> str:
-    return "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
 
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from whale import python
 from whale.errors import ClusterError
 from whale.launcher import segments
 from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE, TRACE_VARIABLE
@@ -199,8 +200,8 @@ def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> li
         for name in sorted(environment):
             if name.startswith(_FORWARDED_PREFIXES):
                 line += ["-x", name]
-    line += [sys.executable, "-m", "whale.launcher.worker"]
-    return [*line, *(("-m",) if options.as_module else ()), options.target, *options.arguments]
+    as_module = ("-m",) if options.as_module else ()
+    return [*line, *python.module("whale.launcher.worker", *as_module, options.target, *options.arguments)]
 
 
 def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
@@ -239,7 +240,7 @@ def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str
 
 def environment(options: Options, address: str, token: str, restarts: int) -> dict[str, str]:
     """The environment of mpirun and, through it, of the workers."""
-    result = dict(os.environ)
+    result = python.environment()
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
     result[SEGMENTS_VARIABLE] = segments.folder_of(token)
@@ -262,11 +263,6 @@ def environment(options: Options, address: str, token: str, restarts: int) -> di
     if os.isatty(1):
         result[TERMINAL_VARIABLE] = "1"
         result["COLUMNS"] = str(shutil.get_terminal_size().columns)
-    # A rank started from a checkout finds whale where this process found it.
-    home = str(Path(__file__).resolve().parents[2])
-    if Path(home).name not in ("site-packages", "dist-packages"):
-        rest = result.get("PYTHONPATH")
-        result["PYTHONPATH"] = home if not rest else home + os.pathsep + rest
     return result
 
 

@@ -11,6 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from whale import python
 from whale.launcher.protocol import TEXT_LIMIT
 
 
@@ -26,8 +27,9 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
         The exit code of the script: 0, that of ``sys.exit``, 130 after an interrupt, 1 for any other exception.
     """
     sys.argv = [target, *arguments]
+    python.take_own_packages()
     # Python puts the script's directory first, or the current one for -m.
-    sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(target))
+    sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
     try:
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)

@@ -19,6 +19,7 @@ from cost_model.captured import table as tables
 from cost_model.captured.machine import measured_machine
 from cost_model.captured.predict import predict_ranks
 from cost_model.captured.table import Curve, Operation, Step, Table
+from whale import python
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
@@ -83,22 +84,14 @@ def _links(ranks: int) -> tuple[list[Curve], float]:
     """(curves of exchanges, seconds that an engine waits for a core where all compute)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
-        command = [
-            sys.executable,
-            "-m",
-            "whale",
-            "run",
-            "-np",
-            str(ranks),
-            "-m",
-            "whale.runtime.measure.links",
-            str(path),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
+        command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.runtime.measure.links", str(path))
+        done = subprocess.run(
+            command, env=python.environment(), capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60
+        )
         if done.returncode or not path.exists():
             raise ClusterError(
                 "the exchanges between ranks could not be measured",
-                given=(done.stderr.strip() or done.stdout.strip())[-500:],
+                given=python.last_lines(done.stderr.strip() or done.stdout),
                 action="see whether `whale doctor` finds why runs fail here",
             )
         found = json.loads(path.read_text())

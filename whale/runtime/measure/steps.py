@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from whale import python
 from whale.errors import ClusterError
 from whale.ir.program import Program
 
@@ -40,10 +41,16 @@ def step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
         running = []
         for number, programs in enumerate(zip(*runs, strict=True)):
             (folder / f"programs{number}").write_bytes(pickle.dumps(programs))
-            command = [sys.executable, "-m", "whale.runtime.measure.steps", str(folder / f"programs{number}")]
+            command = python.module("whale.runtime.measure.steps", str(folder / f"programs{number}"))
             errors = stack.enter_context((folder / f"errors{number}").open("w+"))
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
+                command,
+                env=python.environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
             )
             stack.callback(_end, process)
             running.append((process, errors))
@@ -70,7 +77,7 @@ def _answer(process: subprocess.Popen[str], errors: Any) -> str:
         errors.seek(0)
         raise ClusterError(
             "a step without exchanges could not be measured",
-            given=errors.read()[-500:],
+            given=python.last_lines(errors.read()),
             action="leave the script out: `whale profile` without it measures the machine",
         )
     return line

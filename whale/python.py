@@ -1,0 +1,47 @@
+"""Processes that run modules of the very Whale that starts them, in whatever folder they are started.
+
+``python -m`` puts the current folder first on the path. In a checkout that is another Whale than the installed one, and
+perhaps one whose op library is not built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+_HOME = Path(__file__).resolve().parents[1]
+_SHOWN_LINES = 12
+_PACKAGES = ("whale_ops", "cost_model")
+# Python 3.10 has no -P; the empty name stands for the current folder.
+_WITHOUT_FOLDER = (
+    "import runpy, sys; sys.path.remove(''); del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """The command line that runs a module with the current folder off the path."""
+    first = ["-P", "-m"] if sys.version_info >= (3, 11) else ["-c", _WITHOUT_FOLDER]
+    return [sys.executable, *first, name, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, in which other processes find the packages that it has, those of a checkout too."""
+    found = dict(os.environ)
+    if _HOME.name not in ("site-packages", "dist-packages"):
+        rest = found.get("PYTHONPATH")
+        found["PYTHONPATH"] = str(_HOME) if not rest else f"{_HOME}{os.pathsep}{rest}"
+    return found
+
+
+def last_lines(output: str) -> str:
+    """The end of what a process has said, in whole lines: there stands the cause."""
+    return "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
+
+
+def take_own_packages() -> None:
+    """Imports the rest of this Whale before a script's folder, which may be another checkout, is on the path."""
+    for name in _PACKAGES:
+        importlib.import_module(name)
