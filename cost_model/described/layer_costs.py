@@ -20,8 +20,10 @@ from cost_model.described.transformer import OPTIMIZER_BYTES
 # Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
 # and values, of the projection, and of the two products of the feed-forward network.
 TENSORS_PER_LAYER = 12
+MATRICES_PER_LAYER = 4  # of them; the others are vectors
 # And outside its layers: the embedding, positions, weight and bias of the last normalisation.
 TENSORS_OUTSIDE = 4
+MATRICES_OUTSIDE = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ Whole layers are gathered and reduced on a network stream beside the kernels.
 Every micro-batch gathers each layer's parameters before its forward pass and, with ZeRO-3, again before its backward
 pass, and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most
 `LAYERS_AHEAD` gathered layers wait for the kernels (the same, section 3.4, rate limiter). What lies outside the layers
-(embedding and head) is gathered first and reduced last.
+(embedding and head) is gathered first and reduced last. In stacks that do not hide it, kernels wait for all of
+that, and the network's stream is empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from cost_model.described.kernel_costs import Cost
 from cost_model.described.layer_costs import LayerCosts, Model, costs_of
 from cost_model.described.memory import LAYERS_AHEAD
-from cost_model.described.spread import Spread
+from cost_model.described.spread import Recompute, Spread
 from cost_model.described.stage_costs import ShardedLayer, members, rates_of_part
 from cost_model.formulas.collectives import Group
 from cost_model.formulas.compute import Rates
@@ -30,7 +31,10 @@ PLAYED = 3
 
 @dataclass(frozen=True, slots=True)
 class ShardedUnit:
-    """A layer, or everything outside the layers: seconds of its passes, of their kernels, and of its communication."""
+    """A layer, or everything outside the layers: seconds of its passes, of their kernels, and of its communication.
+
+    What kernels wait for is part of the passes, and no communication beside them.
+    """
 
     forward_s: float
     backward_s: float
@@ -66,7 +70,8 @@ def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
     each: list[list[ShardedUnit]] = []
     for part in stage.parts:
         one = costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
-        each.append(_units(model, one, group, rates_of_part(model, machines, part), spread.zero))
+        rates = rates_of_part(model, machines, part)
+        each.append(_units(model, one, group, rates, spread.zero, spread.recompute_of(stage)))
     root, *layers = (_slowest(units) for units in zip(*each))
     ends_s = played_ends_s(root, layers, min(PLAYED, count), spread.zero >= 3)
     more_s = ends_s[-1] - ends_s[-2] if len(ends_s) > 1 else 0.0
@@ -78,16 +83,16 @@ def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
     return ShardedPasses(passes_s, forward_s, passes_s / count - forward_s, compute_s, root, tuple(layers))
 
 
-def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int) -> list[ShardedUnit]:
+def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int, how: Recompute) -> list[ShardedUnit]:
     """What is outside the layers, then each layer, on one kind of rank."""
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
-    found = [_unit(ShardedLayer.of(model, group, rates, outside, zero), first.plus(last))]
+    found = [_unit(ShardedLayer.of(model, group, rates, outside, zero, how, True), first.plus(last))]
     moves: dict[float, ShardedLayer] = {}  # by parameters, which many layers have equally many of
     for index in range(one.count):
         own = one.layer_parameters_of(((index, index + 1),))
         if own not in moves:
-            moves[own] = ShardedLayer.of(model, group, rates, own, zero)
+            moves[own] = ShardedLayer.of(model, group, rates, own, zero, how)
         found.append(_unit(moves[own], one.layer(index)))
     return found
 
@@ -95,12 +100,13 @@ def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int)
 def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> ShardedUnit:
     forward, backward = passes
     ahead_s, back_s = moves.forward_s(forward.device_s), moves.backward_s(backward.device_s)
+    forward_s = Cost(ahead_s, forward.exposed_s, forward.host_s).seconds
+    backward_s = Cost(back_s, backward.exposed_s, backward.host_s).seconds
+    kernels_s = ahead_s + back_s
+    if moves.hidden:
+        return ShardedUnit(forward_s, backward_s, kernels_s, moves.gather_s, moves.reduce_s)
     return ShardedUnit(
-        forward_s=Cost(ahead_s, forward.exposed_s, forward.host_s).seconds,
-        backward_s=Cost(back_s, backward.exposed_s, backward.host_s).seconds,
-        kernels_s=ahead_s + back_s,
-        gather_s=moves.gather_s,
-        reduce_s=moves.reduce_s,
+        forward_s + moves.gather_s, backward_s + moves.again_s + moves.reduce_s, kernels_s, gather_s=0.0, reduce_s=0.0
     )
 
 

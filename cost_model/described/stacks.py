@@ -37,7 +37,10 @@ class Stack(catalogue.Entry, frozen=True):
         accumulate_bytes: memory traffic per parameter to add one micro-batch's gradient.
         gradient_bytes: of one gradient element in the data-parallel reduction.
         gradient_copy_bytes: memory traffic per parameter around that reduction.
-        hides_data_parallel: the reduction starts during the last backward pass.
+        hides_data_parallel: the reduction starts during the last backward pass; what ZeRO 2 and 3 gather and reduce
+            runs beside kernels. Else kernels wait for it.
+        shards_tensors: ZeRO 2 and 3 move each tensor by a collective of its own, whose pieces are copied one by one
+            (else a layer's at once, in place), and gather weights once more for what is computed again.
         optimizer_bytes: memory traffic per parameter of unscaling, clipping, update and casts.
         loss_forward_bytes, loss_backward_bytes: memory traffic per logit.
         logit_bytes: held per logit at the peak, when the backward pass begins.
@@ -64,6 +67,7 @@ class Stack(catalogue.Entry, frozen=True):
     gradient_bytes: NotNegative
     gradient_copy_bytes: NotNegative
     hides_data_parallel: bool
+    shards_tensors: bool
     optimizer_bytes: NotNegative
     loss_forward_bytes: NotNegative
     loss_backward_bytes: NotNegative

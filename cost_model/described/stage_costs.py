@@ -10,9 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_model.described.kernel_costs import CHANNELS
-from cost_model.described.layer_costs import TENSORS_OUTSIDE, LayerCosts, Model, costs_of
+from cost_model.described.layer_costs import (
+    MATRICES_OUTSIDE,
+    MATRICES_PER_LAYER,
+    TENSORS_OUTSIDE,
+    TENSORS_PER_LAYER,
+    LayerCosts,
+    Model,
+    costs_of,
+)
 from cost_model.described.memory import Footprint, offloaded_bytes, part_memory, states
-from cost_model.described.spread import Offload, Part, Spread, Stage
+from cost_model.described.spread import Offload, Part, Recompute, Spread, Stage
+from cost_model.described.stacks import Stack
 from cost_model.described.transformer_kernels import ELEMENT_BYTES
 from cost_model.formulas.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.formulas.compute import Rates, rates_of, streaming_s
@@ -21,6 +30,9 @@ from cost_model.machines.pools import Machines, Pool
 # Parameters that Adam updates on a host's processors in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5 (10
 # billion in 2.57 s).
 HOST_UPDATES_PER_S = 3.9e9
+# On the host, for each piece of a tensor that is sent as a list of pieces: a view where the list is made and one where
+# it is copied (ProcessGroupNCCL.cpp of PyTorch 1.8, allgather and reduce_scatter), about a microsecond each (estimate).
+VIEWS_S = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +188,15 @@ class _Moves:
         ahead_s = back_s = 0.0
         if self.data is not None and spread.zero >= 2:
             rates = rates_of_part(self.model, self.machines, part)
-            each = ShardedLayer.of(self.model, self.data, rates, one.parameters_of(ranges) / count, spread.zero)
+            how, own = spread.recompute_of(self.stage), one.parameters_of(ranges) / count
+            each = ShardedLayer.of(self.model, self.data, rates, own, spread.zero, how)
             forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
-            ahead_s, back_s = each.gather_s, each.reduce_s
-            if spread.zero >= 3:  # the next layer is gathered once the gradients have gone: one stream does both
-                backward_s, back_s = backward_s + each.backward_moves_s, 0.0
+            if not each.hidden:
+                forward_s, backward_s = forward_s + each.gather_s, backward_s + each.again_s + each.reduce_s
+            else:
+                ahead_s, back_s = each.gather_s, each.reduce_s
+                if spread.zero >= 3:  # the next layer is gathered once the gradients have gone: one stream does both
+                    backward_s, back_s = backward_s + each.again_s + each.reduce_s, 0.0
         if spread.offload == "all":
             held, gradients, _ = states(one, ranges, self.stage.replicas, spread.zero)
             rate = self.machines.pools[part.pool].host_bytes_per_s * count
@@ -190,32 +206,43 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class ShardedLayer:
-    """What ZeRO 2 and 3 do for one layer beside its kernels, in every micro-batch (as PyTorch FSDP does).
+    """What ZeRO 2 and 3 do for one layer beside its kernels, or before and after them, in every micro-batch.
 
     Attributes:
-        gather_s: of its parameters, before the forward pass; backward_moves_s: of the sum of its gradients, scattered,
-            and with ZeRO 3 of its parameters once more.
+        gather_s: of its parameters, before the forward pass.
+        again_s: of its parameters for the backward pass; only with ZeRO 3.
+        reduce_s: of the sum of its gradients, scattered.
         copy_s: of its gradients into and out of what is sent.
         lost: part of the multiprocessors that run collectives instead of the kernels beside them.
+        hidden: whether they run beside kernels; else kernels wait.
     """
 
     gather_s: float
+    again_s: float
     reduce_s: float
-    backward_moves_s: float
     copy_s: float
     lost: float
+    hidden: bool
 
     @staticmethod
-    def of(model: Model, group: Group, rates: Rates, parameters: float, zero: int) -> ShardedLayer:
-        """For so many parameters of one rank, over a group of replicas."""
-        gather_s = all_gather_s(group, ELEMENT_BYTES * parameters)
-        reduce_s = reduce_scatter_s(group, model.stack.gradient_bytes * parameters)
+    def of(
+        model: Model, group: Group, rates: Rates, parameters: float, zero: int, how: Recompute, outside: bool = False
+    ) -> ShardedLayer:
+        """For so many parameters of one rank, over a group of replicas; `outside`: those outside the layers."""
+        stack = model.stack
+        tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
+        matrices, all_tensors = tensors if stack.shards_tensors else (1, 1)
+        gather_s = matrices * _sharded_s(stack, rates, group, ELEMENT_BYTES * parameters / matrices)
+        reduce_s = matrices * _sharded_s(stack, rates, group, stack.gradient_bytes * parameters / matrices)
+        reduce_s += (all_tensors - matrices) * _sharded_s(stack, rates, group, 0.0)  # vectors: next to no bytes
+        times = 2 if stack.shards_tensors and how == "full" and not outside else 1
         return ShardedLayer(
             gather_s=gather_s,
+            again_s=times * gather_s if zero >= 3 else 0.0,
             reduce_s=reduce_s,
-            backward_moves_s=reduce_s + (gather_s if zero >= 3 else 0.0),
-            copy_s=streaming_s(rates, model.stack.gradient_copy_bytes * parameters),
-            lost=CHANNELS / rates.units,
+            copy_s=streaming_s(rates, stack.gradient_copy_bytes * parameters),
+            lost=CHANNELS / rates.units if stack.hides_data_parallel else 0.0,
+            hidden=stack.hides_data_parallel,
         )
 
     def forward_s(self, kernels_s: float) -> float:
@@ -225,7 +252,20 @@ class ShardedLayer:
     def backward_s(self, kernels_s: float) -> float:
         """Seconds of the backward pass' kernels and of the copies beside the collectives."""
         kernels_s += self.copy_s
-        return kernels_s + self.lost * min(self.backward_moves_s, kernels_s)
+        return kernels_s + self.lost * min(self.again_s + self.reduce_s, kernels_s)
+
+
+def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
+    """One all-gather or reduce-scatter of a tensor that a group's ranks divide.
+
+    Where its pieces are views in a list, each is copied by a kernel of its own, which the framework launches in turn:
+    that is as much for a small tensor as for a large one, and grows with the group.
+    """
+    moved_s = all_gather_s(group, tensor_bytes)
+    if not stack.shards_tensors:
+        return moved_s
+    launches_s = group.size * (VIEWS_S + max(stack.backward_host_us * 1e-6, rates.kernel_s))
+    return moved_s + max(streaming_s(rates, 2 * tensor_bytes), launches_s)
 
 
 def rates_of_part(model: Model, machines: Machines, part: Part) -> Rates:

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from cost_model.described.predict import Prediction, predict
 from cost_model.described.spread import Recompute
 from cost_model.described.stacks import stack
@@ -85,6 +87,14 @@ def _korthikanti(row: Mapping[str, str]) -> Case:
     parallel = _megatron_plan(row)
     label = f"{row['model']} {_plan(parallel)}"
     return Case(label, row["model"], float(row["iter_s"]), _model(row), parallel, "megatron-2022", "selene")
+
+
+def _megatron_zero(row: Mapping[str, str]) -> Case:
+    """The same paper, table 2: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
+    model = _model(row)
+    parallel = msgspec.structs.replace(_megatron_plan(row), zero=int(row["zero"]))
+    label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}"
+    return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, "megatron-2021", "selene")
 
 
 def _model(row: Mapping[str, str]) -> Transformer:
@@ -185,6 +195,7 @@ _VTRAIN = frozenset({"# GPUs", "micro batch", "tensor parallelism", "iteration t
 SETS = (
     Published("Megatron SC'21", frozenset({"tflops_gpu", "tp", "pp", "vpp"}), _megatron),
     Published("Korthikanti 2022", frozenset({"iter_s", "tp", "pp", "vpp", "seqpar"}), _korthikanti),
+    Published("Megatron SC'21, ZeRO 3", frozenset({"iter_s", "tp", "pp", "vpp", "zero"}), _megatron_zero),
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),

@@ -16,6 +16,7 @@ from whale.errors import ProgramError
 # Table -> (MAPE, maximum) in percent that no change may exceed unseen; docs/guides/cost_model.md has the figures.
 LIMITS = {
     "Megatron SC'21": (4.5, 8.5),
+    "Megatron SC'21, ZeRO 3": (10.0, 15.0),
     "Korthikanti 2022": (2.5, 5.0),
     "vTrain multi-node": (8.0, 50.0),
     "vTrain single node": (6.0, 18.0),
