@@ -41,7 +41,14 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
     "whale.horovod": {"whale.frontends"},
     "whale.epl": {"whale.frontends"},
-    "whale.launcher": {"whale.errors", "whale.started", "whale.python", "whale.config", "whale.replicas"},
+    "whale.launcher": {
+        "whale.errors",
+        "whale.started",
+        "whale.python",
+        "whale.config",
+        "whale.replicas",
+        "whale_ops",
+    },
     "whale.doctor": {"whale", "whale.errors", "whale.python", "whale.cgroup", "whale.launcher", "whale_ops"},
     "whale.cli": {
         "whale",

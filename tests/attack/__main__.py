@@ -4,8 +4,9 @@
 
 --ports: rounds of the ten attacks on the launcher's port; --plans: changed plans of a script, which are refused or
 train as one device; --inputs: changed files; --faults: ranks, workers, mpirun and launchers killed, stopped and worse,
-at any moment of a run (``python -m tests.faults`` has ranks that call different things). ``--write`` puts the counts
-into the table of docs/reliability.md. Ends with code 1 if anything was not as it must be.
+at any moment of a run (``python -m tests.faults`` has ranks that call different things), from the fault ``--first`` of
+those that the seed draws. ``--write`` puts the counts into the table of docs/reliability.md. Ends with code 1 if
+anything was not as it must be.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def inputs(count: int, seed: int) -> tuple[_Row, list[str]]:
     return ("changed files, by the commands that read them", found.count, len(found.problems), said), found.problems
 
 
-def faults(count: int, seed: int) -> tuple[_Row, list[str]]:
+def faults(count: int, seed: int, first: int) -> tuple[_Row, list[str]]:
     from tests.attack.faults import Faults, table
     from tests.attack.faults import faults as drawn
 
     made, tried, problems = Faults(), [], []
-    for number, fault in enumerate(drawn(count, seed)):
+    for number, fault in enumerate(drawn(first + count, seed)[first:], first):
         start_s = time.monotonic()
         outcome = made.make(fault)
         tried.append((fault, outcome))
@@ -81,6 +82,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__.partition("\n")[0])
     for name in ("ports", "plans", "inputs", "faults"):
         parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
@@ -91,7 +93,7 @@ def main() -> int:
         (given.ports, lambda: ports(given.ports)),
         (given.plans, lambda: plans(given.plans, given.seed)),
         (given.inputs, lambda: inputs(given.inputs, given.seed)),
-        (given.faults, lambda: faults(given.faults, given.seed)),
+        (given.faults, lambda: faults(given.faults, given.seed, given.first)),
     ):
         if asked:
             row, problems = made()

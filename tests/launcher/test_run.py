@@ -252,3 +252,35 @@ def test_no_files_are_left(launcher: Launcher) -> None:
     script = launcher.script(MEET + "meet('a')\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)")
     assert launcher.run("-np", "2", script).returncode == 137
     assert list(temporary.iterdir()) == []
+
+
+def test_nothing_listens_beyond_this_host(launcher: Launcher) -> None:
+    """Neither mpirun nor workers; a script listens where it asks to, and has its own LD_PRELOAD."""
+    launcher.environment["LD_PRELOAD"] = "libm.so.6"
+    script = launcher.script(
+        """\
+import glob, os, socket
+parent = lambda pid: int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+own = socket.create_server(("", 0))
+worker = os.getppid()
+def sockets(pid):
+    return [os.readlink(path) for path in glob.glob(f"/proc/{pid}/fd/*") if os.path.lexists(path)]
+for who, pid in (("script", os.getpid()), ("worker", worker), ("mpirun", parent(worker))):
+    for table in ("tcp", "tcp6"):
+        for row in open(f"/proc/net/{table}").read().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets(pid):
+                print(who, words[1].partition(":")[0])
+print(os.environ["LD_PRELOAD"], os.environ.get("WHALE_LOOPBACK"))
+"""
+    )
+    done = launcher.run("-np", "1", script)
+    assert done.returncode == 0, done.stderr
+    *found, environment = (line.removeprefix("[0] ") for line in done.stdout.splitlines())
+    listens = {
+        who: {line.split()[1] for line in found if line.startswith(who)} for who in ("script", "worker", "mpirun")
+    }
+    assert listens["script"] == {"00000000"} and not listens["worker"]
+    assert "0100007F" in listens["mpirun"]
+    assert listens["mpirun"] <= {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1, ::1
+    assert environment == "libm.so.6 None"

@@ -8,17 +8,26 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whale import python
 from whale.errors import ClusterError
 from whale.launcher import segments
-from whale.launcher.protocol import ADDRESS_VARIABLE, SEGMENTS_VARIABLE, TOKEN_VARIABLE, TRACE_VARIABLE
+from whale.launcher.protocol import (
+    ADDRESS_VARIABLE,
+    LOOPBACK_VARIABLE,
+    PRELOAD_VARIABLE,
+    SEGMENTS_VARIABLE,
+    TOKEN_VARIABLE,
+    TRACE_VARIABLE,
+)
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
+from whale_ops import _native, build
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
 MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
@@ -238,8 +247,25 @@ def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str
     return replace(options, hosts=left, ranks=size), lost
 
 
-def environment(options: Options, address: str, token: str, restarts: int) -> dict[str, str]:
-    """The environment of mpirun and, through it, of the workers."""
+@contextmanager
+def loopback(options: Options) -> Iterator[str | None]:
+    """The library with which mpirun listens on loopback only, while the run goes on; None with other hosts.
+
+    Raises:
+        CommError: it is not built.
+    """
+    if not options.is_local:
+        yield None
+        return
+    with open(_native.library_path(build.LOOPBACK_NAME), "rb") as library:
+        # LD_PRELOAD ends a name at a space or a colon, which a folder's name may have.
+        yield f"/proc/{os.getpid()}/fd/{library.fileno()}"
+
+
+def environment(
+    options: Options, address: str, token: str, restarts: int, library: str | None = None
+) -> dict[str, str]:
+    """The environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`."""
     result = python.environment()
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
@@ -256,6 +282,9 @@ def environment(options: Options, address: str, token: str, restarts: int) -> di
     if options.is_local:
         # Ranks of one host talk through memory; MPI's TCP would listen on all addresses, for nobody.
         result.setdefault("OMPI_MCA_btl", "^tcp")
+    if library is not None:
+        result[LOOPBACK_VARIABLE] = library
+        result[PRELOAD_VARIABLE] = ":".join(filter(None, (library, result.get(PRELOAD_VARIABLE))))
     result.setdefault("OMPI_MCA_btl_base_warn_component_unused", "0")
     result.setdefault("OMPI_MCA_btl_base_warn_peer_error", "0")
     # Ranks write into pipes; what draws a progress bar asks these instead of its own stdout.

@@ -17,6 +17,9 @@ ADDRESS_VARIABLE = "WHALE_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "WHALE_LAUNCHER_TOKEN"
 # Set when the ranks' traces are wanted.
 TRACE_VARIABLE = "WHALE_LAUNCHER_TRACE"
+# The library that mpirun, where all ranks are on this host, is started with; whale_ops/loopback looks for this name.
+LOOPBACK_VARIABLE = "WHALE_LOOPBACK"
+PRELOAD_VARIABLE = "LD_PRELOAD"
 # The folder for this run's shared memory on each host: what a killed rank leaves there is found, and removed.
 SEGMENTS_VARIABLE = "WHALE_LAUNCHER_SEGMENTS"
 

@@ -27,6 +27,7 @@ def run(options: mpirun.Options) -> int:
 
     Raises:
         ClusterError: the run cannot be started.
+        CommError: a library that it needs is not built.
     """
     mpirun.check(options)
     program, config = mpirun.find_mpirun(), Config()
@@ -40,9 +41,12 @@ def _attempts(options: mpirun.Options, program: str, config: Config, trace: Trac
     restarts = 0
     while True:
         address = mpirun.listen_address(options)
-        with socket.create_server((address, 0), backlog=max(_BACKLOG, options.ranks)) as listener:
-            token = secrets.token_hex(16)
-            environment = mpirun.environment(options, f"{address}:{listener.getsockname()[1]}", token, restarts)
+        with (
+            socket.create_server((address, 0), backlog=max(_BACKLOG, options.ranks)) as listener,
+            mpirun.loopback(options) as library,
+        ):
+            token, port = secrets.token_hex(16), listener.getsockname()[1]
+            environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library)
             line = mpirun.command(options, program, environment)
             job = Job(options, listener, token, config["fault.freeze_s"], trace)
             code = job.run(line, environment)

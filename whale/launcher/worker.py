@@ -30,6 +30,8 @@ from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     DEAF_S,
     HEARTBEAT_S,
+    LOOPBACK_VARIABLE,
+    PRELOAD_VARIABLE,
     SEGMENTS_VARIABLE,
     TOKEN_VARIABLE,
     TRACE_VARIABLE,
@@ -136,6 +138,11 @@ def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace)
     # The script is not part of the control channel, nor are processes that it starts.
     for name in (ADDRESS_VARIABLE, TOKEN_VARIABLE):
         environment.pop(name)
+    # What a script listens to is its own affair.
+    if (library := environment.pop(LOOPBACK_VARIABLE, None)) is not None:
+        environment[PRELOAD_VARIABLE] = environment[PRELOAD_VARIABLE].removeprefix(library).removeprefix(":")
+        if not environment[PRELOAD_VARIABLE]:
+            del environment[PRELOAD_VARIABLE]
     asked = environment.pop(THREADS_VARIABLE, None)
     threads = default_threads(place.local_size) if asked is None else int(asked)
     for name, count in thread_variables(threads).items():
