@@ -57,7 +57,7 @@ class LayerCosts:
         experts: parameters of experts of one rank; 0 entries: none.
         expert_copies: replicas that have the same experts.
         routed_bytes: of the tokens that a layer sends to experts, once there and once back.
-        state_bytes: of the optimizer per parameter.
+        state_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
         edges: what the arrays have in the first and in the last layer besides: embedding and head.
     """
 
@@ -80,6 +80,7 @@ class LayerCosts:
     expert_copies: int = 1
     routed_bytes: float = 0.0
     state_bytes: float = OPTIMIZER_BYTES
+    element_bytes: int = 2
     edges: tuple[Edge, Edge] = (Edge(), Edge())
 
     @property

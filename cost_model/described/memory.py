@@ -13,8 +13,8 @@ from cost_model.described.kernel_costs import CHANNELS
 from cost_model.described.layer_costs import LayerCosts
 from cost_model.described.spread import Offload, Part
 from cost_model.described.stacks import Stack
-from cost_model.described.transformer import OPTIMIZER_BYTES, Parallel, Transformer
-from cost_model.described.transformer_kernels import ELEMENT_BYTES, expert_rows
+from cost_model.described.transformer import Parallel, Transformer
+from cost_model.described.transformer_kernels import expert_rows
 
 # The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
 # deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
@@ -49,26 +49,26 @@ class Footprint:
 
 
 def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
-    """What one layer keeps of one micro-batch for its backward pass (bytes, half precision).
+    """What one layer keeps of one micro-batch for its backward pass (bytes; the formulas are those of half precision).
 
     s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
     selective recompute or fused attention; 2 s b h with full recompute.
     """
     sbh = float(t.sequence * p.micro_batch * t.hidden)
     w = p.tensor
+    e = stack.element_bytes
     if p.recompute == "full":
-        return 2 * sbh / (w if p.sequence_parallel else 1)
+        return e * sbh / (w if p.sequence_parallel else 1)
     routed = 0.0
     if t.experts:  # tokens as they were sent and came back, two tensors of the inner width in place of those of 4 h
         rows, own = expert_rows(t, p)
-        routed = 2.0 * ELEMENT_BYTES * (rows * own * (t.hidden + t.inner / w) - 4 * sbh / w)
-    linear = 34 / w if p.sequence_parallel else 10 + 24 / w
-    scores = 5 * t.heads * t.sequence / t.hidden / w
+        routed = 2.0 * e * (rows * own * (t.hidden + t.inner / w) - 4 * sbh / w)
+    # Masks of one byte: two on s b h, one on the scores.
+    masks, mask = (2 / w if p.sequence_parallel else 2, 1) if stack.dropout else (0.0, 0)
+    linear = e * (16 / w if p.sequence_parallel else 4 + 12 / w) + masks
+    scores = (2 * e + mask) * t.heads * t.sequence / t.hidden / w
     if p.recompute == "selective" or stack.fused_attention:
         scores = 0.0
-    if not stack.dropout:  # masks of one byte: two on s b h, one on the scores
-        linear -= 2 / w if p.sequence_parallel else 2
-        scores *= 4 / 5
     return sbh * (linear + scores) + max(0.0, routed)
 
 
@@ -78,7 +78,7 @@ def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     These are two tensors of s b h: the gradient that came and the one that goes.
     """
     if p.recompute != "full":
-        return 2.0 * ELEMENT_BYTES * t.sequence * p.micro_batch * t.hidden
+        return 2.0 * stack.element_bytes * t.sequence * p.micro_batch * t.hidden
     plain = Parallel(
         tensor=p.tensor, micro_batch=p.micro_batch, global_batch=p.micro_batch, sequence_parallel=p.sequence_parallel
     )
@@ -91,19 +91,19 @@ def head_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
 
 
 def state_bytes(
-    parameters: float, zero: int, copies: int, optimizer_bytes: float = OPTIMIZER_BYTES
+    parameters: float, zero: int, copies: int, optimizer_bytes: float, element_bytes: int
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
 
     Args:
         parameters: that the rank has a part of, or holds.
         copies: ranks that have the same ones, over which ZeRO divides them.
-        optimizer_bytes: of the optimizer per parameter.
+        optimizer_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
     """
     split = float(copies)
     return (
-        ELEMENT_BYTES * parameters / (split if zero >= 3 else 1),
-        ELEMENT_BYTES * parameters / (split if zero >= 2 else 1),
+        element_bytes * parameters / (split if zero >= 3 else 1),
+        element_bytes * parameters / (split if zero >= 2 else 1),
         optimizer_bytes * parameters / (split if zero >= 1 else 1),
     )
 
@@ -112,10 +112,11 @@ def states(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
-    dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes)
+    dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes, layers.element_bytes)
     if not layers.experts:
         return dense
-    experts = state_bytes(layers.experts_of(ranges), zero, layers.expert_copies, layers.state_bytes)
+    own, copies = layers.experts_of(ranges), layers.expert_copies
+    experts = state_bytes(own, zero, copies, layers.state_bytes, layers.element_bytes)
     return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
 
 
@@ -149,7 +150,7 @@ def part_memory(
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     whole = 0.0  # bytes of layers that lie there whole for as long as they are used
     if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
-        whole = LAYERS_AHEAD * 2 * ELEMENT_BYTES * layers.layer_parameters_of(ranges)
+        whole = LAYERS_AHEAD * 2 * layers.element_bytes * layers.layer_parameters_of(ranges)
     if offload != "none":
         optimizer = 0.0
     if offload == "all":  # of two layers, what was fetched and what goes back

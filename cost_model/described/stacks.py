@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from cost_model.formulas.compute import SIZE_BYTES
 from cost_model.hardware import catalogue
 from whale.errors import ClusterError
 
@@ -80,6 +81,11 @@ class Stack(catalogue.Entry, frozen=True):
     step_ms: NotNegative
     weights_dtype: str | None = None
     quantise_bytes: NotNegative = 0.0
+
+    @property
+    def element_bytes(self) -> int:
+        """Of activations, weights and gradients."""
+        return SIZE_BYTES[self.dtype]
 
 
 @cache

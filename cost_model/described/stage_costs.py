@@ -22,7 +22,6 @@ from cost_model.described.layer_costs import (
 from cost_model.described.memory import Footprint, offloaded_bytes, part_memory, states
 from cost_model.described.spread import Offload, Part, Recompute, Spread, Stage
 from cost_model.described.stacks import Stack
-from cost_model.described.transformer_kernels import ELEMENT_BYTES
 from cost_model.formulas.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.formulas.compute import Rates, rates_of, streaming_s
 from cost_model.machines.pools import Machines, Pool
@@ -232,7 +231,7 @@ class ShardedLayer:
         stack = model.stack
         tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
         matrices, all_tensors = tensors if stack.shards_tensors else (1, 1)
-        gather_s = matrices * _sharded_s(stack, rates, group, ELEMENT_BYTES * parameters / matrices)
+        gather_s = matrices * _sharded_s(stack, rates, group, stack.element_bytes * parameters / matrices)
         reduce_s = matrices * _sharded_s(stack, rates, group, stack.gradient_bytes * parameters / matrices)
         reduce_s += (all_tensors - matrices) * _sharded_s(stack, rates, group, 0.0)  # vectors: next to no bytes
         times = 2 if stack.shards_tensors and how == "full" and not outside else 1
@@ -303,7 +302,7 @@ def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], param
     for part, own in zip(parts, parameters):
         gradient_bytes = stack.gradient_bytes * own
         if zero == 1:
-            seconds = reduce_scatter_s(group, gradient_bytes) + all_gather_s(group, ELEMENT_BYTES * own)
+            seconds = reduce_scatter_s(group, gradient_bytes) + all_gather_s(group, stack.element_bytes * own)
         else:
             seconds = all_reduce_s(group, gradient_bytes)
         per_byte_s = 1.0 / rates_of_part(model, machines, part).memory_bytes_per_s
@@ -333,7 +332,7 @@ def _update_s(
             continue
         own = own / replicas + of_experts / (one.expert_copies if spread.zero >= 1 else 1)
         if spread.offload != "none":
-            found = max(found, _on_host_s(machines.pools[part.pool], own, spread.offload))
+            found = max(found, _on_host_s(machines.pools[part.pool], own, spread.offload, stack.element_bytes))
             continue
         rates = rates_of_part(model, machines, part)
         if spread.zero >= 2 and fully_sharded(model, spread):  # each layer's parameters are one tensor, others as well
@@ -345,9 +344,9 @@ def _update_s(
     return found
 
 
-def _on_host_s(pool: Pool, parameters: float, offload: Offload) -> float:
+def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: int) -> float:
     """The update in the host's memory: gradients come and weights go, unless they lie there anyway."""
-    moved_s = 2 * ELEMENT_BYTES * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
+    moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
 

@@ -15,6 +15,7 @@ Amount = Annotated[int, Meta(ge=0)]
 MOST_MICRO_BATCHES = 100_000  # of a replica, whose schedule is written out
 # Of Adam per parameter: a float32 copy of it and two moments (Rajbhandari et al., "ZeRO", SC 2020, section 3).
 OPTIMIZER_BYTES = 12
+COPY_BYTES = 4  # of them, the copy in float32
 
 
 VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so that products divide into tiles
@@ -48,6 +49,10 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def inner(self) -> int:
         """Width of a feed-forward network."""
         return self.feed_forward or 4 * self.hidden
+
+    def state_bytes_of(self, element_bytes: int) -> int:
+        """Of the optimizer per parameter: where parameters are float32 themselves, there is no copy of them."""
+        return self.state_bytes - (min(COPY_BYTES, self.state_bytes) if element_bytes >= COPY_BYTES else 0)
 
     @property
     def layer_parameters(self) -> int:

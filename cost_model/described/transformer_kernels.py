@@ -2,8 +2,8 @@
 
 Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
 hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
-recomputation in large transformer models", 2022, section 4, plus what each kernel writes: `2 E` for an element that is
-read and written, `3 E` for two that are read and one that is written, 1 for a dropout's mask. The last number of a
+recomputation in large transformer models", 2022, section 4, plus what each kernel writes: `2 e` for an element that is
+read and written, `3 e` for two that are read and one that is written, 1 for a dropout's mask. The last number of a
 `Streaming` counts the kernels that eager frameworks launch for it.
 """
 
@@ -56,8 +56,6 @@ class Collective:
 
 
 Op = Matmul | Streaming | Attention | Collective
-ELEMENT_BYTES = 2  # of half precision, which activations, weights and gradients have
-E = ELEMENT_BYTES  # for formulas
 FLOAT_BYTES = 4  # of single precision, in which the loss is computed
 # Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
 # are computed again (Dao et al., "FlashAttention", 2022, algorithm 4).
@@ -75,6 +73,7 @@ def _attention_flops(t: Transformer, p: Parallel) -> float:
 
 def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     """Scores, softmax, dropout, context: what selective recompute repeats."""
+    e = stack.element_bytes
     b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
@@ -82,11 +81,12 @@ def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     scores = float(b * heads * s * s)
     ops: list[Op] = [Matmul("scores", s, s, d, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
     if stack.dropout:
-        ops.append(Streaming("attention dropout", (2 * E + 1) * scores))
+        ops.append(Streaming("attention dropout", (2 * e + 1) * scores))
     return [*ops, Matmul("context", s, d, s, b * heads)]
 
 
 def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    e = stack.element_bytes
     b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
@@ -94,35 +94,36 @@ def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     scores = float(b * heads * s * s)
     ops: list[Op] = [Matmul("context: left", s, s, d, b * heads), Matmul("context: right", s, d, s, b * heads)]
     if stack.dropout:
-        ops.append(Streaming("attention dropout gradient", (2 * E + 1) * scores))
-    ops.append(Streaming("softmax gradient", (stack.softmax_bytes + E) * scores))
+        ops.append(Streaming("attention dropout gradient", (2 * e + 1) * scores))
+    ops.append(Streaming("softmax gradient", (stack.softmax_bytes + e) * scores))
     return [*ops, Matmul("scores: left", s, d, s, b * heads), Matmul("scores: right", s, d, s, b * heads)]
 
 
 def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     """The kernels of one layer's forward pass on one rank, in order."""
+    e = stack.element_bytes
     T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
-    drop = (3 * E + (1 if stack.dropout else 0)) * own
+    drop = (3 * e + (1 if stack.dropout else 0)) * own
     rows, own_experts = expert_rows(t, p)
-    first = _enter(p, whole)
-    leave = _leave(p, whole)
+    first = _enter(p, whole, stack)
+    leave = _leave(p, whole, stack)
     return [
         Streaming("norm 1", stack.norm_bytes * own),
         *first,
         Matmul("qkv", T, 3 * h // w, h, weights=True),
         *_bias(stack, T * 3.0 * h / w),
         *_core_forward(t, p, stack),
-        Streaming("heads together", 2 * E * whole / w),
+        Streaming("heads together", 2 * e * whole / w),
         Matmul("projection", T, h, h // w, weights=True),
         *leave,
         *_pointwise("dropout 1", drop, stack),
         Streaming("norm 2", stack.norm_bytes * own),
         *first,
-        *_routing(t, p),
+        *_routing(t, p, stack),
         Matmul("feed forward 1", rows, f // w, h, own_experts, weights=True),
-        *_pointwise("activation", 2 * E * rows * own_experts * float(f) / w, stack),
+        *_pointwise("activation", 2 * e * rows * own_experts * float(f) / w, stack),
         Matmul("feed forward 2", rows, h, f // w, own_experts, weights=True),
         *leave,
         *_pointwise("dropout 2", drop, stack),
@@ -131,13 +132,14 @@ def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     """The kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
+    e = stack.element_bytes
     T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole
     # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
-    drop_1 = _pointwise("dropout 1 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
-    drop_2 = _pointwise("dropout 2 gradient", (3 * E + 1) * own, stack) if stack.dropout else []
-    norm = (NORM_BACKWARD * stack.norm_bytes + 3 * E) * own  # and the sum with the residual's gradient
+    drop_1 = _pointwise("dropout 1 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
+    drop_2 = _pointwise("dropout 2 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
+    norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
     gradients = stack.accumulate_bytes
     rows, own_experts = expert_rows(t, p)
     again: list[Op] = []
@@ -152,23 +154,23 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
         Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
         Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
         *_accumulate(gradients, float(f) * h / w * own_experts),
-        *_pointwise("activation gradient", (3 * E + E) * rows * own_experts * float(f) / w, stack),
+        *_pointwise("activation gradient", (3 * e + e) * rows * own_experts * float(f) / w, stack),
         *_regather(p, whole, stack, "feed forward 1: input"),
         Matmul("feed forward 1: input", rows, h, f // w, own_experts, weights=True),
         Matmul("feed forward 1: weight", f // w, h, rows, own_experts, weights=True),
         *_back(p, whole, stack, "feed forward 1: weight"),
         *_accumulate(gradients, float(f) * h / w * own_experts),
-        *_routing(t, p),
-        *_routing(t, p),
+        *_routing(t, p, stack),
+        *_routing(t, p, stack),
         Streaming("norm 2 gradient", norm, 3),
         *drop_1,
         *_regather(p, whole, stack, "projection: input"),
         Matmul("projection: input", T, h // w, h, weights=True),
         Matmul("projection: weight", h // w, h, T, weights=True),
         *_accumulate(gradients, float(h) * h / w),
-        Streaming("heads apart", 2 * E * whole / w),
+        Streaming("heads apart", 2 * e * whole / w),
         *_core_backward(t, p, stack),
-        Streaming("qkv together", 2 * E * 3 * whole / w + E * 3 * whole / w, 2),
+        Streaming("qkv together", 2 * e * 3 * whole / w + e * 3 * whole / w, 2),
         *_regather(p, whole, stack, "qkv: input"),
         Matmul("qkv: input", T, h, 3 * h // w, weights=True),
         Matmul("qkv: weight", 3 * h // w, h, T, weights=True),
@@ -186,33 +188,37 @@ def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
     return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
 
 
-def _routing(t: Transformer, p: Parallel) -> list[Op]:
+def _routing(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     """The choice of experts, and the copies of tokens to where they are sent from and put back (each read, written)."""
+    e = stack.element_bytes
     if not t.experts:
         return []
     tokens = p.micro_batch * t.sequence
-    copied = 2.0 * 2 * E * tokens * t.top * t.hidden
+    copied = 2.0 * 2 * e * tokens * t.top * t.hidden
     return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
 
 
-def _enter(p: Parallel, elements: float) -> list[Op]:
+def _enter(p: Parallel, elements: float, stack: Stack) -> list[Op]:
     """Before a column-parallel product: nothing, or the gather of the sequence."""
-    return [Collective("gather", "all_gather", E * elements)] if p.sequence_parallel and p.tensor > 1 else []
+    e = stack.element_bytes
+    return [Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []
 
 
-def _leave(p: Parallel, elements: float) -> list[Op]:
+def _leave(p: Parallel, elements: float, stack: Stack) -> list[Op]:
     """After a row-parallel product: the sum, whole or scattered over the sequence."""
+    e = stack.element_bytes
     if p.tensor == 1:
         return []
-    return [Collective("sum", "reduce_scatter" if p.sequence_parallel else "all_reduce", E * elements)]
+    return [Collective("sum", "reduce_scatter" if p.sequence_parallel else "all_reduce", e * elements)]
 
 
 def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
     """The sum of a column-parallel product's input gradient, behind its weight's gradient where the stack does that."""
+    e = stack.element_bytes
     if p.tensor == 1:
         return []
     kind = "reduce_scatter" if p.sequence_parallel else "all_reduce"
-    return [Collective("sum of gradients", kind, E * elements, (weight,) if stack.hides_tensor_parallel else ())]
+    return [Collective("sum of gradients", kind, e * elements, (weight,) if stack.hides_tensor_parallel else ())]
 
 
 def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[Op]:
@@ -221,15 +227,17 @@ def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[
     Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
     which only the weight's gradient needs, behind the input's gradient.
     """
+    e = stack.element_bytes
     if not p.sequence_parallel or p.tensor == 1:
         return []
     column = product.startswith(("feed forward 1", "qkv"))
     over = (product,) if column and stack.hides_tensor_parallel else ()
-    return [Collective("gather again", "all_gather", E * elements, over)]
+    return [Collective("gather again", "all_gather", e * elements, over)]
 
 
 def _bias(stack: Stack, elements: float) -> list[Op]:
-    return [Streaming("bias", 2 * E * elements)] if stack.separate_bias else []
+    e = stack.element_bytes
+    return [Streaming("bias", 2 * e * elements)] if stack.separate_bias else []
 
 
 def _pointwise(name: str, moved_bytes: float, stack: Stack) -> list[Op]:
@@ -244,21 +252,23 @@ def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
 
 def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     """Rows of the (split) table, their sum over ranks, positions, dropout."""
+    e = stack.element_bytes
     elements = float(p.micro_batch * t.sequence * t.hidden)
     return [
-        Streaming("rows", 2 * E * elements, 4),
-        *_leave(p, elements),
-        Streaming("positions and dropout", (5 * E + 1) * elements, 3),
+        Streaming("rows", 2 * e * elements, 4),
+        *_leave(p, elements, stack),
+        Streaming("positions and dropout", (5 * e + 1) * elements, 3),
     ]
 
 
 def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     """Gradients of rows added into a dense gradient of the table, which is zeroed first."""
+    e = stack.element_bytes
     elements = float(p.micro_batch * t.sequence * t.hidden)
     table = float(t.vocabulary) * t.hidden / p.tensor
     return [
-        *([Collective("gather", "all_gather", E * elements)] if p.sequence_parallel and p.tensor > 1 else []),
-        Streaming("rows gradient", 6 * E * elements + (E + stack.accumulate_bytes) * table, 5),
+        *([Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []),
+        Streaming("rows gradient", 6 * e * elements + (e + stack.accumulate_bytes) * table, 5),
     ]
 
 
@@ -268,7 +278,7 @@ def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     whole = float(T * t.hidden)
     ops: list[Op] = [
         Streaming("last norm", stack.norm_bytes * (whole / p.tensor if p.sequence_parallel else whole)),
-        *_enter(p, whole),
+        *_enter(p, whole, stack),
         Matmul("logits", T, v, t.hidden),
         Streaming("loss", stack.loss_forward_bytes * T * v, 8),
     ]

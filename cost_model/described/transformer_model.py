@@ -13,7 +13,6 @@ from cost_model.described.memory import head_bytes, layer_activation_bytes, work
 from cost_model.described.spread import Recompute, expert_ranks
 from cost_model.described.stacks import Stack
 from cost_model.described.transformer import Parallel, Transformer
-from cost_model.described.transformer_kernels import ELEMENT_BYTES
 from cost_model.formulas.collectives import all_gather_s, point_to_point_s
 from cost_model.machines.pools import Machines
 
@@ -93,8 +92,9 @@ class TransformerModel:
             last_bytes=head_bytes(t, p, stack),
             experts=sums([t.expert_parameters / tensor / ways] * L) if t.experts else array("d"),
             expert_copies=replicas // ways,
-            routed_bytes=float(ELEMENT_BYTES) * rows * t.sequence * t.hidden * t.top if t.experts else 0.0,
-            state_bytes=t.state_bytes,
+            routed_bytes=float(stack.element_bytes) * rows * t.sequence * t.hidden * t.top if t.experts else 0.0,
+            state_bytes=t.state_bytes_of(stack.element_bytes),
+            element_bytes=stack.element_bytes,
             edges=(first, last),
         )
 
@@ -132,7 +132,7 @@ class TransformerModel:
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
         """Activations, or their gradient, of so many rows; `path`: (bytes/s, step in us) of one rank's send."""
-        whole = float(ELEMENT_BYTES) * rows * self.transformer.sequence * self.transformer.hidden
+        whole = float(self.stack.element_bytes) * rows * self.transformer.sequence * self.transformer.hidden
         if tensor == 1 or sequence_parallel:
             return point_to_point_s(whole / (tensor if sequence_parallel else 1), *path)
         if self.stack.scatter_gather:

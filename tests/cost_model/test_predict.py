@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from cost_model.described import predict
-from cost_model.described.memory import layer_activation_bytes
-from cost_model.described.stacks import stack
+from cost_model.described.layer_costs import LayerCosts
+from cost_model.described.memory import layer_activation_bytes, states
+from cost_model.described.stacks import Stack, stack
 from cost_model.described.transformer import Parallel, Transformer
 from cost_model.described.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
+from cost_model.described.transformer_model import TransformerModel
 from cost_model.hardware import catalogue
 from cost_model.machines import cluster
 from cost_model.machines.pools import Machines
@@ -162,3 +164,24 @@ def test_plans_that_cannot_be() -> None:
         on(Parallel(global_batch=1), v100, software=stack("composer-bf16"))
     with pytest.raises(ClusterError, match="expected: megatron-202"):
         stack("megatron-2020")
+
+
+def test_single_precision_doubles_what_is_held_and_needs_no_copy_of_weights() -> None:
+    """V100 and P100 as in the first Whale paper: all but dropout's masks is twice as large, no copy of weights."""
+    fp32 = stack("tensorflow-fp32")
+    half = msgspec.structs.replace(fp32, dtype="float16")
+    model, plan = Transformer(24, 1024, 16, 128, 30720), Parallel(micro_batch=4, global_batch=4)
+    masks = 4 * 128 * 1024 * (2 + 16 * 128 / 1024)
+    whole, halved = (layer_activation_bytes(model, plan, one) - masks for one in (fp32, half))
+    assert whole == pytest.approx(2 * halved)
+    devices = "{type: v100-sxm2-32gb}, {type: p100-pcie-16gb}"
+    machines = Machines(cluster.parse(f"name: w\nhosts: [{{name: h, devices: [{devices}]}}]\n"))
+
+    def costs(one: Stack, pool: int = 0) -> LayerCosts:
+        return TransformerModel(model, one, machines).layer_costs(pool, 1, 4, "none", False, 1)
+
+    held, held_of_half = (states(costs(one), ((0, 24),), 1, 0) for one in (fp32, half))
+    assert held[0] == 2 * held_of_half[0] and held[2] * 12 == held_of_half[2] * 8
+    assert costs(fp32, 1).forward(0, 24) > 1.2 * costs(fp32).forward(0, 24)  # 9.3 and 15.7 TFLOP/s
+    with pytest.raises(ClusterError, match="does not compute in tf32"):
+        costs(stack("tensorflow-tf32"))

@@ -184,6 +184,7 @@ class TableModel:
             update_s=updates,
             working_bytes=self.table.working_bytes,
             last_bytes=0.0,
+            element_bytes=self.stack.element_bytes,
         )
 
     def tensor_degrees(self, pool: int) -> list[int]:

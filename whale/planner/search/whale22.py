@@ -14,8 +14,6 @@ from itertools import accumulate
 from cost_model.described.evaluate import evaluate
 from cost_model.described.layer_costs import Model
 from cost_model.described.spread import Part, Spread, Stage
-from cost_model.described.transformer import OPTIMIZER_BYTES
-from cost_model.described.transformer_kernels import ELEMENT_BYTES
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.search.candidates import SearchResult
@@ -86,7 +84,7 @@ def _data_parallel(model: Model, machines: Machines, batch: int) -> Spread | Non
     memory = [machines.pools[n].memory_bytes for n in pools]
     shares = formula_1(batch, flops)
     one = model.layer_costs(0, 1, 1, "none", False, 1)
-    state = (2 * ELEMENT_BYTES + OPTIMIZER_BYTES) * (one.parameters[-1] - one.twice)
+    state = (2 * one.element_bytes + one.state_bytes) * (one.parameters[-1] - one.twice)
     found = algorithm_1(shares, flops, one.held_bytes[-1], state, memory)
     if found is None:
         return None
