@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 UPDATES = 3
+LIMIT = 1e-10
+HALF = 5e-3  # half precision computes, or travels
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Case:
       turns: batches of each replica for one update.
       across_runs: each run of a session takes one of them; else one run takes all.
       ranks: numbers of ranks on which it runs.
+      limit: how far values may be from one device's, by the largest of their kind.
     """
 
     module: str
@@ -28,6 +31,7 @@ class Case:
     turns: int = 1
     across_runs: bool = False
     ranks: tuple[int, ...] = (2,)
+    limit: float = LIMIT
 
     def replicas(self, ranks: int) -> int:
         return ranks // (self.per_replica or ranks)
@@ -55,6 +59,13 @@ CASES = (
     Case("library", "twice"),
     Case("library", "specific_cluster", per_replica=2, turns=2),
     Case("library", "auto_pipeline", per_replica=2, turns=2, ranks=(2, 4)),
+    *(
+        Case("settings", name, ranks=(2, 4))
+        for name in ("zero_v0", "zero_v1", "zero_v2", "offload", "recompute_auto", "recompute_collection")
+    ),
+    Case("settings", "without_effect"),
+    Case("names", "names"),
+    *(Case("settings", name, limit=HALF) for name in ("wire_of_halves", "amp_dynamic", "amp_fixed")),
 )
 
 

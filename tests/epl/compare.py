@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 1e-10
 Found = dict[tuple[str, int | None], dict[str, list[float]] | str]
 
 

@@ -11,11 +11,12 @@ BATCH, WIDTH, CLASSES = 6, 12, 8
 
 
 def dense(x: Any, units: int, name: str, activation: Any = None) -> Any:
+    """A layer of the type of its operand."""
     width = int(x.shape.as_list()[-1])
     start = np.random.default_rng(len(name) * units).normal(size=(width, units)) / np.sqrt(width)
     with tf.variable_scope(name):
-        kernel = tf.get_variable("kernel", [width, units], tf.float64, tf.constant_initializer(start))
-        bias = tf.get_variable("bias", [units], tf.float64, tf.zeros_initializer())
+        kernel = tf.get_variable("kernel", [width, units], x.dtype, tf.constant_initializer(start))
+        bias = tf.get_variable("bias", [units], x.dtype, tf.zeros_initializer())
     y = tf.matmul(x, kernel) + bias
     return y if activation is None else activation(y)
 
