@@ -64,7 +64,8 @@ def test_usage_errors_end_with_code_2(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "usage: whale" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("whale") and "\n  next: see `whale" in told
 
 
 def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +79,7 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
             return 3
 
     monkeypatch.setitem(sys.modules, "whale.runtime.tools.dry_run", DryRun)
+    monkeypatch.setattr("whale.cli.plan.readable", lambda *paths: None)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
     assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None, None), False, None, [])
     main(["plan", "--set", "a.split=2", "train.py"])

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.config_keys": set(),
     "whale.started": {"whale.errors"},
     "whale.python": set(),
+    "whale.quiet": set(),
     "whale.cgroup": set(),
     "whale.replicas": set(),
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
@@ -45,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         "whale.errors",
         "whale.started",
         "whale.python",
+        "whale.quiet",
         "whale.config",
         "whale.replicas",
         "whale_ops",
@@ -53,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.cli": {
         "whale",
         "whale.errors",
+        "whale.quiet",
         "whale.cgroup",
         "whale.launcher",
         "whale.doctor",
@@ -253,7 +256,7 @@ def test_without_tensorflow_the_error_says_what_to_install() -> None:
     # None in sys.modules makes Python say that there is no such module.
     block = "import sys; sys.modules['tensorflow'] = None\n"
     public = "import whale\ntry:\n    whale.function\nexcept whale.InstallError as error:\n    print(error)"
-    verb = "from whale.cli import main; sys.exit(main(['plan', 'train.py']))"
+    verb = "from whale.cli import main; sys.exit(main(['plan', 'setup.py']))"
     done = [
         subprocess.run([sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, check=False)
         for code in (public, verb)

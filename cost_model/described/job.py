@@ -19,6 +19,7 @@ from cost_model.described.transformer import Parallel, Transformer
 from cost_model.machines import files
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
+from whale.ir.plan_text import human_bytes
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +53,7 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
         f"  update   {_part(found.update_s, found)} gradient reduction and optimizer",
         f"speed      {tokens / found.step_s:,.0f} tokens/s, {useful / 1e12:.1f} TFLOP/s per device"
         f" ({useful / _mean_peak(job, cluster, found):.1%} of peak, recompute not counted)",
-        "memory     GB     parameters  gradients  optimizer  activations  other",
+        "memory     GiB    parameters  gradients  optimizer  activations  other",
     ]
     first = 0
     for stage in range(1, len(found.stages) + 1):
@@ -63,7 +64,7 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
         columns = (one.total_bytes, *states, one.total_bytes - sum(states))
         name = f"stage {first}" if stage == first + 1 else f"stages {first}-{stage - 1}"
         widths = (6, 15, 11, 11, 13, 7)
-        lines.append(f"  {name:9}" + "".join(f"{size / 1e9:{width}.1f}" for size, width in zip(columns, widths)))
+        lines.append(f"  {name:9}" + "".join(f"{size / 2**30:{width}.1f}" for size, width in zip(columns, widths)))
         first = stage
     return "\n".join(lines + too_large(cluster, found))
 
@@ -87,7 +88,7 @@ def too_large(cluster: Cluster, found: Prediction) -> list[str]:
             missing = held.total_bytes - pools[part.pool].memory_bytes
             if missing > 0:
                 entry = pools[part.pool].entry
-                lines.append(f"does not fit: stage {number} on {entry.type} lacks {missing / 1e9:.1f} GB")
+                lines.append(f"does not fit: stage {number} on {entry.type} lacks {human_bytes(missing)}")
     return lines
 
 

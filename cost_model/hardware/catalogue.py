@@ -6,6 +6,7 @@ Files give figures in the units of data sheets (TFLOP/s, GB/s); properties here 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,16 @@ FOLDER = Path(__file__).resolve().parent
 Positive = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 # The loader in C, where PyYAML was built with it, is ten times faster.
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class LOADER(_Base):  # type: ignore[misc]
+    """Takes numbers as JSON writes them, too: 4e-06 is one, where YAML 1.1 asks for a point."""
+
+
+LOADER.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -77,28 +78,32 @@ def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
     usable = float(min(logical, len(os.sched_getaffinity(0))))
     if cpu_quota is not None:
         usable = min(usable, cpu_quota)
-    device = _processor(model[1].strip() if model else platform.machine(), usable)
+    name = model[1].strip() if model else platform.machine()
+    device, known = _processor(name)
     kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
     memory_gb = int(kibibytes[1]) * 1024 / 1e9 / sockets if kibibytes else None
-    return DeviceEntry(device.name, sockets, share=usable / logical, memory_gb=memory_gb)
+    if known:
+        return DeviceEntry(device.name, sockets, share=usable / logical, memory_gb=memory_gb)
+    share = min(1.0, usable / (sockets * device.units))
+    sys.stderr.write(
+        f"whale: the hardware catalogue has no processor {name!r}: it is taken for {usable:g} of the {device.units} "
+        f"cores of {device.name}. A cluster file says it better (`whale cluster --example`).\n"
+    )
+    return DeviceEntry(device.name, sockets, share=share, memory_gb=memory_gb)
 
 
-def _processor(model: str, usable: float) -> Device:
-    """The entry whose model number the processor's name contains; virtual machines often hide it."""
+def _processor(model: str) -> tuple[Device, bool]:
+    """(the entry whose model number the processor's name contains, or the nearest; whether it is that processor's).
+
+    Virtual machines often hide the number.
+    """
     entries = {entry.name: entry for entry in catalogue.devices().values() if entry.kind == "cpu"}
     words = set(re.findall(r"\w+", model.lower()))
     for name, entry in entries.items():
         if name.rpartition("-")[2] in words:
-            return entry
+            return entry, True
     # The newest of its family stands last in the catalogue.
     nearest = next(
         (e for n, e in reversed(entries.items()) if n.partition("-")[0] in words), list(entries.values())[-1]
     )
-    share = min(1.0, round(usable / nearest.units, 3))
-    raise ClusterError(
-        "the hardware catalogue has no such processor",
-        given=model,
-        expected="one of " + ", ".join(entries),
-        action="give a cluster file with the entry that is nearest to it, as in "
-        f"{{name: local, hosts: [{{name: here, devices: [{{type: {nearest.name}, share: {share:g}}}]}}]}}",
-    )
+    return nearest, False

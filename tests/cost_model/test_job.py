@@ -45,7 +45,7 @@ def test_a_job_is_predicted_and_printed(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_job_that_does_not_fit_says_where_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(tmp_path, GPT3.replace("pipeline: 16", "pipeline: 2")) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"does not fit: stage 1 on a100-sxm-80gb lacks \d+\.\d GB", last)
+    assert re.fullmatch(r"does not fit: stage 1 on a100-sxm-80gb lacks \d+\.\d GiB", last)
 
 
 def test_sharded_jobs_have_one_kind_of_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

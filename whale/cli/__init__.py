@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import whale
 from whale.cli import (
+    cluster,
+    completion,
     doctor,
     plan,
     profile,
@@ -15,6 +18,7 @@ from whale.cli import (
     show,
     simulate,
 )
+from whale.cli.given import Parser
 from whale.errors import WhaleError, no_tensorflow
 
 VERBS = (
@@ -23,13 +27,15 @@ VERBS = (
     show,
     profile,
     simulate,
+    cluster,
     doctor,
+    completion,
 )
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="whale",
         description="Runs a training program written for one device over many unequal ones.",
     )
@@ -44,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb. Returns the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
-        return int(options.call(options))
+        code = int(options.call(options))
+        sys.stdout.flush()  # here, where it is known what to do if nobody reads it
+        return code
     except WhaleError as error:
         print(f"whale {options.verb}: {error}", file=sys.stderr)
         return 2
@@ -54,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"whale {options.verb}: {no_tensorflow(f'whale {options.verb}')}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        sys.stderr.close()  # nobody reads what this would still say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what this would still say
         return 141
     except OSError as error:
         print(f"whale {options.verb}: a file cannot be used: {error}", file=sys.stderr)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from whale.cli.given import seconds
+
 
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
@@ -16,7 +18,7 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--quick", action="store_true", help="without the run of two processes")
-    verb.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for that run (default 120)")
+    verb.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds for that run (default 120)")
     verb.set_defaults(call=call)
 
 

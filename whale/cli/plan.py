@@ -6,6 +6,7 @@ import argparse
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.given import Parser, positive, readable, searching, seconds, without_startup_lines, writable
 from whale.cli.inconsistent import refused_if_inconsistent
 from whale.errors import PlanError
 
@@ -31,14 +32,15 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
-    verb.add_argument("--batch", type=int, metavar="ROWS", help="rows of the global batch")
-    verb.add_argument("--budget", type=float, default=8.0, metavar="S", help="seconds for the search (default 8)")
+    verb.add_argument("--batch", type=positive, metavar="ROWS", help="rows of the global batch")
+    verb.add_argument("--budget", type=seconds, default=8.0, metavar="S", help="seconds for the search (default 8)")
     verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
     verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")
     verb.add_argument(
         "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
     )
+    verb.add_argument("-v", "--verbose", action="store_true", help="show TensorFlow's start-up lines too")
     verb.add_argument("script", nargs="?", help="the script to plan")
     verb.add_argument(
         "arguments",
@@ -51,7 +53,7 @@ def add_to(verbs: Any) -> None:
 
 def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
     """Adds what a script's plan takes, before the script or right behind it."""
-    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    verb.add_argument("-np", dest="ranks", type=positive, default=2, metavar="N", help="number of ranks (default 2)")
     verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
     verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
@@ -74,7 +76,7 @@ def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
 
 def _own_behind_script(given: argparse.Namespace) -> argparse.Namespace:
     """Takes the plan's own options from the beginning of the script's arguments, up to the first other one or `--`."""
-    own = argparse.ArgumentParser(prog="whale plan", add_help=False, allow_abbrev=False)
+    own = Parser(prog="whale plan", add_help=False, allow_abbrev=False)
     _add_of_scripts(own)
     named = {name for action in own._actions for name in action.option_strings}
     count, arguments = 0, given.arguments
@@ -89,6 +91,8 @@ def _own_behind_script(given: argparse.Namespace) -> argparse.Namespace:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     if given.jobs or given.describe or given.profile:
+        readable(given.jobs, given.offers, given.profile, given.cluster)
+        writable(given.out)
         with refused_if_inconsistent(given.jobs, given.offers, given.profile, given.cluster):
             return _jobs(given) if given.jobs else _described(given)
     if given.offers:
@@ -98,12 +102,15 @@ def call(given: argparse.Namespace) -> int:
     given = _own_behind_script(given)
     if given.model and given.arguments:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
-    from whale.runtime.tools.dry_run import Prediction, main
+    readable(given.script, given.measured, given.cluster)
+    writable(given.out)
+    with without_startup_lines(given.verbose):
+        from whale.runtime.tools.dry_run import Prediction, main
 
-    where = Prediction(given.measured, given.cluster, given.network)
-    return main(
-        given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain, given.fixed
-    )
+        where = Prediction(given.measured, given.cluster, given.network)
+        return main(
+            given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain, given.fixed
+        )
 
 
 def _described(given: argparse.Namespace) -> int:
@@ -125,7 +132,10 @@ def _described(given: argparse.Namespace) -> int:
     machines = named_cluster(given.cluster, given.network, cpu_quota())
     transformer, table, batch = _model(given)
     limits = ask.limits(given.fixed, given.budget)
-    plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
+    with searching(f"searching, for {given.budget:g} s at most"):
+        plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
+    if given.out:
+        planfile.save(plan, given.out)
     print(show.show(plan, show.terminal_width()))
     if given.fixed:
         free = ask.plan(machines, batch, transformer, table, given.software, ask.limits([], given.budget))
@@ -133,8 +143,6 @@ def _described(given: argparse.Namespace) -> int:
         print("\n" + "\n".join(wrap(line, show.terminal_width())))
     if given.advise and transformer is not None:
         print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
-    if given.out:
-        planfile.save(plan, given.out)
     return 0
 
 
@@ -160,11 +168,12 @@ def _offers(given: argparse.Namespace) -> int:
         raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
     transformer, table, batch = _model(given)
     limits = ask.limits(given.fixed, given.budget)
-    answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.software, limits)
-    print("\n".join(offers.ranking(answers)))
+    with searching("searching"):
+        answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.software, limits)
     best = answers[0].plan
     if best is not None and given.out:
         planfile.save(best, given.out)
+    print("\n".join(offers.ranking(answers)))
     return 0 if best is not None else 1
 
 

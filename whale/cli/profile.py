@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from whale.cli.given import positive, readable, without_startup_lines
+
 
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
@@ -16,8 +18,8 @@ def add_to(verbs: Any) -> None:
         description="Measures operations and exchanges between ranks on this machine (under a minute), or with a "
         "script what its step consists of, and keeps the figures for `whale plan`.",
     )
-    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
-    verb.add_argument("--threads", type=int, metavar="K", help="threads per rank; unless given, the cores / ranks")
+    verb.add_argument("-np", dest="ranks", type=positive, default=2, metavar="N", help="number of ranks (default 2)")
+    verb.add_argument("--threads", type=positive, metavar="K", help="threads per rank; unless given, the cores / ranks")
     verb.add_argument("-o", dest="out", type=Path, metavar="FILE", help="file of the figures; unless given, the user's")
     verb.add_argument("script", nargs="?", help="a script whose step is measured too; the machine's figures are kept")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -31,16 +33,18 @@ def call(given: argparse.Namespace) -> int:
     from whale.cgroup import cpu_quota, memory_limit_bytes
     from whale.launcher.worker import thread_variables
 
+    readable(given.script)
     cores, memory_bytes = discover.host_resources(cpu_quota(), memory_limit_bytes())
     threads = given.threads or max(1, int(cores) // given.ranks)
     os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})
     out = given.out or default_path()
     check_writable(out)
-    from whale.runtime.measure import profile
+    with without_startup_lines():
+        from whale.runtime.measure import profile
 
-    if given.script:
-        table = profile.script(given.script, tuple(given.arguments), given.ranks, out, print)
-    else:
-        table = profile.machine(out, cores, memory_bytes / 1e9, given.ranks, print)
-    print(profile.summary(table) + f"written: {out}")
+        if given.script:
+            table = profile.script(given.script, tuple(given.arguments), given.ranks, out, print)
+        else:
+            table = profile.machine(out, cores, memory_bytes / 1e9, given.ranks, print)
+        print(profile.summary(table) + f"written: {out}")
     return 0

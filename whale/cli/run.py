@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import Any
 
+from whale.cli.given import readable, writable
+
 
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
@@ -54,6 +56,8 @@ def call(given: argparse.Namespace) -> int:
     from whale.launcher.mpirun import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, Options, parse_hosts
     from whale.launcher.run import run
 
+    readable(given.plan, given.annotate)
+    writable(given.trace, "--trace")
     if given.plan is not None:
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
     if given.annotate is not None:

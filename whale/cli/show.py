@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.given import positive, readable, without_startup_lines, writable
 from whale.cli.inconsistent import refused_if_inconsistent
 from whale.errors import PlanError
 
@@ -24,7 +25,9 @@ def add_to(verbs: Any) -> None:
         action="store_true",
         help="run the plan's script under it on this host, and put what is measured beside what is predicted",
     )
-    verb.add_argument("--steps", type=int, default=20, metavar="N", help="with --analyze: steps that are measured (20)")
+    verb.add_argument(
+        "--steps", type=positive, default=20, metavar="N", help="with --analyze: steps that are measured (20)"
+    )
     verb.add_argument(
         "--measured", metavar="FILE", help="with --analyze: what `whale profile` wrote; the user's unless"
     )
@@ -116,8 +119,6 @@ def _analyze(given: argparse.Namespace, data: bytes) -> int:
             expected="a plan that `whale plan -o FILE train.py` made",
             action="plan a script, or see what is predicted with `whale show`",
         )
-    if given.steps < 1:
-        raise PlanError("at least one step is measured", given=f"--steps {given.steps}")
     plan = _captured(data, given.plan)
     profile = given.measured or str(default_path())
     read(profile)
@@ -211,6 +212,7 @@ def _check(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile
 
     data = _bytes(given.plan)
+    readable(given.cluster)
     other = cluster.read(given.cluster) if given.cluster else None
     if planfile.is_spread(data):
         with refused_if_inconsistent(given.plan, given.cluster):
@@ -218,11 +220,12 @@ def _check(given: argparse.Namespace) -> int:
             problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
             good = plan.spread.summary()
     else:
-        from whale.runtime.tools import plan_check
-
         captured = _captured(data, given.plan)
-        problems = plan_check.problems(captured, given.plan, other)
-        good = plan_check.summary(captured)
+        with without_startup_lines():
+            from whale.runtime.tools import plan_check
+
+            problems = plan_check.problems(captured, given.plan, other)
+            good = plan_check.summary(captured)
     print("\n".join(problems) or f"good: {good}")
     return 1 if problems else 0
 
@@ -240,6 +243,8 @@ def _drawn(given: argparse.Namespace, what: str) -> int:
     from whale.planner.report import planfile
 
     data = _bytes(given.plan)
+    readable(given.measured, given.cluster)
+    writable(given.out)
     if planfile.is_spread(data):
         from whale.planner.report import draw
 
@@ -255,7 +260,8 @@ def _drawn(given: argparse.Namespace, what: str) -> int:
 
 def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
     """A script's plan, played again."""
-    from whale.runtime.tools.dry_run import Prediction, replayed
-
     _captured(data, given.plan)
-    return replayed(given.plan, Prediction(given.measured, given.cluster))
+    with without_startup_lines():
+        from whale.runtime.tools.dry_run import Prediction, replayed
+
+        return replayed(given.plan, Prediction(given.measured, given.cluster))

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from whale.cli.given import positive, readable, without_startup_lines, writable
 from whale.cli.inconsistent import refused_if_inconsistent
 
 
@@ -23,7 +24,9 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("job", help="YAML file with model, plan and software; with --measured a model file")
     verb.add_argument("--cluster", help="cluster file (YAML), or local for this machine")
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, instead of a cluster")
-    verb.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="with --measured: ranks (default 2)")
+    verb.add_argument(
+        "-np", dest="ranks", type=positive, default=2, metavar="N", help="with --measured: ranks (default 2)"
+    )
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
@@ -37,11 +40,15 @@ def call(given: argparse.Namespace) -> int:
     if given.measured:
         if given.profile or given.trace or given.network:
             given.wrong("--profile, --trace and --network are for jobs on a cluster")
-        from whale.runtime.tools.dry_run import simulated
+        readable(given.job, given.measured)
+        with without_startup_lines():
+            from whale.runtime.tools.dry_run import simulated
 
-        text, fits = simulated(given.job, given.ranks, given.measured)
+            text, fits = simulated(given.job, given.ranks, given.measured)
         print(text, end="")
         return int(not fits)
+    readable(given.job, given.cluster, given.profile)
+    writable(given.trace, "--trace")
     from cost_model.described import job
     from cost_model.described import layer_profile as profile
     from cost_model.machines import allocation

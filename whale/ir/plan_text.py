@@ -44,10 +44,11 @@ def _verb(r: Reshard) -> str:
 
 def format_plan(plan: Plan, rows: int = 12) -> str:
     """One screen: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
+    out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)}{_ways(plan)}"]
     if plan.inner is None and not plan.stage_groups:
-        out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)} ({', '.join(plan.devices)})"]
+        out[0] += f" ({', '.join(plan.devices)})"
     else:
-        out = [f"Plan for {plan.program}: {plan.ranks} ranks", *_mesh(plan)]
+        out += _mesh(plan)
     out.append("Task graphs")
     out += [f"  {t.scope:<28} {t.kind} over {_where(plan, t)}, {t.nodes} nodes" for t in plan.task_graphs]
     if plan.stage_groups:
@@ -70,6 +71,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     shown = [f"{n} {layout}" for layout, n in layouts.most_common(6)]
     more = [f"{len(layouts) - 6} other kinds"] if len(layouts) > 6 else []
     out.append("Tensors  " + ", ".join(shown + more))
+    out += _legend(layouts)
     if plan.variables:
         ways = Counter(f"dimension {p.dim}" for p in plan.variables.values() if isinstance(p, Split))
         out.append(f"Split variables  {', '.join(f'{n} along {way}' for way, n in sorted(ways.items()))}")
@@ -100,6 +102,41 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     if plan.predicted is not None:
         out += _predicted(plan, plan.predicted)
     return "\n".join(out) + "\n"
+
+
+def _ways(plan: Plan) -> str:
+    """How many ranks each way of spreading has: ``: 2 stages x 2 replicas``; of one rank nothing."""
+    groups = plan.stage_groups
+    sizes = sorted({len(group.ranks) for group in groups}) or [plan.mesh_size]
+    found = [f"{len(groups)} stages"] if groups else []
+    if len(sizes) > 1:
+        return f": {found[0]} of {sizes[0]} to {sizes[-1]} ranks"
+    one = plan.of(sizes[0])
+    found += [_way(one, axis.name, axis.size) for axis in mesh_of(one, range(sizes[0])).axes if axis.size > 1]
+    return f": {' x '.join(found)}" if found else ""
+
+
+def _way(plan: Plan, axis: str, count: int) -> str:
+    unnamed = axis.startswith("axis_")
+    if axis == "tensor" or (unnamed and any(t.kind == "split" for t in plan.task_graphs)):
+        return f"tensors split {count} ways"
+    return f"{count} replicas" if axis == "data" or unnamed else f"{axis} {count}"
+
+
+_MEANINGS = {
+    "S": "S(d)[a,b] sharded along d, a and b indices on the ranks",
+    "B": "B replicated",
+    "P": "P(op) partial, to be reduced",
+    "O": "O on the first rank only",
+    "o": "own[a,b] each rank's own, of a and b rows",
+}
+
+
+def _legend(layouts: Counter[str]) -> list[str]:
+    """What the layouts' letters mean, of those that occur."""
+    first = {layout[0] for layout in layouts}
+    said = [text for letter, text in _MEANINGS.items() if letter in first]
+    return [f"         {'; '.join(said)}"] if said else []
 
 
 def _where(plan: Plan, graph: TaskGraph) -> str:
@@ -169,7 +206,7 @@ def step_lines(found: Predicted) -> list[str]:
     for rank, ran in enumerate(found.ranks[:8]):
         out.append(
             f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "
-            f"{ran.peak_bytes / 1e6:.1f} MB of tensors at most, {ran.resident_bytes / 1e6:.1f} MB between steps"
+            f"{human_bytes(ran.peak_bytes)} of tensors at most, {human_bytes(ran.resident_bytes)} between steps"
         )
     out += [f"  ... and {len(found.ranks) - 8} ranks more"] if len(found.ranks) > 8 else []
     return out

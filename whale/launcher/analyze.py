@@ -31,8 +31,8 @@ def measure(plan: str, script: Sequence[str], ranks: int, steps: int, profile: s
         raise ClusterError(
             "the script of the plan does not exist here",
             given=script[0] if script else "a plan without a script",
-            expected="the script, from the folder in which `whale plan -o FILE script` was called",
-            action="call this in that folder, or make the plan again",
+            expected="the script where it was when `whale plan -o FILE script` was called",
+            action="put it back, or make the plan again",
         )
     os.environ[PLAN_VARIABLE] = os.path.abspath(plan)
     with tempfile.TemporaryDirectory() as folder:

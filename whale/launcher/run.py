@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 
 from whale.config import Config
 from whale.launcher import mpirun
@@ -30,6 +31,9 @@ def run(options: mpirun.Options) -> int:
         CommError: a library that it needs is not built.
     """
     mpirun.check(options)
+    cores = len(os.sched_getaffinity(0))
+    if options.is_local and options.ranks > 2 * cores:
+        sys.stderr.write(f"whale run: {options.ranks} ranks share {cores} core{'s' * (cores != 1)}\n")
     program, config = mpirun.find_mpirun(), Config()
     if options.trace is None:
         return _attempts(options, program, config, None)

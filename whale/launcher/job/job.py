@@ -66,7 +66,7 @@ class Job:
         self._freeze_s = freeze_s
         self._listener = listener
         self._token = token
-        self._printer = Printer(options.ranks)
+        self._printer = Printer(options.ranks, verbose=options.verbose)
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, ranks.RankLink] = {}
         self._ending = Ending(self._links, self._printer, trace, options.verbose)

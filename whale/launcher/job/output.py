@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from whale.quiet import others
+
 # A line ends with \n, or with the \r that a progress bar returns to the start of its line with.
 # A \r at the end of what has arrived may be the first half of \r\n: it waits.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)(?!\Z)")
@@ -81,14 +83,17 @@ class Printer:
 
     Args:
         size: number of ranks, for the width of the prefix.
+        verbose: show TensorFlow's start-up lines.
         outputs: file descriptors for the ranks' stdout and stderr.
         colour: write each prefix in the rank's colour.
     """
 
     part_limit_bytes = 1 << 20
 
-    def __init__(self, size: int, outputs: Sequence[int] = (1, 2), *, colour: bool | None = None) -> None:
-        self._outputs = outputs
+    def __init__(
+        self, size: int, outputs: Sequence[int] = (1, 2), *, colour: bool | None = None, verbose: bool = True
+    ) -> None:
+        self._outputs, self._verbose = outputs, verbose
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._repeats = collections.defaultdict[int, _Repeats](_Repeats)
         width = len(str(size - 1))
@@ -115,7 +120,7 @@ class Printer:
             start = line_end.end()
         del pending.data[:start]
         if stream == 1:
-            lines = self._repeats[rank].shown(lines)
+            lines = self._repeats[rank].shown(lines if self._verbose else others(lines))
         self._emit(rank, stream, lines)
         if len(pending.data) > self.part_limit_bytes:
             self._flush(rank, stream)

@@ -21,6 +21,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.mesh import Axis
+from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.stages import DATA, TENSOR
@@ -183,8 +184,8 @@ def _best(search: Search, ground: Ground) -> Way:
         least = min(search.found, key=lambda way: way.bytes)
         raise PlanError(
             "the program fits into the ranks' memory in no way",
-            given=f"{least.bytes / 1e9:.3g} GB per rank, {least.choice.name}, which takes the least",
-            expected=f"at most {limit / 1e9:.3g} GB, {(least.bytes - limit) / 1e9:.3g} GB less",
+            given=f"{human_bytes(least.bytes)} per rank, {least.choice.name}, which takes the least",
+            expected=f"at most {human_bytes(limit)}, {human_bytes(least.bytes - limit)} less",
             action=ground.options(limit),
         )
     best = min(fitting, key=lambda way: way.seconds)
@@ -196,7 +197,7 @@ def _told(best: Way, search: Search, ground: Ground) -> Iterator[str]:
     limit = ground.limit_bytes
     for way in sorted(search.found, key=lambda w: w.seconds):
         if way is not best:
-            fits = "" if way.bytes <= limit else f", does not fit: {way.bytes / 1e9:.2f} of {limit / 1e9:.2f} GB"
+            fits = "" if way.bytes <= limit else f", does not fit: {human_bytes(way.bytes)} of {human_bytes(limit)}"
             yield f"  {way.choice.name}: {1e3 * way.seconds:.2f} ms{fits}"
     for one in search.lost:
         yield f"  {one}"

@@ -12,6 +12,11 @@ MOST_HOSTS = 64  # of a pool, up to which groups are laid on hosts one by one; w
 def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:
     """What is wrong with a spread, independently of the search: layers, devices, rows. Empty: nothing."""
     wrong = []
+    pools = {part.pool for stage in spread.stages for part in stage.parts}
+    if most := [pool for pool in pools if not 0 <= pool < len(machines.pools)]:
+        there = ", ".join(f"{pool.devices} {pool.name}" for pool in machines.pools)
+        wrong.append(f"the plan has {max(most) + 1} kinds of devices, the cluster {len(machines.pools)}: {there}")
+        return wrong
     known = {kind for kind, _ in model.recomputes()}
     for index, kind in enumerate(spread.recomputes):
         if kind not in known:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from whale.planner.report.show import bytes_text, seconds_text
+from whale.ir.plan_text import human_bytes
+from whale.planner.report.show import seconds_text
 
 OFF = 0.2  # a figure further off than this is marked
 ROWS = 24  # layers printed at most
@@ -114,7 +115,7 @@ def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
         lines.append(f"{'  communication alone':28} {moving}  (bytes moving)")
         if m.peak_bytes is not None:
             off = mark(p.peak_bytes, m.peak_bytes)
-            lines.append(f"{'  memory':28} {bytes_text(p.peak_bytes):>11} {bytes_text(m.peak_bytes):>11}  {off}")
+            lines.append(f"{'  memory':28} {human_bytes(p.peak_bytes):>11} {human_bytes(m.peak_bytes):>11}  {off}")
     return "\n".join([*lines, *_layers(predicted, each), "", _verdict(predicted, each, step_s)])
 
 

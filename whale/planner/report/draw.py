@@ -187,7 +187,7 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
         ("data: ways", [float(s.replicas) for s in stages], "{:.0f} ways"),
         ("devices", [float(s.ranks) for s in stages], "{:.0f} devices"),
         ("time of a micro-batch", per_layer, "{:.3g} s"),
-        ("memory per device", [h / 1e9 for h in held], "{:.2f} GB"),
+        ("memory of a device for it", [h / 2**30 for h in held], "{:.2f} GiB"),
     )
     heat = [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
     again = plan.spread.recomputes

@@ -16,7 +16,7 @@ from whale.ir.program import Program
 from whale.planner.captured.pipelines import levels
 from whale.planner.report.analysis import layer_of
 from whale.planner.report.draw import page, short
-from whale.planner.report.show import bytes_text, seconds_text
+from whale.planner.report.show import seconds_text
 
 KINDS = ("forward", "backward", "exchange", "update and other")
 MOST_SPANS = 20_000  # drawn; the shortest are left out
@@ -124,7 +124,11 @@ def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
         ("one step", seconds_text(found.step_s), "predicted"),
         ("against one rank", f"{gain:.2f} x", f"one rank alone: {seconds_text(drawn.alone_s)}"),
         ("moved", human_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
-        ("memory", bytes_text(found.ranks[most].peak_bytes), f"rank {most}, of {bytes_text(drawn.limits_bytes[most])}"),
+        (
+            "memory",
+            human_bytes(found.ranks[most].peak_bytes),
+            f"rank {most}, of {human_bytes(drawn.limits_bytes[most])}",
+        ),
         ("bound by", *_bound(drawn)),
     ]
 

@@ -20,6 +20,7 @@ from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
+from whale.ir.plan_text import human_bytes
 from whale.planner.described.check import check
 from whale.planner.described.layer_tables import Table, TableModel
 from whale.planner.search.candidates import SearchResult
@@ -41,7 +42,7 @@ class Alternative(msgspec.Struct, frozen=True):
     def reason(self) -> str:
         """In words."""
         if self.lacking_bytes is not None:
-            return f"does not fit by {self.lacking_bytes / 1e9:.1f} GB"
+            return f"does not fit by {human_bytes(self.lacking_bytes)}"
         slower_s = self.slower_s or 0.0
         return f"slower by {slower_s:.2f} s" if slower_s >= 1 else f"slower by {1e3 * slower_s:.1f} ms"
 
@@ -103,7 +104,7 @@ class PlanFile(msgspec.Struct, frozen=True):
             return wrong
         for index, stage in enumerate(evaluate(model, machines, self.spread).stages):
             if stage.lacking_bytes > 0:
-                wrong.append(f"stage {index} does not fit: it lacks {stage.lacking_bytes / 1e9:.2f} GB")
+                wrong.append(f"stage {index} does not fit: it lacks {human_bytes(stage.lacking_bytes)}")
         return wrong
 
 

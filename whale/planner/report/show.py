@@ -12,6 +12,7 @@ from cost_model.described.memory import Footprint, offloaded_bytes
 from cost_model.described.spread import Spread, Stage, counted, expert_ranks
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
+from whale.ir.plan_text import human_bytes
 from whale.ir.schedule import schedule
 from whale.planner.report.planfile import PlanFile
 from whale.planner.search.neighbours import move_cut
@@ -29,11 +30,6 @@ def seconds_text(value: float) -> str:
     if value >= 100:
         return f"{value:.0f} s"
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
-
-
-def bytes_text(value: float) -> str:
-    """Bytes as a person reads them: 1.2 GB, and below 0.1 GB 12.3 MB."""
-    return f"{value / 1e9:.1f} GB" if value >= 0.1e9 else f"{value / 1e6:.1f} MB"
 
 
 def terminal_width() -> int:
@@ -165,7 +161,7 @@ def memory_bar(used: Footprint, limit_bytes: float) -> str:
     """How full a device's memory is, drawn and in figures."""
     part = used.total_bytes / limit_bytes
     full = min(BAR, round(BAR * part))
-    return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 1e9:5.1f} of {limit_bytes / 1e9:5.1f} GB"
+    return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 2**30:5.1f} of {limit_bytes / 2**30:5.1f} GiB"
 
 
 def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
@@ -177,8 +173,8 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
             used = offloaded_bytes(one, stage.layers, stage.replicas, spread.zero, spread.offload)
             most[part.pool] = max(most.get(part.pool, 0.0), used)
     return [
-        f"offloaded  {used * machines.pools[k].on_host / 1e9:.0f} of {machines.pools[k].host.memory_gb:.0f} GB of each "
-        f"{machines.pools[k].host.name} host"
+        f"offloaded  {human_bytes(used * machines.pools[k].on_host)} of "
+        f"{human_bytes(1e9 * machines.pools[k].host.memory_gb)} of each {machines.pools[k].host.name} host"
         for k, used in sorted(most.items())
     ]
 
@@ -222,7 +218,7 @@ def layer_table(plan: PlanFile) -> list[str]:
         )
         own += costs.experts_of(((layer, layer + 1),))
         times = f"{1e3 * forward:>7.2f} ms {1e3 * backward:>7.2f} ms"
-        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {bytes_text(held):>22}")
+        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {human_bytes(held):>22}")
     return rows
 
 
@@ -254,7 +250,7 @@ def explain(plan: PlanFile, layer: int) -> str:
         pool = machines.pools[part.pool]
         lines.append(
             f"  on {part.replicas} x {part.tensor} {pool.name}, {counted(part.rows, 'row')} of each micro-batch, "
-            f"{used.total_bytes / 1e9:.1f} of {pool.memory_bytes / 1e9:.1f} GB"
+            f"{human_bytes(used.total_bytes)} of {human_bytes(pool.memory_bytes)}"
         )
     lines.append(
         f"  a micro-batch: forward {seconds_text(sum(cost.forward_s))}, backward {seconds_text(sum(cost.backward_s))}, "
@@ -287,7 +283,7 @@ def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Ev
 
 def _against(found: Evaluation, other: Evaluation) -> str:
     if not other.fits:
-        return f"infeasible: a rank lacks {bytes_text(other.lacking_bytes)}"
+        return f"infeasible: a rank lacks {human_bytes(other.lacking_bytes)}"
     return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
 
 

@@ -10,6 +10,7 @@ from cost_model.described.evaluate import Evaluation, evaluate
 from cost_model.described.spread import Part, Spread, Stage, live_chunks
 from cost_model.described.stage_costs import stage_cost
 from whale.errors import PlanError
+from whale.ir.plan_text import human_bytes
 from whale.planner.search.candidates import Candidate
 from whale.planner.search.estimate import Estimates
 
@@ -50,9 +51,9 @@ def nothing_fits(search: Estimates, candidates: Sequence[Candidate]) -> PlanErro
     return PlanError(
         "nothing fits into the devices' memory",
         given=f"{search.model.name} on {search.machines.devices} devices of {search.machines.cluster.name}",
-        nearest=f"{spread.summary()}: stage {stage} needs {used.total_bytes / 1e9:.1f} GB per {pool.device.name}, "
-        f"which has {pool.memory_bytes / 1e9:.1f}; it lacks {lacking / 1e9:.1f} GB",
-        binds=f"{most}, {held[most] / 1e9:.1f} GB",
+        nearest=f"{spread.summary()}: stage {stage} needs {human_bytes(used.total_bytes)} per {pool.device.name}, "
+        f"which has {human_bytes(pool.memory_bytes)}; it lacks {human_bytes(lacking)}",
+        binds=f"{most}, {human_bytes(held[most])}",
         action=_cheapest(search, spread, lacking, pool.memory_bytes),
     )
 
@@ -73,7 +74,7 @@ def _cheapest(search: Estimates, spread: Spread, lacking: float, memory_bytes: f
     """Changes in the order of their price: a stage's free ranks, fewer layers, more memory per device."""
     layers = _layers_that_fit(search, spread)
     need = 1.0 + lacking / memory_bytes
-    more = f"devices with {(memory_bytes + lacking) / 1e9:.0f} GB ({need:.2f} times as much)"
+    more = f"devices with {human_bytes(memory_bytes + lacking)} ({need:.2f} times as much)"
     fewer = f", or {layers} layers instead of {search.model.count}" if layers else ""
     hosts = -(-search.machines.devices * (memory_bytes + lacking) // memory_bytes)
     known = all(pool.host.memory_gb for pool in search.machines.pools)

@@ -48,12 +48,13 @@ class SavedPlan:
         if fingerprint(program) != self.plan.fingerprint:
             # Runs of a session all have one name: initial values and evaluation are told apart by what they do.
             inputs = {b.name for b in self.plan.batch_inputs}
-            same = program.name == self.plan.program and inputs <= set(program.inputs) and trains(program)
-            if same and not self.used:
+            same = program.name == self.plan.program and inputs <= set(program.inputs)
+            # `whale plan` takes the first step with a batch: where another one trains first, the script is another.
+            if (same or (self.plan.script and _takes_rows(program))) and trains(program) and not self.used:
                 raise PlanError(
                     "the saved plan was made for another program",
                     op=program.name,
-                    given=self.path,
+                    given=f"{self.path}, of {self.plan.program} in {' '.join(self.plan.script) or 'a script'}",
                     expected="the same script, arguments, configuration and number of ranks as when it was made",
                     action="make the plan again with `whale plan`",
                 )
@@ -94,6 +95,10 @@ class SavedPlan:
                 action="make the plan again, or set replica.shares to its rows",
             )
         return replace(batch, local=True)
+
+
+def _takes_rows(program: Program) -> bool:
+    return any(program.by_name[name].outputs[0].shape for name in program.inputs)
 
 
 def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:

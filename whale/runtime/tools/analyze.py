@@ -31,7 +31,7 @@ from whale.passes.settings import PlanSettings
 from whale.planner.report.analysis import MeasuredRank, PredictedRank, PredictedStep
 from whale.runtime.run.context import current, measured_run
 from whale.runtime.run.start import shutdown
-from whale.runtime.tools.dry_run import as_main
+from whale.runtime.tools.as_main import as_main
 from whale.runtime.tools.plan_prediction import Planned, predict_plan
 
 WARM, PROFILED = 5, 3

@@ -6,8 +6,8 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
 from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan, Predicted, plan_from_json
-from whale.ir.plan_text import format_plan, step_lines
+from whale.ir.plan_text import format_plan, human_bytes, step_lines
 from whale.ir.program import Program
 from whale.passes.judge.explain import explained
 from whale.passes.lay_out import expand
@@ -33,6 +33,7 @@ from whale.runtime.run.context import process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, with_memory
+from whale.runtime.tools.as_main import as_main, failures_told
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
 from whale.runtime.tools.what_if import compared, read_what_if
 from whale.runtime.variables.outside import Outside
@@ -214,7 +215,7 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
         if ran.peak_bytes > limit:
             fits = False
-            text += f"does not fit: rank {rank} lacks {(ran.peak_bytes - limit) / 1e9:.1f} GB\n"
+            text += f"does not fit: rank {rank} lacks {human_bytes(ran.peak_bytes - limit)}\n"
     return text, fits
 
 
@@ -237,7 +238,7 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
 
     Raises:
       ClusterError: the script does not exist.
-      ProgramError: the script ended without a step that takes a batch.
+      ProgramError: the script failed, or ended without a step that takes a batch.
     """
     if not Path(script).is_file():
         raise ClusterError(
@@ -249,13 +250,13 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
     def stop(plan: Plan, program: Program, settings: PlanSettings) -> None:
         # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
         if plan.batch_inputs or (plan.choice and trains(program)):
-            planned.append(Planned(program, replace(plan, script=(script, *args)), settings))
+            planned.append(Planned(program, replace(plan, script=(os.path.abspath(script), *args)), settings))
             raise _Planned
         seen[program.name] = None
 
     runs, outside = process.runs, Outside()
     try:
-        with as_main(script, args), planning_run(ranks, stop, saved), suppress(_Planned):
+        with as_main(script, args), planning_run(ranks, stop, saved), suppress(_Planned), failures_told(script):
             runpy.run_path(script, run_name="__main__")
     finally:
         outside.take_back()
@@ -289,17 +290,6 @@ def _nothing_to_plan(script: str, started: bool, outside: Outside, seen: Sequenc
         expected="after wh.init(), Keras' fit, a call of a wh.function, or a wh.Session.run, with a batch",
         action=action,
     )
-
-
-@contextmanager
-def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``script`` has them when Python is started with it."""
-    argv, path = sys.argv, sys.path
-    sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = argv, path
 
 
 class _Planned(BaseException):

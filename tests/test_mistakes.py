@@ -1,0 +1,168 @@
+"""What a newcomer mistypes: one sentence, what was given, what to do, exit code 2, before anything slow is imported."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.helpers import ROOT
+from whale.cli import main
+from whale.cli.cluster import EXAMPLE
+from whale.errors import ProgramError
+from whale.planner.report import planfile
+
+pytestmark = pytest.mark.core
+SMALL = "name: small\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n"
+GPT = "gpt:layers=4,hidden=512,heads=8,sequence=128,vocabulary=1024,batch=8"
+BAD = [
+    ("plan -np 0 train.py", "'0' is no whole number above 0"),
+    ("plan -np two train.py", "'two' is no whole number"),
+    ("plan absent.py", "a file cannot be read\n  given: absent.py"),
+    ("plan train.py -o nowhere/plan.json", "there is no folder"),
+    ("plan train.py -o .", "this is a folder"),
+    ("plan train.py --measured absent.json", "given: absent.json"),
+    ("plan train.py --cluster absent.yaml", "given: absent.yaml"),
+    (f"plan --describe {GPT} --cluster absent.yaml", "given: absent.yaml"),
+    (f"plan --describe {GPT} --cluster small.yaml -o nowhere/p.json", "given: -o nowhere/p.json"),
+    (f"plan --describe {GPT} --cluster small.yaml --budget soon", "'soon' is no number of seconds"),
+    (f"plan --describe {GPT}", "needs a cluster"),
+    ("plan --describe gtp:layers=4 --cluster small.yaml", "gtp"),
+    ("plan --profile absent.yaml --cluster small.yaml", "given: absent.yaml"),
+    ("plan", "there is nothing to plan"),
+    ("show absent.json", "the plan cannot be read"),
+    ("show train.py", "the plan cannot be read"),
+    ("show plan.json --analyze --steps 0", "'0' is no whole number"),
+    ("explain plan.json 99", "there is no such layer"),
+    ("explain plan.json dense", "has layers"),
+    ("diff plan.json absent.json", "given: absent.json"),
+    ("check absent.json", "given: absent.json"),
+    ("check plan.json --cluster absent.yaml", "given: absent.yaml"),
+    ("html plan.json -o nowhere/page.html", "there is no folder"),
+    ("html plan.json", "required: -o"),
+    ("trace plan.json -o .", "this is a folder"),
+    ("profile absent.py", "given: absent.py"),
+    ("profile -np 0", "'0' is no whole number"),
+    ("simulate absent.yaml --cluster small.yaml", "given: absent.yaml"),
+    ("simulate absent.yaml --measured absent.json", "given: absent.yaml"),
+    ("simulate small.yaml", "either --cluster or --measured"),
+    ("cluster", "is needed"),
+    ("cluster absent.yaml", "given: absent.yaml"),
+    ("cluster train.py", "cluster file"),
+    ("run -np 2 absent.py", "the script does not exist"),
+    ("run -np 0 train.py", "a run needs a rank"),
+    ("run -np 2 --plan absent.json train.py", "given: absent.json"),
+    ("run -np 2 --annotate absent.json train.py", "given: absent.json"),
+    ("run -np 2 --trace nowhere/t.json train.py", "given: --trace nowhere/t.json"),
+    ("run train.py", "required: -np"),
+    ("completion fish", "choose from"),
+    ("doctor --timeout never", "'never' is no number of seconds"),
+    ("walk", "invalid choice: 'walk'"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    (tmp_path / "small.yaml").write_text(SMALL)
+    assert main(["plan", "--describe", GPT, "--cluster", "small.yaml", "--budget", "1", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    return tmp_path
+
+
+@pytest.fixture
+def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing what needs TensorFlow is an error: a mistake is to be found before."""
+    for name in ("whale.runtime.tools.dry_run", "whale.runtime.tools.plan_check", "whale.runtime.measure.profile"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def _ended(line: str) -> int:
+    try:
+        return main(line.split())
+    except SystemExit as end:  # argparse's way
+        assert isinstance(end.code, int)
+        return end.code
+
+
+def test_each_is_one_sentence_and_code_2(folder: Path, no_tensorflow: None, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {}
+    for line, words in BAD:
+        code = _ended(line)
+        told = capsys.readouterr()
+        first = told.err.partition("\n")[0]
+        good = code == 2 and words in told.err and "Traceback" not in told.err and not told.out
+        if not good or not first.startswith(f"whale {line.split()[0]}: ".replace("whale walk: ", "whale: ")):
+            wrong[line] = (code, told)
+    assert wrong == {}
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "small.yaml", "train.py"]
+
+
+def test_a_plan_for_more_kinds_of_devices_than_the_cluster_has(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ", ".join(f"{{name: {n}, devices: [{{type: {n}}}], networks: {{n: {{nics: 1}}}}}}" for n in ("t4", "v100"))
+    (folder / "both.yaml").write_text(f"name: both\nnetworks: {{n: {{type: ethernet-100g}}}}\nhosts: [{hosts}]\n")
+    assert main(["plan", "--describe", GPT, "--cluster", "both.yaml", "--set", "stages=2", "-o", "two.json"]) == 0
+    capsys.readouterr()
+    assert main(["check", "two.json", "--cluster", "small.yaml"]) == 1
+    assert capsys.readouterr().out == "the plan has 2 kinds of devices, the cluster 1: 2 a/t4\n"
+
+
+def test_numbers_of_profiles_are_as_json_writes_them(folder: Path) -> None:
+    from whale.planner.described.layer_tables import read
+
+    one = {"layer": "dense", "device": "t4", "forward_s": 4e-06, "backward_s": 1e-05}
+    layer = {"name": "dense", "count": 2, "parameters": 10, "output_bytes": 8}
+    (folder / "table.json").write_text(json.dumps({"layers": [layer], "measured": [one]}))
+    assert "4e-06" in (folder / "table.json").read_text()
+    assert read(folder / "table.json").measured[0].forward_s == 4e-06
+
+
+def test_the_example_of_a_cluster_can_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "--example"]) == 0
+    assert capsys.readouterr().out == EXAMPLE
+    (folder / "example.yaml").write_text(EXAMPLE)
+    assert main(["cluster", "example.yaml"]) == 0
+    assert capsys.readouterr().out.startswith("lab: 21 devices\n    16 new/a100-sxm-80gb")
+    assert main(["cluster", "--devices"]) == 0
+    assert "  a100-sxm-80gb           80.0 GiB" in capsys.readouterr().out
+
+
+def test_bash_completes_verbs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    ask = "\nCOMP_WORDS=(whale {}); COMP_CWORD={}; _whale; echo ${{COMPREPLY[@]}}"
+    for words, at, expected in (("sim", 1, "simulate"), ("run --max", 2, "--max-restarts")):
+        done = subprocess.run(["bash", "-c", script + ask.format(words, at)], capture_output=True, text=True)
+        assert done.stdout.split() == [expected], done
+
+
+def test_a_plan_is_written_though_nobody_reads_the_screen(folder: Path) -> None:
+    line = f"{sys.executable} -m whale plan --describe {GPT} --cluster small.yaml --budget 1 -o new.json"
+    done = subprocess.run(
+        ["bash", "-c", f"{line} | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.stderr == "" and done.returncode in (0, 141), done
+    assert planfile.load(folder / "new.json").batch == 8
+
+
+def test_a_script_that_fails_is_told_without_the_frames_of_whale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from whale.runtime.tools.as_main import as_main, failures_told
+
+    script = tmp_path / "boom.py"
+    script.write_text("def f():\n    raise ValueError('batch 3 is empty')\nf()\n")
+    with pytest.raises(ProgramError, match=r"boom.py failed before.*\n  reason: ValueError: batch 3 is empty"):
+        with as_main(str(script), ()), failures_told(str(script)):
+            runpy.run_path(str(script), run_name="__main__")
+    told = capsys.readouterr().err
+    assert told.count("File ") == 3 and f'File "{script}", line 3, in <module>' in told  # this test's, and the script's
+    assert told.endswith("ValueError: batch 3 is empty\n")

@@ -1,0 +1,75 @@
+"""whale cluster: an example of a cluster file, or what one says."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from whale.cli.given import readable
+
+EXAMPLE = """\
+# A cluster: hosts, their devices, and the networks between them. `whale cluster FILE` reads it back.
+name: lab
+networks:
+  fabric: {type: infiniband-hdr-200}   # what connects the hosts below that name it
+hosts:
+  - name: new
+    count: 2                           # so many hosts of this kind
+    devices: [{type: a100-sxm-80gb, count: 8}]
+    networks: {fabric: {nics: 8}}
+    memory_gb: 1024                    # the host's own memory, for what is offloaded
+  - name: old
+    devices: [{type: v100-sxm2-32gb, count: 4}, {type: t4, share: 0.5}]   # half of a T4
+    networks: {fabric: {nics: 1}}
+"""
+
+
+def add_to(verbs: Any) -> None:
+    """Adds the verb to the command's parser."""
+    verb = verbs.add_parser(
+        "cluster",
+        help="print an example of a cluster file, or what one says",
+        description="Prints what a cluster file says, an example of one, or the devices and networks that it may name.",
+    )
+    verb.add_argument("file", nargs="?", help="a cluster file (YAML), or local for this machine")
+    verb.add_argument("--example", action="store_true", help="print a file to start from")
+    verb.add_argument("--devices", action="store_true", help="print the devices and networks of the catalogue")
+    verb.set_defaults(call=call, wrong=verb.error)
+
+
+def call(given: argparse.Namespace) -> int:
+    """Runs the verb."""
+    if given.example:
+        print(EXAMPLE, end="")
+        return 0
+    from cost_model.hardware import catalogue
+    from whale.ir.plan_text import human_bytes
+
+    if given.devices:
+        print("devices")
+        for name, device in catalogue.devices().items():
+            if name == device.name:  # the others are aliases
+                print(f"  {name:22} {human_bytes(device.memory_bytes):>9}  {_rate(device.peak_tflops)}")
+        print("networks")
+        for name, network in catalogue.networks().items():
+            print(f"  {name:22} {network.gb_per_s:g} GB/s")
+        return 0
+    if given.file is None:
+        given.wrong("a cluster file, --example or --devices is needed")
+    readable(given.file)
+    from cost_model.machines.allocation import named_cluster
+    from cost_model.machines.pools import Machines
+    from whale.cgroup import cpu_quota
+
+    found = named_cluster(given.file, None, cpu_quota())
+    machines = Machines(found)
+    print(f"{found.name}: {machines.devices} device{'s' * (machines.devices != 1)}")
+    for pool in machines.pools:
+        hosts = f"{pool.hosts} host{'s' * (pool.hosts != 1)} of {pool.per_host}"
+        print(f"  {pool.devices:4} {pool.name:28} {hosts:14} {human_bytes(pool.memory_bytes):>9} each")
+    return 0
+
+
+def _rate(peak_tflops: dict[str, float]) -> str:
+    dtype = next((name for name in ("float16", "float32") if name in peak_tflops), next(iter(peak_tflops)))
+    return f"{peak_tflops[dtype]:g} TFLOP/s in {dtype}"

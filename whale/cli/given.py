@@ -1,0 +1,142 @@
+"""What a verb was given, checked before anything slow is imported: numbers, files to read, files to write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from whale.errors import PlanError
+from whale.quiet import STARTUP
+
+_FILTER = (
+    "import re, sys\n"
+    "for line in sys.stdin.buffer:\n"
+    "    if not re.search(sys.argv[1].encode(), line): sys.stdout.buffer.write(line); sys.stdout.buffer.flush()"
+)
+_END_S = 5.0
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one sentence and where to read on; the exit code is 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with what is wrong."""
+        self.exit(2, f"{self.prog}: {message}\n  next: see `{self.prog} --help`\n")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time in seconds above 0, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return found
+
+
+def readable(*paths: object) -> None:
+    """Refuses files that are not there, among those that are given.
+
+    Raises:
+        PlanError: names the first.
+    """
+    for path in paths:
+        if path is None or path == "local":  # --cluster local is this machine
+            continue
+        try:
+            with open(str(path), "rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise PlanError(
+                "a file cannot be read",
+                given=path,
+                reason=error.strerror,
+                looked_in=os.getcwd(),
+                expected="the path of a file",
+                action="correct the path",
+            ) from error
+
+
+def writable(path: object, option: str = "-o") -> None:
+    """Refuses a place where no file can be written, before the work whose result goes there.
+
+    Raises:
+        PlanError: says why.
+    """
+    if path is None:
+        return
+    text = os.path.abspath(str(path))
+    folder = os.path.dirname(text)
+    reason = ""
+    if os.path.isdir(text):
+        reason = "this is a folder"
+    elif not os.path.isdir(folder):
+        reason = f"there is no folder {folder}"
+    elif not os.access(text if os.path.exists(text) else folder, os.W_OK):
+        reason = "no permission"
+    if reason:
+        raise PlanError(
+            "the result cannot be written there",
+            given=f"{option} {path}",
+            reason=reason,
+            expected="a file in a folder that exists",
+            action=f"correct {option}, or make the folder",
+        )
+
+
+@contextmanager
+def without_startup_lines(verbose: bool = False) -> Iterator[None]:
+    """Leaves TensorFlow's start-up lines out of what this process writes to stderr, native code included.
+
+    Another process filters, so that what this one says last is not lost, however it ends.
+    """
+    if verbose:
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, STARTUP.decode()]
+    # A session of its own: Ctrl-C is for this process, which then has a last word.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=kept, start_new_session=True)
+    assert process.stdin is not None
+    try:
+        with process.stdin as pipe:
+            os.dup2(pipe.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass  # a process that was started meanwhile still has the pipe
+
+
+@contextmanager
+def searching(what: str) -> Iterator[None]:
+    """A line on a terminal while something takes its time, gone when it is done."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write(f"{what} ...")
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

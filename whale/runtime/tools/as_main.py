@@ -1,0 +1,68 @@
+"""A script that runs inside one of Whale's tools: what it sees of Python, and how its own failure is told."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from whale.errors import ProgramError, WhaleError
+
+_OURS = str(Path(__file__).resolve().parents[2])
+_STARTING = (runpy.__file__, "<frozen runpy>")
+
+
+@contextmanager
+def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as ``script`` has them when Python is started with it."""
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+
+
+@contextmanager
+def failures_told(script: str) -> Iterator[None]:
+    """Shows the traceback of what the script raises, without Whale's frames, and ends with one sentence.
+
+    Raises:
+      ProgramError: the script raised, or called ``sys.exit`` with a code; Whale's own errors pass.
+    """
+    try:
+        yield
+    except WhaleError:
+        raise
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return
+        reason = f"it called sys.exit({end.code!r})"
+    except Exception as error:
+        sys.stdout.flush()
+        sys.stderr.write(_shown(error))
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    else:
+        return
+    raise ProgramError(
+        f"{script} failed before its step could be planned",
+        reason=reason,
+        action=f"correct the script; `python {script}` alone fails in the same way",
+    ) from None
+
+
+def _shown(error: BaseException) -> str:
+    """The traceback; only where Whale itself failed, Whale's frames are part of it."""
+    told = traceback.TracebackException.from_exception(error)
+    one: traceback.TracebackException | None = told
+    while one is not None:
+        frames = [frame for frame in one.stack if frame.filename not in _STARTING]
+        theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+        if theirs and theirs[-1] is frames[-1]:
+            frames = theirs
+        one.stack = traceback.StackSummary.from_list(frames)
+        one = one.__cause__ or one.__context__
+    return "".join(told.format())
