@@ -55,7 +55,7 @@ def test_a_cluster_file_that_no_parser_should_read(
         (["plan", "--describe", "gpt:layers=100000000,hidden=64,heads=2,batch=4", "--budget", "1"], "of that size"),
         (["plan", "--describe", f"gpt:layers={'9' * 6000},hidden=64,heads=2,batch=4"], "of that size"),
         (["plan", "--describe", _SMALL, "--budget", "1", "-o", "/dev/full"], "No space"),
-        (["plan", "--describe", _SMALL, "--budget", "1", "-o", "no/x"], "No such file"),
+        (["plan", "--describe", _SMALL, "--budget", "1", "-o", "no/x"], "there is no folder"),
     ],
     ids=["ranks", "host", "slots", "layers", "digits", "full", "folder"],
 )  # fmt: skip
