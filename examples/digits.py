@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -35,16 +36,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--plain", action="store_true", help="one device; whale is not imported")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--results", type=Path, help="rank 0 writes losses and accuracy to this JSON file")
+    parser.add_argument("--results", type=Path, help="rank 0 writes losses and accuracy into this file")
     parser.add_argument("--mixed-rows", type=int, help="a seed: each batch has its rows in another order")
     options = parser.parse_args()
 
-    function, scope, rank, size = tf.function, contextlib.nullcontext, 0, 1
+    function: Any = tf.function
+    scope: Any = contextlib.nullcontext
+    rank, size = 0, 1
     if not options.plain:
         import whale as wh
 
-        # Without it each process normalises its own rows: faster, but not what one process computes.
-        wh.init({"sync_batch_norm": True})
+        wh.init({"sync_batch_norm": True})  # else each process normalises its own rows
         function, scope, rank, size = wh.function, wh.replica, wh.rank(), wh.size()
 
     tf.keras.utils.set_random_seed(SEED)
@@ -77,8 +79,8 @@ def main() -> None:
         found = tf.argmax(model(x, training=False), axis=1, output_type=tf.int32)
         return tf.reduce_sum(tf.cast(tf.equal(found, y), tf.int32))
 
-    data = load_digits()
-    x, y = (data.images[..., None] / 16).astype(np.float32), data.target.astype(np.int32)
+    x, y = load_digits(return_X_y=True)
+    x, y = (x.reshape(-1, 8, 8, 1) / 16).astype(np.float32), y.astype(np.int32)
     shuffled, losses = np.random.default_rng(options.mixed_rows), []
     for epoch in range(options.epochs):
         for rows, labels in batches(x[TEST_ROWS:], y[TEST_ROWS:], seed=epoch):

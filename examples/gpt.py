@@ -22,7 +22,7 @@ BYTES = 256
 layers = tf.keras.layers
 
 
-class Block(layers.Layer):
+class Block(tf.keras.layers.Layer):
     """Attention and two dense layers, whose heads and hidden units are split over ranks."""
 
     def __init__(self, width: int, heads: int) -> None:

@@ -174,7 +174,7 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
             most[part.pool] = max(most.get(part.pool, 0.0), used)
     return [
         f"offloaded  {human_bytes(used * machines.pools[k].on_host)} of "
-        f"{human_bytes(1e9 * machines.pools[k].host.memory_gb)} of each {machines.pools[k].host.name} host"
+        f"{human_bytes(1e9 * (machines.pools[k].host.memory_gb or 0))} of each {machines.pools[k].host.name} host"
         for k, used in sorted(most.items())
     ]
 
