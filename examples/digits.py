@@ -48,7 +48,6 @@ def main() -> None:
 
         wh.init({"sync_batch_norm": True})  # else each process normalises its own rows
         function, scope, rank, size = wh.function, wh.replica, wh.rank(), wh.size()
-
     tf.keras.utils.set_random_seed(SEED)
     with scope():
         model = tf.keras.Sequential(
@@ -79,20 +78,20 @@ def main() -> None:
         found = tf.argmax(model(x, training=False), axis=1, output_type=tf.int32)
         return tf.reduce_sum(tf.cast(tf.equal(found, y), tf.int32))
 
-    x, y = load_digits(return_X_y=True)
-    x, y = (x.reshape(-1, 8, 8, 1) / 16).astype(np.float32), y.astype(np.int32)
+    images, labels = load_digits(return_X_y=True)
+    x, y = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels.astype(np.int32)
     shuffled, losses = np.random.default_rng(options.mixed_rows), []
     for epoch in range(options.epochs):
-        for rows, labels in batches(x[TEST_ROWS:], y[TEST_ROWS:], seed=epoch):
+        for rows, named in batches(x[TEST_ROWS:], y[TEST_ROWS:], seed=epoch):
             order = shuffled.permutation(BATCH) if options.mixed_rows is not None else slice(None)
-            losses.append(float(step(rows[order], labels[order])))
+            losses.append(float(step(rows[order], named[order])))
         if rank == 0:
             print(f"epoch {epoch + 1:2d}/{options.epochs}  loss {losses[-1]:.4f}", flush=True)
     accuracy = int(count_right(x[:TEST_ROWS], y[:TEST_ROWS])) / TEST_ROWS
     if rank == 0:
         print(f"test accuracy {accuracy:.1%} after {len(losses)} steps on {size} rank{'s' * (size > 1)}", flush=True)
-        if options.results:
-            options.results.write_text(json.dumps({"losses": losses, "accuracy": accuracy}))
+    if rank == 0 and options.results:
+        options.results.write_text(json.dumps({"losses": losses, "accuracy": accuracy}))
     if options.plain and "whale" in sys.modules:
         raise RuntimeError("the plain run imported whale: it is no reference")
 
