@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside a part: its rooms (folders) and the modules beside them, from the lowest up; each may import those before it.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "whale.rules": ("notation", "base", "dims", "roles", "binding", "registry", "empty", "graph")
+    "whale.rules": ("notation", "base", "dims", "roles", "binding", "rows", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
     "whale.passes": ("settings", "dump", "facts", "normalise", "layout", "exchange", "memory", "judge", "in_time")
     + ("lay_out", "order"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.ir.exchanged_bytes import operand_bytes, rank_bytes
-from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT
+from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT, ROW_EXCHANGES
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 
@@ -69,6 +69,8 @@ def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> 
         if _outer(node.outputs[0], int(node.attrs["concat_axis"])) > 1:
             packed += (node.outputs[0].bytes,)
         return Exchange("all_to_all", key, ranks, sent, mine, packed)
+    if node.op in ROW_EXCHANGES:
+        return Exchange("all_to_all", key, ranks, mine * len(ranks), mine)
     assert node.op == "WhaleBroadcast", node.op
     return Exchange("broadcast", key, ranks, sum(t.bytes for t in node.outputs), mine)
 

@@ -82,7 +82,7 @@ def mesh_of(plan: Plan, ranks: Sequence[int]) -> Mesh:
 
 def moved_along(plan: Plan) -> list[int]:
     """Logical bytes that one step moves along each axis, in all its groups together, outermost first."""
-    own = sum(r.bytes * plan.repeats.get(r.key, 1) for r in plan.reshards)
+    own = plan.own_bytes
     if plan.inner is None:
         return [own]
     inside = moved_along(plan.inner)  # in the first group of this axis

@@ -24,8 +24,10 @@ HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
 ALL_REDUCES = _named("WhaleAllReduce WhaleDeviceAllReduce") | {HOROVOD_ALL_REDUCE}
 # Tensors are reduced over ranks, wherever the result lies.
 RANK_REDUCTIONS = ALL_REDUCES | {"WhaleReduceScatter"}
+# Rows of tables go between those who have them and those who asked for them; how many, only the run knows.
+ROW_EXCHANGES = _named("WhaleRouteIds WhaleReturnRows WhaleSendRows")
 # All ranks of a group take part, each with its share.
-COLLECTIVES = RANK_REDUCTIONS | _named("WhaleAllGather WhaleAllToAll WhaleBroadcast")
+COLLECTIVES = RANK_REDUCTIONS | ROW_EXCHANGES | _named("WhaleAllGather WhaleAllToAll WhaleBroadcast")
 # One rank gives, one takes.
 POINT_TO_POINT = _named("WhaleSend WhaleRecv")
 # Tensors move between ranks.

@@ -114,6 +114,7 @@ class Plan:
       strategies: graph name -> node name -> strategy. The program itself is graph "".
       reshards: all changes of layout that the run makes.
       returned: graph name -> placements in which the graph's outputs leave it.
+      routed: nodes that exchange rows of a table by their ids, with the bytes that they are expected to move.
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
       exceptions: what the run computes otherwise than one device, in words.
@@ -147,6 +148,7 @@ class Plan:
     strategies: Mapping[str, Mapping[str, Strategy]] = field(default_factory=dict)
     returned: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     reshards: tuple[Reshard, ...] = ()
+    routed: Mapping[str, int] = field(default_factory=dict)
     unruled: Mapping[str, int] = field(default_factory=dict)
     split_flops: int = 0
     total_flops: int = 0
@@ -182,10 +184,14 @@ class Plan:
         return self.size if self.inner is None else self.size * self.inner.mesh_size
 
     @property
+    def own_bytes(self) -> int:
+        """Bytes that one step moves along the plan's own axis; of exchanges of rows, as many as are expected."""
+        return sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards) + sum(self.routed.values())
+
+    @property
     def logical_bytes(self) -> int:
         """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
-        own = sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards)
-        return own + self.inner_bytes + sum(e.bytes for e in self.edges)
+        return self.own_bytes + self.inner_bytes + sum(e.bytes for e in self.edges)
 
     def of(self, size: int) -> Plan:
         """The plan for stage groups of ``size`` ranks."""
@@ -262,6 +268,7 @@ class Plan:
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
                 offloaded=list(self.offloaded),
+                routed=dict(self.routed),
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
                 split_flops=self.split_flops,
@@ -291,6 +298,7 @@ class _File(msgspec.Struct):
     split_flops: int
     total_flops: int
     exceptions: list[str] = []
+    routed: dict[str, int] = {}
     axis: str = ""
     local_inputs: list[str] = []
     variables: dict[str, str] = {}
@@ -364,6 +372,7 @@ def _plan(f: _File) -> Plan:
             for graph, node, index, source, target, key, moved, group, origin in f.reshards
         ),
         variables={name: parse_placement(p) for name, p in f.variables.items()},
+        routed=f.routed,
         expanded=tuple(f.expanded),
         inner=plan_from_json(f.inner.encode()) if f.inner else None,
         repeats=f.repeats,

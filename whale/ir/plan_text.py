@@ -258,6 +258,7 @@ def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
     for members in by_group.values():
         first = _shortened(members[0].ref.node, 28)
         lines.append((sum(m.bytes for m in members), _change(members[0]), f"{len(members)} tensors: {first}, ..."))
+    lines += [(moved, "rows, by their ids", _shortened(name)) for name, moved in plan.routed.items()]
     lines.sort(key=lambda row: -row[0])
     shown = [f"  {human_bytes(moved):>10}  {change:<28} {what}" for moved, change, what in lines[:rows]]
     return shown + ([f"  ... and {len(lines) - rows} smaller"] if len(lines) > rows else [])

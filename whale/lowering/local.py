@@ -16,6 +16,7 @@ from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter, is_joint, unread_communication
 from whale.lowering.reshard import emit_reshard
+from whale.lowering.rows import RowExchanges
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
@@ -85,6 +86,7 @@ class _Localiser:
         self.program, self.graph, self.plan, self.rank, self.talks = program, graph, plan, rank, talks
         self.strategies = strategies
         self.emitter = Emitter(rank, plan.size, comm, prefix)
+        self.rows = RowExchanges(self.emitter, program, strategies, graph)
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
         self.grouped: dict[int, list[Ref | None]] = {}
 
@@ -295,7 +297,10 @@ class _Localiser:
             attrs, op_type = self._control_flow(node, outputs, attrs)
         controls = tuple(c for c in node.controls if not self._absent(c))
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
-        if inside is not None and edit.window is not None and edit.window.masked == -1:
+        if edit.route is not None:
+            assert rule is not None
+            self.rows.emit(node, edit.route, lowered, strategy.inputs[1], self.get, rule.exchanged_bytes(op, strategy))
+        elif inside is not None and edit.window is not None and edit.window.masked == -1:
             found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
             e.nodes[found_in.name] = found_in
             indices = types[edit.window.indices]

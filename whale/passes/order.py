@@ -23,7 +23,7 @@ from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.exchange.wire_dtype import narrow
 from whale.passes.judge.check import check
 from whale.passes.judge.hidden_updates import refuse_hidden_updates
-from whale.passes.judge.summary import exceptions, split_and_total_flops, unruled
+from whale.passes.judge.summary import exceptions, routed, split_and_total_flops, unruled
 from whale.passes.lay_out import Draft, expand, lay_out, layouts_of
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
@@ -35,6 +35,7 @@ from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalise.annotate import annotate, task_graphs
 from whale.passes.normalise.blocks import mark_blocks
+from whale.passes.normalise.every_id import look_up_every_id
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow
@@ -112,6 +113,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("specialise", always, lambda p, s: specialise(p)),
     Pass("unpack", always, lambda p, s: unpack(p)),
     Pass("skip_overflow", lambda s: s.precision.matmul_dtype == "float16", lambda p, s: skip_overflow(p)),
+    Pass("look_up_every_id", always, lambda p, s: look_up_every_id(p)),
     Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),
     Pass("annotate", always, lambda p, s: annotate(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
@@ -258,6 +260,7 @@ def _as_plan(program: Program, draft: Draft, settings: PlanSettings) -> Plan:
         reshards=draft.reshards,
         variables=draft.variables,
         expanded=tuple(n.name for n in program.nodes if n.name in draft.expanded),
+        routed=routed(expanded, layouts, settings.size),
         unruled=unruled(expanded, layouts, draft.reshards),
         exceptions=exceptions(expanded, layouts[""]) if settings.size > 1 else (),
         split_flops=divided,

@@ -20,6 +20,7 @@ __all__ = [
     "UNCHANGED",
     "Local",
     "OpView",
+    "Route",
     "Rule",
     "Strategy",
     "Window",
@@ -93,6 +94,19 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Ids go to the ranks that hold their rows (see ``whale.rules.rows``).
+
+    Attributes:
+      starts: the first row of each rank, and the number of rows.
+      values: the operand that is added to rows; None: rows are read.
+    """
+
+    starts: tuple[int, ...]
+    values: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """How a rank's node differs from the program's.
 
@@ -104,6 +118,7 @@ class Local:
       added: operand number -> what is added to it (a seed of the rank's own).
       moved: operand number -> what is added to it, because it counts from the rank's first position.
       window: indices into a dimension that is cut.
+      route: the operands' ids, or what belongs to them, go to the ranks that hold their rows.
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +128,7 @@ class Local:
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
     moved: Mapping[int, np.ndarray] = field(default_factory=dict)
     window: Window | None = None
+    route: Route | None = None
 
 
 UNCHANGED = Local()
@@ -139,6 +155,9 @@ class Rule(Protocol):
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
         """What coordinate ``coordinate`` runs under ``strategy``."""
+
+    def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
+        """Bytes that the node itself moves between ranks under ``strategy``, all together."""
 
 
 def replicated(op: OpView) -> Strategy:

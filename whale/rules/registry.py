@@ -16,6 +16,7 @@ from whale.rules import roles
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.rules.binding import Binding, bind, cut_strategies, partial_strategies, whole_strategy
 from whale.rules.notation import FIRST_RANK, Passes, parse, parse_passes
+from whale.rules import rows
 
 FAMILIES = {
     "math": ("pointwise", "linear", "reductions", "einsum", "random", "linalg", "fft", "sort", "quantise"),
@@ -43,6 +44,7 @@ class LineRule:
       produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
       any_partial: the output is right as a partial of any kind (empty lists).
       halo: gives operands of a strategy what neighbours have as well; None: the strategy is none.
+      routes: a variable's rows may be exchanged by their ids (``whale.rules.rows``).
       local_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
         own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
     """
@@ -59,6 +61,7 @@ class LineRule:
     any_partial: bool = False
     local_stream: str = ""
     halo: Callable[[OpView, Strategy], Strategy | None] | None = field(default=None, repr=False)
+    routes: bool = False
 
     def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
         """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
@@ -93,13 +96,19 @@ class LineRule:
         if self.halo is not None:
             found = tuple(wide for s in found if (wide := self.halo(op, s)) is not None)
         if self.local is not None and any(in_runs(p) for s in found for p in s.inputs + s.outputs):
-            return [s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1]
-        return list(found)
+            found = tuple(s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1)
+        return [*rows.exchanged(op, current, wanted), *found] if self.routes else list(found)
+
+    def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
+        """See ``Rule.exchanged_bytes``."""
+        return rows.exchanged_bytes(op, strategy) if self.routes else 0
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
         """See ``Rule.localize``."""
         if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
+        if self.routes and rows.is_exchanged(strategy):
+            return Local(route=rows.route(op, strategy))
         line = parse(self.line_of(op, strategy.outputs))
         consts: dict[int, np.ndarray] = {}
         if any(t.kind == "role" for t in line.inputs):
@@ -121,7 +130,7 @@ class LineRule:
                 words.append(f"{name}={'by op' if callable(value) else value}")
         words += [f"reduce={'by op' if callable(self.reduce) else self.reduce}"] * (self.reduce != "sum")
         words += ["halo"] * (self.halo is not None)
-        words += [n for n in ("produces_any", "any_partial", "local_stream") if getattr(self, n)]
+        words += [n for n in ("produces_any", "any_partial", "local_stream", "routes") if getattr(self, n)]
         return "  ".join(words)
 
 
@@ -139,10 +148,11 @@ def rule(
     any_partial: bool = False,
     local_stream: str = "",
     halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
+    routes: bool = False,
 ) -> tuple[LineRule, ...]:
     """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
     return tuple(
-        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo)
+        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo, routes)
         for n in names.split()
     )
 

@@ -13,7 +13,7 @@ from cost_model.ops import matmul_flops
 from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, in_runs, moved_bytes
 from whale.ir.values import Dims, TensorType
 
-__all__ = ["change_cost", "compute_cost", "fraction", "matmul_flops", "move_cost"]
+__all__ = ["change_cost", "compute_cost", "exchange_cost", "fraction", "matmul_flops", "move_cost"]
 
 LATENCY = 10_000.0  # 10 us: one more collective
 PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s
@@ -38,6 +38,11 @@ def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
       touched_bytes: of the whole operands and results; flops: of the whole node, if it is a product or convolution.
     """
     return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
+
+
+def exchange_cost(moved: int, parts: int) -> float:
+    """Cost of what a node moves between ranks itself, of ``moved`` bytes in all: sizes, then as much as there is."""
+    return 2 * LATENCY + moved / parts if moved else 0.0
 
 
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:

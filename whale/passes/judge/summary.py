@@ -12,6 +12,7 @@ from whale.passes.facts.cost import matmul_flops
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.normalise.decompose import is_composite
 from whale.rules import rule_of
+from whale.rules.graph import view
 
 
 def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
@@ -41,6 +42,20 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
     if drawn:
         found.append(f"{len(drawn)} random tensors drawn by each rank for its own rows (random=global: as one device)")
     return tuple(found)
+
+
+def routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> dict[str, int]:
+    """Nodes that exchange rows of a table by their ids, with the bytes that they are expected to move."""
+    found = {}
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        for node in body.nodes:
+            rule = rule_of(node.op)
+            if rule is not None and rule.routes:
+                moved = rule.exchanged_bytes(view(body, node, parts), layout.strategies[node.name])
+                if moved:
+                    found[f"{graph}/{node.name}" if graph else node.name] = moved
+    return found
 
 
 def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, static_shape
-from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
+from whale.passes.facts.cost import compute_cost, exchange_cost, matmul_flops, move_cost
 from whale.passes.layout.graph_state import INFINITE, GraphState
 from whale.passes.layout.model import same_kind
 from whale.rules import rule_of
@@ -89,6 +89,8 @@ class NodeChoice:
         best, best_cost = None, INFINITE
         for option in options:
             cost = self.cost(node, option, touched, flops)
+            if rule is not None:
+                cost += exchange_cost(rule.exchanged_bytes(op, option), self.state.parts)
             if cost < best_cost:
                 best, best_cost = option, cost
         if best is None:

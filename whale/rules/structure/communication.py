@@ -74,5 +74,5 @@ RULES = (
     rule("WhaleAllToAll", along_two_axes, lin="1"),
     rule("WhaleSend", sent),
     rule("WhaleRecv", received, local=_received_shape, produces_any=True),
-    rule("WhaleCommunicator WhaleBroadcast WhaleCheck", REPLICATED),
+    rule("WhaleCommunicator WhaleBroadcast WhaleCheck WhaleRouteIds WhaleReturnRows WhaleSendRows", REPLICATED),
 )

@@ -178,7 +178,7 @@ RULES = (
     rule("GatherV2", gather, copy="0", local=_rows_here),
     rule("Gather", "v^ q*, i* -> i* q*", copy="0"),
     rule("GatherNd", gather_nd, copy="0", local=_part_here),
-    rule("ResourceGather", resource_gather, local=_rows_here),
+    rule("ResourceGather", resource_gather, local=_rows_here, routes=True),
     rule("ResourceGatherNd", "., i* k^ -> i* q*^"),
     rule("ScatterNd", scatter_nd, lin="1", local=_part_here, produces_any=True),
     rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2", local=_part_here),

@@ -67,7 +67,8 @@ RULES = (
     rule(_named("Apply", _OPTIMIZERS), REPLICATED),
     rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
     rule(_named("SparseApply", _SPARSE), REPLICATED),
-    rule(_named("ResourceScatter", _SCATTERS[:7]), scatter, local=_rows_here),
+    rule("ResourceScatterAdd ResourceScatterSub", scatter, local=_rows_here, routes=True),
+    rule(_named("ResourceScatter", _SCATTERS[2:7]), scatter, local=_rows_here),
     rule(_named("ResourceScatter", _SCATTERS[7:]), REPLICATED),
     rule(_named("Scatter", _SCATTERS), REPLICATED),
 )

@@ -235,8 +235,7 @@ class Levels:
         if len(at) == len(self.axes) - 1:
             return plan.logical_bytes
         repeats = self._repeats(at, plan)
-        own = sum(r.bytes * repeats.get(r.key, 1) for r in plan.reshards)
-        return own + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
+        return replace(plan, repeats=repeats).own_bytes + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
 
     def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
         """Key of a change of layout -> how often it takes place: once in each group that has the whole tensor."""

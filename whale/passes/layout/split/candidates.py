@@ -129,8 +129,12 @@ class Candidates:
                 return False
             else:
                 wanted = [*[None] * (at - len(current)), placement]
+        op = view(self.region.program, node, self.region.parts)
+        found = rule.strategies(op, current, wanted)
+        if rule.routes:
+            found += [o for more in self._pairs(node, at, current) for o in rule.strategies(op, more, wanted)]
         new = False
-        for option in rule.strategies(view(self.region.program, node, self.region.parts), current, wanted):
+        for option in found:
             key = (option.inputs, option.outputs)
             if key in self.options[node.name]:
                 continue
@@ -141,6 +145,17 @@ class Candidates:
                 if isinstance(p, Split) or ref.node == node.name:
                     new |= self._note(ref, p)
         return new
+
+    def _pairs(self, node: Node, at: int | None, current: list[Placement]) -> list[list[Placement]]:
+        """``current`` with another operand cut as well: rows are exchanged where a table and its ids are."""
+        if at is None or at >= len(current):
+            return [[table, *current[1:]] for table in self.forms.get(node.inputs[0], ())]
+        others = range(1, len(current)) if at == 0 else (0,)
+        return [
+            [form if i == other else p for i, p in enumerate(current)]
+            for other in others
+            for form in self.forms.get(node.inputs[other], ())
+        ]
 
     def _settle_handles(self) -> None:
         """A variable may lie as all that read or write it can take it; their other options go."""

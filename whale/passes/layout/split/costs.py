@@ -9,10 +9,12 @@ from functools import partial
 from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, Strategy
 from whale.ir.program import Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.facts.cost import change_cost, compute_cost, fraction
+from whale.passes.facts.cost import change_cost, compute_cost, exchange_cost, fraction
 from whale.passes.layout.split.region import SplitRegion
 from whale.passes.layout.split.sequence import surcharge
 from whale.passes.layout.split.tensor_forms import TensorForms
+from whale.rules import rule_of
+from whale.rules.graph import view
 
 _WHOLE_VARIABLE = 1e-3  # what a variable costs that lies whole: it decides among layouts that cost the same
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
@@ -28,7 +30,12 @@ def node_costs(
     flops, touched = region.flops(node), region.touched_bytes(node)
     if any(region.communicates(r.node) for r in node.inputs):
         return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
-    found = [_WORK * compute_cost(o, touched, flops) for o in options]
+    rule, op = rule_of(node.op), view(region.program, node, region.parts)
+    assert rule is not None, node
+    found = [
+        _WORK * compute_cost(o, touched, flops) + exchange_cost(rule.exchanged_bytes(op, o), region.parts)
+        for o in options
+    ]
     if sequences:
         found = [c + surcharge(region.program, node, sequences, o) for c, o in zip(found, options)]
     return found

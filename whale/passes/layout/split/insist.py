@@ -9,6 +9,7 @@ from whale.ir.program import Node
 from whale.passes.facts.scopes import ranks_of_scope, split_scope
 from whale.passes.layout.split.candidates import Candidates
 from whale.passes.layout.split.region import SplitRegion
+from whale.rules.rows import is_exchanged
 
 
 def insist(region: SplitRegion, candidates: Candidates) -> None:
@@ -46,6 +47,9 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
                 read = {o.inputs[i] for o in candidates.options[name].values()}
                 if region.program.type_of(node.inputs[i]).shape == region.handles[handle].type.shape:
                     candidates.keep(handle, lambda o, read=read: o.outputs[0] in read)  # type: ignore[misc]
+            if scope[1] == 0 and node.op == "ResourceGather":
+                # A table by rows, of which each rank gets those of its ids.
+                candidates.keep(name, is_exchanged)
             first.add(handle)
             if not taken:
                 continue
