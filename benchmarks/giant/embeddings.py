@@ -1,4 +1,4 @@
-"""A table of embeddings under a split scope: rows looked up by sparse ids, and once for each id."""
+"""Tables of embeddings under a split scope: rows looked up by sparse ids, and once for each id; a DLRM of many tables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.giant.measure import RANKS, Line, Scopes, sgd, weight
+from benchmarks.giant.measure import ALONE, RANKS, Line, Scopes, sgd, weight
+from whale.ir.layout import even_sizes
 
 ROWS, EACH, WORDS, WIDTH = 256, 4, 20_000, 32
+TABLES, DENSE = 26, 13
 FLOAT = 4
 
 
@@ -46,14 +48,74 @@ class Table:
         return tf.reduce_sum(tf.reshape(rows, [ROWS, EACH, WIDTH]), 1)
 
 
+class Dlrm:
+    """A recommender: a row of each table for each example, dense features, their products by pairs.
+
+    Naumov et al., "Deep learning recommendation model for personalization and recommendation systems", 2019. Ids follow
+    Zipf's law, as clicks do: few rows are wanted by most examples.
+    """
+
+    def __init__(self, scopes: Scopes, dtype: Any, batch: int, rows: int, tables: int = TABLES, width: int = 16) -> None:
+        self.scopes, self.dtype, self.rows, self.size = scopes, dtype, batch, width
+        self.words = [max(8, rows >> (i % 8)) for i in range(tables)]
+        self.tables = [weight(i, n, width, dtype=dtype) for i, n in enumerate(self.words)]
+        pairs = (tables + 1) * tables // 2
+        sizes = [(DENSE, 64), (64, width), (width + pairs, 64), (64, 1)]
+        self.dense = [weight(100 + i, *shape, dtype=dtype) for i, shape in enumerate(sizes)]
+        self.variables = [*self.tables, *self.dense]
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        draw = np.random.default_rng(number)
+        ids = np.stack([zipf(draw, n, self.rows) for n in self.words], 1)
+        return tf.constant(ids, tf.int32), tf.constant(draw.standard_normal((self.rows, DENSE)), self.dtype)
+
+    def step(self, ids: tf.Tensor, features: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with self.scopes.split(dim=0):
+                found = [tf.nn.embedding_lookup(table, ids[:, i]) for i, table in enumerate(self.tables)]
+            with self.scopes.replica():
+                bottom, narrow, top, out = self.dense
+                seen = tf.nn.relu(tf.nn.relu(features @ bottom) @ narrow)
+                every = tf.stack([seen, *found], 1)
+                products = tf.matmul(every, every, transpose_b=True)
+                count = len(found) + 1
+                pairs = [products[:, i, :i] for i in range(1, count)]
+                logits = tf.nn.relu(tf.concat([seen, *pairs], 1) @ top) @ out
+                loss = tf.reduce_mean(tf.square(logits - 1))
+        sgd(loss, tape, self.variables)
+        return loss
+
+    def wanted(self, number: int) -> int:
+        """Each rank asks once for an id that another one has: the id, the row, its slope; and the dense weights' sums."""
+        ids = self.batch(number)[0].numpy()
+        asked = 0
+        for column, words in zip(ids.T, self.words):
+            ends = np.cumsum(even_sizes(words, RANKS))
+            for rank, part in enumerate(np.split(column, RANKS)):
+                asked += int((np.searchsorted(ends, np.unique(part), side="right") != rank).sum())
+        dense = sum(int(np.prod(v.shape)) for v in self.dense) + 1
+        return asked * (FLOAT + 2 * self.size * FLOAT) + 2 * (RANKS - 1) * dense * FLOAT
+
+
+def zipf(draw: np.random.Generator, words: int, count: int, exponent: float = 1.05) -> np.ndarray:
+    """Numbers below ``words``, of which the first is drawn most often."""
+    weights = np.cumsum(np.arange(1, words + 1, dtype=np.float64) ** -exponent)
+    return np.searchsorted(weights, draw.random(count) * weights[-1])
+
+
 def wanted(rows: int) -> int:
     """Ids to who has their rows, as many rows back, and their slopes there again; the rest is small."""
     return rows * (RANKS - 1) // RANKS * (FLOAT + 2 * WIDTH * FLOAT) + 2 * (RANKS - 1) * (WIDTH + 1) * FLOAT
 
 
+SMALL_DLRM = partial(Dlrm, batch=32, rows=200, tables=6, width=8)
+
+
 def lines() -> list[Line]:
     """The rows about a table."""
+    dlrm = partial(Dlrm, batch=4096, rows=100_000)
     return [
+        Line("DLRM, 26 tables, Zipf 1.05, batch 4,096", dlrm, dlrm(ALONE, tf.float32).wanted(1), small=SMALL_DLRM),
         Line("embedding_lookup_sparse", partial(Table, form="sparse"), wanted(ROWS * EACH)),
         Line("lookup of tf.unique ids", partial(Table, form="unique"), wanted(ROWS * EACH)),
     ]

@@ -86,7 +86,7 @@ class _Localiser:
         self.program, self.graph, self.plan, self.rank, self.talks = program, graph, plan, rank, talks
         self.strategies = strategies
         self.emitter = Emitter(rank, plan.size, comm, prefix)
-        self.rows = RowExchanges(self.emitter, program, strategies, graph)
+        self.rows = RowExchanges(self.emitter, program, strategies, plan, graph)
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
         self.grouped: dict[int, list[Ref | None]] = {}
 
@@ -95,6 +95,7 @@ class _Localiser:
             self._node(node)
         outputs = tuple(self._output(r, i) for i, r in enumerate(self.program.outputs))
         self._emit_groups()
+        self.rows.finish()
         self._take_part()
         self._scatter_in_time()
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
@@ -299,7 +300,7 @@ class _Localiser:
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
         if edit.route is not None:
             assert rule is not None
-            self.rows.emit(node, edit.route, lowered, strategy.inputs[1], self.get, rule.exchanged_bytes(op, strategy))
+            self.rows.emit(node, edit.route, lowered, self.get, rule.exchanged_bytes(op, strategy))
         elif inside is not None and edit.window is not None and edit.window.masked == -1:
             found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
             e.nodes[found_in.name] = found_in

@@ -1,4 +1,7 @@
-"""Rows of a table that are exchanged by their ids (``whale.rules.rows``), as nodes."""
+"""Rows of tables that are exchanged by their ids (``whale.rules.rows``), as nodes: tables travel together.
+
+What does not depend on each other goes in one exchange: the ids of all lookups, their rows, and what is added to rows.
+"""
 
 from __future__ import annotations
 
@@ -9,89 +12,137 @@ from dataclasses import dataclass, field, replace
 from whale.ir.exchanged_bytes import EXPECTED
 from whale.ir.layout import Placement, Split, Strategy
 from whale.ir.ops import IDENTITIES, RESHAPES
+from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, TensorType, item_bytes, static_shape
+from whale.ir.values import TensorType, item_bytes, static_shape
 from whale.lowering.emit import Emitter
 from whale.rules.base import Route
+from whale.rules.registry import rule_of
+from whale.rules.rows import is_exchanged
 
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A route that is there: the node, and the ids that it was made for."""
-
-    node: str
-    ids: int
-
-    def output(self, number: int) -> Ref:
-        """asked, back, sent, came."""
-        return Ref(self.node, number)
+_GROUP = "group "  # begins what stands for sums that travel together
+_ROUTE_RESULTS = 4  # asked, back, sent, came: of each table
+Get = Callable[[Ref, Placement], Ref | None]
+_Ids = tuple[Ref, Placement, tuple[int, ...]]  # ids, how they lie, and the first rows of the ranks
 
 
 @dataclass
+class _Together:
+    """One exchange to be: what each table puts into it.
+
+    Attributes:
+      name: of the node; op: its type.
+      key: equal on all ranks.
+      tables: per table its operands, its results, and the bytes that it is expected to send.
+      starts: of routes, the first rows of each table.
+    """
+
+    name: str
+    op: str
+    key: str
+    tables: list[tuple[tuple[Ref, ...], tuple[TensorType, ...], int]] = field(default_factory=list)
+    starts: tuple[int, ...] = ()
+
+
 class RowExchanges:
-    """Emits one graph's exchanges of rows; ids that were sent to their owners are not sent again."""
+    """Collects one graph's exchanges of rows; ids that were sent to their owners are not sent again."""
 
-    emitter: Emitter
-    program: Program
-    strategies: Mapping[str, Strategy]
-    graph: str
-    routes: dict[tuple[Ref, tuple[int, ...]], Routed] = field(default_factory=dict)
-
-    def emit(
-        self, node: Node, route: Route, local: Node, ids: Placement, get: Callable[[Ref, Placement], Ref | None], moved: int
+    def __init__(
+        self, emitter: Emitter, program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str
     ) -> None:
-        """The node that reads or adds to rows, whose operands and result are local already.
+        self.emitter, self.program, self.strategies, self.graph = emitter, program, strategies, graph
+        self.levels = _levels(program, strategies, plan, graph)
+        self.together: dict[tuple[str, int, str], _Together] = {}
+        self.places: dict[_Ids, tuple[_Together, int]] = {}  # where ids travel to their owners
+        self.counts: dict[str, int] = {}  # tables of each route
+        for name in self.levels:
+            self._place(program.by_name[name])
+
+    def emit(self, node: Node, route: Route, local: Node, get: Get, moved: int) -> None:
+        """The node that reads or adds to rows.
 
         Args:
           node: of the program; local: on this rank, with whole ids.
-          ids: how these lie; get: gives a tensor as it lies so on this rank.
+          get: gives a tensor as it lies so on this rank.
           moved: bytes that all ranks together are expected to send.
         """
-        e = self.emitter
-        kind = self.program.type_of(node.inputs[1])
+        e, kind = self.emitter, self.program.type_of(node.inputs[1])
         values = self.program.type_of(node.inputs[route.values]) if route.values is not None else node.outputs[0]
-        row = static_shape(values)[len(kind.shape or ()) :]
-        width = math.prod(row) * item_bytes(values.dtype)
+        row = static_shape(values)[len(static_shape(kind)) :]
+        width, each = math.prod(row) * item_bytes(values.dtype), item_bytes(kind.dtype)
         mine = moved // e.size
-        of_ids = mine * item_bytes(kind.dtype) // (width + item_bytes(kind.dtype)) if route.values is None else 0
-        routed = self._routed(node, route, ids, get, of_ids or mine * item_bytes(kind.dtype) // max(1, width))
-        asked, back, sent, came = map(routed.output, range(4))
-        attrs = {"N": 1, "key": f"{self.graph}/{node.name}>rows", EXPECTED: mine - of_ids}
-        name, some = f"{node.name}/{e.prefix}", TensorType(values.dtype, (None, *row))
+        of_ids = mine * each // (width + each if route.values is None else max(1, width))
+        key = self._key(node)
+        together, place = self.places[key]
+        count = self._send_ids(key, together, place, get, of_ids)
+        asked, *rest = (Ref(together.name, n * self.counts[together.name] + place) for n in range(_ROUTE_RESULTS))
+        some, flat = TensorType(values.dtype, (None, *row)), TensorType(values.dtype, (count, *row))
+        name = f"{node.name}/{e.prefix}"
         if route.values is None:
             read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
             e.nodes[read.name] = read
-            flat, out = TensorType(values.dtype, (routed.ids, *row)), static_shape(local.outputs[0])
-            one = len(out) == len(row) + 1
-            found = f"{node.name}" if one else f"{name}_flat"
-            ref = e.comm_op(found, "WhaleReturnRows", (Ref(read.name), back, sent, came), values, attrs, (flat,))
-            if not one:
-                e.reshape(node.name, ref, values.dtype, out)
+            operands = (Ref(read.name), *rest)
+            found = self._join("WhaleReturnRows", node, values.dtype, operands, (flat,), mine - of_ids)
+            e.reshape(node.name, found, values.dtype, static_shape(local.outputs[0]))
             return
-        added = e.reshape(f"{name}_flat", local.inputs[route.values], values.dtype, (routed.ids, *row))
-        sums = e.comm_op(f"{name}_sums", "WhaleSendRows", (added, back, sent, came), values, attrs, (some,))
+        added = e.reshape(f"{name}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
+        sums = self._join("WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
         e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
 
-    def _routed(
-        self, node: Node, route: Route, ids: Placement, get: Callable[[Ref, Placement], Ref | None], expected: int
-    ) -> Routed:
-        ref, placement = self._origin(node.inputs[1], ids)
-        known = self.routes.get((ref, route.starts))
-        if known is not None:
-            return known
+    def finish(self) -> None:
+        """Emits the exchanges, once it is known what travels together."""
+        e = self.emitter
+        for (_, _, dtype), one in self.together.items():
+            # Operand by operand, and result by result, all tables.
+            inputs = [ref for operand in zip(*(operands for operands, _, _ in one.tables)) for ref in operand]
+            outputs = [t for result in zip(*(results for _, results, _ in one.tables)) for t in result]
+            attrs = {"N": len(one.tables), "key": one.key, EXPECTED: sum(sent for _, _, sent in one.tables)}
+            if one.starts:
+                attrs["starts"] = one.starts
+            e.comm_op(one.name, one.op, inputs, TensorType(dtype, ()), attrs, outputs)
+
+    def _key(self, node: Node) -> _Ids:
+        strategy = self.strategies[node.name]
+        table = strategy.inputs[0]
+        assert isinstance(table, Split), strategy
+        return (*self._origin(node.inputs[1], strategy.inputs[1]), (*table.starts, table.run))
+
+    def _place(self, node: Node) -> None:
+        """Gives the node's ids a place among those that travel together, unless they have one."""
+        key = self._key(node)
+        if key not in self.places:
+            one = self._of("WhaleRouteIds", node, self.program.type_of(key[0]).dtype)
+            self.places[key] = one, self.counts.setdefault(one.name, 0)
+            self.counts[one.name] += 1
+            one.starts += key[2]
+
+    def _send_ids(self, key: _Ids, together: _Together, place: int, get: Get, expected: int) -> int:
+        """Adds the ids to what travels, when they are needed first; how many there are on this rank."""
+        ref, placement, _ = key
         e, t = self.emitter, self.program.type_of(ref)
-        name = f"{node.name}/{e.prefix}_route"
         assert isinstance(placement, Split), placement
         count = t.elements // max(1, placement.extent) * placement.local(e.rank)
-        local = get(ref, placement)
-        assert local is not None, ref
-        flat = local if len(t.shape or ()) == 1 else e.reshape(f"{name}/flat", local, t.dtype, (count,))
-        sizes = TensorType("int64", (e.size,))
-        outputs = (TensorType(t.dtype, (None,)), TensorType("int32", (count,)), sizes, sizes)
-        attrs = {"N": 1, "key": f"{self.graph}/{node.name}>ids", "starts": route.starts, EXPECTED: expected}
-        e.comm_op(name, "WhaleRouteIds", (flat,), t, attrs, outputs)
-        found = self.routes[ref, route.starts] = Routed(name, count)
-        return found
+        if place == len(together.tables):
+            local = get(ref, placement)
+            assert local is not None, ref
+            flat = e.reshape(f"{together.name}/of_{place}", local, t.dtype, (count,))
+            sizes = TensorType("int64", (e.size,))
+            results = (TensorType(t.dtype, (None,)), TensorType("int32", (count,)), sizes, sizes)
+            together.tables.append(((flat,), results, expected))
+        return count
+
+    def _of(self, op: str, node: Node, dtype: str) -> _Together:
+        level = self.levels[node.name]
+        word = {"WhaleRouteIds": "ids", "WhaleReturnRows": "rows", "WhaleSendRows": "sums"}[op]
+        name = f"{self.emitter.prefix}/{word}_{level}_{dtype}"
+        return self.together.setdefault((op, level, dtype), _Together(name, op, f"{self.graph}/{name}"))
+
+    def _join(
+        self, op: str, node: Node, dtype: str, operands: tuple[Ref, ...], results: tuple[TensorType, ...], sent: int
+    ) -> Ref:
+        one = self._of(op, node, dtype)
+        one.tables.append((operands, results, sent))
+        return Ref(one.name, len(one.tables) - 1)
 
     def _origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
         """The tensor of which ``ref`` is a view with the same elements on each rank, in the same order."""
@@ -107,3 +158,44 @@ class RowExchanges:
                 break
             ref, placement = made.inputs[0], before
         return ref, placement
+
+
+def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
+    """Nodes that exchange rows -> how many such nodes lie behind each other before it, itself left out.
+
+    Those of one level do not wait for each other, by way of sums that travel together neither.
+    """
+    routed = [n for n in program.nodes if _is_routed(n, strategies[n.name])]
+    if not routed:
+        return {}
+    names, found = {n.name for n in routed}, dict[str, int]()
+
+    def behind(name: str) -> list[str]:
+        """What a node, or sums that travel together, waits for."""
+        if name.startswith(_GROUP):
+            return [m.ref.node for m in plan.groups[int(name[len(_GROUP) :])]]
+        node = program.by_name[name]
+        waits = list(node.controls)
+        for ref, placement in zip(node.inputs, strategies[name].inputs):
+            r = plan.reshard_of.get((graph, ref, placement))
+            while r is not None and r.group < 0:
+                r = plan.reshard_of.get((graph, ref, r.source))
+            waits.append(ref.node if r is None else f"{_GROUP}{r.group}")
+        return waits
+
+    for start in routed:
+        stack = [start.name]
+        while stack:
+            waits = behind(stack[-1])
+            missing = [w for w in waits if w not in found]
+            if missing:
+                stack += missing
+                continue
+            name = stack.pop()
+            found[name] = max((found[w] + (w in names) for w in waits), default=0)
+    return {n.name: found[n.name] for n in routed}
+
+
+def _is_routed(node: Node, strategy: Strategy) -> bool:
+    rule = rule_of(node.op)
+    return rule is not None and rule.routes and is_exchanged(strategy)

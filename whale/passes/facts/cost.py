@@ -40,9 +40,13 @@ def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
     return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
 
 
-def exchange_cost(moved: int, parts: int) -> float:
-    """Cost of what a node moves between ranks itself, of ``moved`` bytes in all: sizes, then as much as there is."""
-    return 2 * LATENCY + moved / parts if moved else 0.0
+def exchange_cost(moved: int, parts: int, reads: bool) -> float:
+    """Cost of rows that a node exchanges between ranks itself, of ``moved`` bytes in all.
+
+    Args:
+      reads: numbers of ids, the ids, and rows travel one after the other; what is added to rows takes the same route.
+    """
+    return (3 if reads else 1) * LATENCY + moved / parts if moved else 0.0
 
 
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:

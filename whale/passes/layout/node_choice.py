@@ -90,7 +90,7 @@ class NodeChoice:
         for option in options:
             cost = self.cost(node, option, touched, flops)
             if rule is not None:
-                cost += exchange_cost(rule.exchanged_bytes(op, option), self.state.parts)
+                cost += exchange_cost(rule.exchanged_bytes(op, option), self.state.parts, bool(node.outputs))
             if cost < best_cost:
                 best, best_cost = option, cost
         if best is None:

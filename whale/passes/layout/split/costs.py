@@ -32,8 +32,9 @@ def node_costs(
         return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
     rule, op = rule_of(node.op), view(region.program, node, region.parts)
     assert rule is not None, node
+    reads = bool(node.outputs)
     found = [
-        _WORK * compute_cost(o, touched, flops) + exchange_cost(rule.exchanged_bytes(op, o), region.parts)
+        _WORK * compute_cost(o, touched, flops) + exchange_cost(rule.exchanged_bytes(op, o), region.parts, reads)
         for o in options
     ]
     if sequences:
