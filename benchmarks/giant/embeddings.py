@@ -55,7 +55,9 @@ class Dlrm:
     Zipf's law, as clicks do: few rows are wanted by most examples.
     """
 
-    def __init__(self, scopes: Scopes, dtype: Any, batch: int, rows: int, tables: int = TABLES, width: int = 16) -> None:
+    def __init__(
+        self, scopes: Scopes, dtype: Any, batch: int, rows: int, tables: int = TABLES, width: int = 16
+    ) -> None:
         self.scopes, self.dtype, self.rows, self.size = scopes, dtype, batch, width
         self.words = [max(8, rows >> (i % 8)) for i in range(tables)]
         self.tables = [weight(i, n, width, dtype=dtype) for i, n in enumerate(self.words)]
@@ -86,7 +88,7 @@ class Dlrm:
         return loss
 
     def wanted(self, number: int) -> int:
-        """Each rank asks once for an id that another one has: the id, the row, its slope; and the dense weights' sums."""
+        """Each rank asks once for an id that another one has: id, row, its slope; and the dense weights' sums."""
         ids = self.batch(number)[0].numpy()
         asked = 0
         for column, words in zip(ids.T, self.words):

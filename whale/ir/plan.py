@@ -122,12 +122,9 @@ class Plan:
       offloaded: handle nodes of variables that lie in the host's memory, beside an accelerator.
       expanded: composite nodes that the plan speaks of in their decomposed form.
       inner: on a mesh of more axes, the plan of the next one, for what this axis' first coordinate runs.
-      repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group of equal inner
-        coordinates where they have the whole tensor, once in all where each has a part.
+      repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group that has it whole.
       inner_bytes: what moves along the inner axes, in all groups together.
-      memory: category -> predicted bytes of each rank at the fullest moment of a step (see
-        whale.runtime.compile.memory_plan);
-        empty where nobody asked.
+      memory: category -> predicted bytes of each rank at the fullest moment of a step; empty where nobody asked.
       stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
       others: plans of the same program for the stage groups that do not have ``size`` ranks, one for each number.
       edges: what travels between stage groups.
@@ -148,7 +145,6 @@ class Plan:
     strategies: Mapping[str, Mapping[str, Strategy]] = field(default_factory=dict)
     returned: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     reshards: tuple[Reshard, ...] = ()
-    routed: Mapping[str, int] = field(default_factory=dict)
     unruled: Mapping[str, int] = field(default_factory=dict)
     split_flops: int = 0
     total_flops: int = 0
@@ -170,6 +166,7 @@ class Plan:
     choice: str = ""
     predicted: Predicted | None = None
     axis: str = ""
+    routed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -185,7 +182,7 @@ class Plan:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that one step moves along the plan's own axis; of exchanges of rows, as many as are expected."""
+        """Bytes that one step moves along the plan's own axis; of rows that are exchanged, what is expected."""
         return sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards) + sum(self.routed.values())
 
     @property
@@ -245,9 +242,7 @@ class Plan:
                 task_graphs=[(t.scope, t.kind, list(t.devices), t.nodes) for t in self.task_graphs],
                 batch_inputs=[(b.name, str(b.placement), b.origin) for b in self.batch_inputs],
                 local_inputs=[b.name for b in self.batch_inputs if b.local],
-                strategy_table=[
-                    ([str(p) for p in s.inputs], [str(p) for p in s.outputs], s.why, s.once) for s in table
-                ],
+                strategy_table=[([*map(str, s.inputs)], [*map(str, s.outputs)], s.why, s.once) for s in table],
                 graphs=graphs,
                 returned={g: [str(p) for p in placements] for g, placements in self.returned.items()},
                 reshards=[
@@ -321,19 +316,14 @@ class _File(msgspec.Struct):
 
 
 def plan_from_json(data: bytes) -> Plan:
-    """Inverse of ``Plan.to_json``.
-
-    Raises:
-      ValueError: the data are no plan, or of another format version.
-    """
+    """Inverse of ``Plan.to_json``; raises ValueError where the data are no plan, or of another format version."""
     try:
         version = msgspec.json.decode(data, type=_Version).version
     except (msgspec.DecodeError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"plan format version {version}; this build reads version {FORMAT_VERSION}: "
-            "make the plan again with `whale plan`"
+            f"plan format version {version}; this build reads version {FORMAT_VERSION}: make it again with `whale plan`"
         )
     try:
         return _plan(msgspec.json.decode(data, type=_File))

@@ -82,11 +82,11 @@ class RowExchanges:
             read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
             e.nodes[read.name] = read
             operands = (Ref(read.name), *rest)
-            found = self._join("WhaleReturnRows", node, values.dtype, operands, (flat,), mine - of_ids)
+            found = self._join("rows", "WhaleReturnRows", node, values.dtype, operands, (flat,), mine - of_ids)
             e.reshape(node.name, found, values.dtype, static_shape(local.outputs[0]))
             return
         added = e.reshape(f"{name}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
-        sums = self._join("WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
+        sums = self._join("sums", "WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
         e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
 
     def finish(self) -> None:
@@ -111,7 +111,7 @@ class RowExchanges:
         """Gives the node's ids a place among those that travel together, unless they have one."""
         key = self._key(node)
         if key not in self.places:
-            one = self._of("WhaleRouteIds", node, self.program.type_of(key[0]).dtype)
+            one = self._of("ids", "WhaleRouteIds", node, self.program.type_of(key[0]).dtype)
             self.places[key] = one, self.counts.setdefault(one.name, 0)
             self.counts[one.name] += 1
             one.starts += key[2]
@@ -131,16 +131,23 @@ class RowExchanges:
             together.tables.append(((flat,), results, expected))
         return count
 
-    def _of(self, op: str, node: Node, dtype: str) -> _Together:
+    def _of(self, word: str, op: str, node: Node, dtype: str) -> _Together:
         level = self.levels[node.name]
-        word = {"WhaleRouteIds": "ids", "WhaleReturnRows": "rows", "WhaleSendRows": "sums"}[op]
         name = f"{self.emitter.prefix}/{word}_{level}_{dtype}"
         return self.together.setdefault((op, level, dtype), _Together(name, op, f"{self.graph}/{name}"))
 
     def _join(
-        self, op: str, node: Node, dtype: str, operands: tuple[Ref, ...], results: tuple[TensorType, ...], sent: int
+        self,
+        word: str,
+        op: str,
+        node: Node,
+        dtype: str,
+        operands: tuple[Ref, ...],
+        results: tuple[TensorType, ...],
+        sent: int,
     ) -> Ref:
-        one = self._of(op, node, dtype)
+        """Adds a table to what travels together; its result."""
+        one = self._of(word, op, node, dtype)
         one.tables.append((operands, results, sent))
         return Ref(one.name, len(one.tables) - 1)
 

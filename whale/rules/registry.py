@@ -12,11 +12,10 @@ import numpy as np
 from whale.errors import RuleError
 from whale.ir.layout import B, Partial, Placement, Split, in_runs
 from whale.ir.values import TensorType
-from whale.rules import roles
+from whale.rules import roles, rows
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.rules.binding import Binding, bind, cut_strategies, partial_strategies, whole_strategy
 from whale.rules.notation import FIRST_RANK, Passes, parse, parse_passes
-from whale.rules import rows
 
 FAMILIES = {
     "math": ("pointwise", "linear", "reductions", "einsum", "random", "linalg", "fft", "sort", "quantise"),

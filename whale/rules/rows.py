@@ -20,7 +20,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def exchanged(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
-    """The ways to read, or add to, a variable cut by rows whose ids are cut as well, as ``current`` or ``wanted`` say."""
+    """The ways to read, or add to, a variable cut by rows, whose ids are cut as ``current`` or ``wanted`` say."""
     ids = op.inputs[_IDS]
     adds = len(op.inputs) == 3
     table = current[0]
@@ -77,4 +77,3 @@ def exchanged_bytes(op: OpView, strategy: Strategy) -> int:
         once = -rows * math.expm1(-count / rows) if rows else 0.0
         moved += once * (rows - own) / rows if rows else 0.0
     return round(moved * (width + (item_bytes(ids.dtype) if len(op.inputs) == 2 else 0)))
-

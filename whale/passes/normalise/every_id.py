@@ -173,7 +173,9 @@ class _Rewriter:
         segments = self._const(node, "segments", numbers)
         number = self._const(node, "count", np.array(count, np.int32))
         kinds = {"T": DType(t.dtype), "Tindices": DType("int64"), "Tnumsegments": DType("int32")}
-        summed = self._new(node, "sums", "UnsortedSegmentSum", (rows, segments, number), found, **kinds, **_blocks(count))
+        summed = self._new(
+            node, "sums", "UnsortedSegmentSum", (rows, segments, number), found, **kinds, **_blocks(count)
+        )
         self._becomes(node, self._divided(node, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
