@@ -1,4 +1,4 @@
-"""Tables of embeddings under a split scope: rows looked up by sparse ids, and once for each id; a DLRM of many tables."""
+"""Tables of embeddings under a split scope: rows by sparse ids, and once for each id; a DLRM of many tables."""
 
 from __future__ import annotations
 
