@@ -57,10 +57,12 @@ class Rows:
         return iterator.get_next()
 
 
-def train(loss: Any, train_op: Any, runs: int, more: Any = (), hooks: Any = ()) -> dict[str, list[float]]:
+def train(
+    loss: Any, train_op: Any, runs: int, more: Any = (), hooks: Any = (), config: Any = None
+) -> dict[str, list[float]]:
     """Losses of the runs, other values of them, and the weights after all."""
     found: dict[str, list[float]] = {"loss": []}
-    with tf.train.MonitoredTrainingSession(hooks=list(hooks)) as session:
+    with tf.train.MonitoredTrainingSession(hooks=list(hooks), config=config) as session:
         for _ in range(runs):
             values = session.run([loss, train_op, list(more)])
             found["loss"].append(float(values[0]))

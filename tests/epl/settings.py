@@ -28,7 +28,9 @@ def _with(settings: dict[str, Any], dtype: Any = tf.float64) -> _Script:
         step = tf.train.get_or_create_global_step()
         # Adam divides by how large gradients are: where one is about 0, half precision decides its sign.
         adam, momentum = tf.train.AdamOptimizer(0.01), tf.train.MomentumOptimizer(0.1, 0.9)
-        return train(loss, (adam if dtype == tf.float64 else momentum).minimize(loss, step), runs)
+        train_op = (adam if dtype == tf.float64 else momentum).minimize(loss, step)
+        # For offload, a second device of the processor stands for an accelerator.
+        return train(loss, train_op, runs, config=tf.ConfigProto(device_count={"CPU": 2}))
 
     return script
 

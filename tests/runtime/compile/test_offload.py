@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from whale.errors import ConfigError, PlanError
+from whale.errors import ConfigError
 
 
 def test_runs_are_as_on_one_device_and_copies_as_predicted() -> None:
@@ -26,16 +26,3 @@ def test_nothing_is_held_elsewhere_where_the_device_is_the_host(ranks: Callable[
     with pytest.raises(ConfigError, match="the device is the host"):
         step(tf.constant([0.5]))
     assert float(weight[0]) == 1.0
-
-
-def test_a_session_is_refused(ranks: Callable[..., None]) -> None:
-    ranks(1, **{"offload.level": "optimizer"})
-    with tf.Graph().as_default() as graph:
-        weight = tf.compat.v1.get_variable("w", initializer=tf.ones((4, 4)), use_resource=True)
-        loss = tf.reduce_sum(tf.ones((2, 4)) @ weight)
-        update = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9).minimize(loss)
-        begin = tf.compat.v1.global_variables_initializer()
-    with wh.Session(graph=graph) as session:
-        session.run(begin)
-        with pytest.raises(PlanError, match="a session's variables"):
-            session.run(update)

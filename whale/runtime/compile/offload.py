@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,19 +13,22 @@ from whale.config import Config
 from whale.errors import ConfigError
 
 
-def compute_device(config: Config) -> str:
+def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
     """Name of the device beside the host's memory: the first accelerator, or a second logical device of the processor.
+
+    Args:
+      devices: of a session; None: this process's.
 
     Raises:
       ConfigError: there is none: the memory that computes is the host's.
     """
-    others = _beside_host()
+    others = _beside_host(tf.config.list_logical_devices() if devices is None else devices)
     if not others:
         raise ConfigError(
             "nothing can be held in the host's memory instead of the device's: the device is the host",
             given=f"offload.level={config['offload.level']!r}, and no device beside {HOST_DEVICE}",
             expected="an accelerator; to try it without one, a second logical device of the processor "
-            "(tf.config.set_logical_device_configuration)",
+            "(tf.config.set_logical_device_configuration; of a session, ConfigProto(device_count={'CPU': 2}))",
             action='leave it out; zero.level=3, gradient_checkpoint.type="auto" and more micro-batches save memory',
         )
     return others[0]
@@ -31,12 +36,13 @@ def compute_device(config: Config) -> str:
 
 def has_compute_device() -> bool:
     """Whether a device computes that has a memory beside the host's."""
-    return bool(_beside_host())
+    return bool(_beside_host(tf.config.list_logical_devices()))
 
 
-def _beside_host() -> list[str]:
-    processors = tf.config.list_logical_devices("CPU")
-    gpus = [d for d in tf.config.list_logical_devices() if d.device_type == "GPU"]
+def _beside_host(devices: Iterable[Any]) -> list[str]:
+    found = list(devices)
+    processors = [d for d in found if d.device_type == "CPU"]
+    gpus = [d for d in found if d.device_type == "GPU"]
     return [str(d.name) for d in (*gpus, *processors[1:])]
 
 

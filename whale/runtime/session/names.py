@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 
 import numpy as np
 
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import ON_HOST, Node, Program, Ref
 
 
 def name_of(handle: Node) -> str:
@@ -38,15 +38,20 @@ def random_streams(program: Program) -> dict[str, Hashable]:
     return found
 
 
-def own_resources(program: Program, position: int) -> Program:
+def own_resources(program: Program, position: int, on_host: Collection[str]) -> Program:
     """Variables, tables, queues and iterators are found by name in the session, in every run: by the user's names for
-    the first rank, by others for in-process ranks. One without a shared name goes by its node's, as in TensorFlow."""
+    the first rank, by others for in-process ranks. One without a shared name goes by its node's, as in TensorFlow.
+
+    Args:
+      on_host: names of the variables that lie in the host's memory beside an accelerator.
+    """
     prefix = rank_prefix(position)
 
     def own(node: Node) -> Node:
         shared = node.attrs.get("shared_name") if node.stateful and node.op != "OneShotIterator" else None
         if shared is None:
             return node
-        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name)})
+        place = {ON_HOST: True} if node.op == "VarHandleOp" and name_of(node) in on_host else {}
+        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name), **place})
 
     return program.with_nodes(tuple(map(own, program.nodes)))

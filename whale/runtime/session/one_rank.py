@@ -40,6 +40,10 @@ class OneRank:
         self._graph, self._lock = graph, lock
         self._runs: dict[Hashable, Run] = {}
 
+    def forget(self) -> None:
+        """Has runs made again: variables lie in another memory now."""
+        self._runs.clear()
+
     def first_ranks(
         self,
         outputs: Sequence[tf.Tensor],
@@ -85,7 +89,9 @@ class OneRank:
                     captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
                     program = compile_alone(without(captured.program, written), self._context)
                     self._variables.refuse_alone(program)
-                    run = self._graph.run_of([program], "whale_alone", captured.inputs, captured.fed, alone=True)
+                    on_host = self._variables.on_host
+                    inputs, fed = captured.inputs, captured.fed
+                    run = self._graph.run_of([program], "whale_alone", inputs, fed, alone=True, on_host=on_host)
                     self._runs[key] = run
             return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 

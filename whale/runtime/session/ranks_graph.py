@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from whale.config import Config
 from whale.ir.program import Program
 from whale.lowering.functions import lower_to_graph
+from whale.runtime.compile.offload import compute_device
 from whale.runtime.run.context import unique
 from whale.runtime.session.names import own_resources, random_streams
 from whale.runtime.session.plain import PlainSession
@@ -23,19 +25,37 @@ class RanksGraph:
 
     Args:
       config: a tf.compat.v1.ConfigProto, as for the user's session.
+      offload: the run's configuration, where variables come to lie in the host's memory.
+
+    Raises:
+      ConfigError: they cannot, since that is what this session computes in.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, offload: Config | None = None) -> None:
         self.graph = tf.Graph()
         self.session = PlainSession(graph=self.graph, config=config)
+        device = "" if offload is None else compute_device(offload, self.session.list_devices())
+        # What an accelerator can compute goes there by itself.
+        self._computes = device if "CPU" in device else ""
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
 
     def close(self) -> None:
         """Frees what the ranks hold."""
         self.session.close()
 
+    def device(self, op: tf.Operation) -> str:
+        """Where what nothing else says is computed: with the variable that it uses, else beside the host's memory."""
+        handles = [t.op.device for t in op.inputs if t.dtype == tf.resource]
+        return str(op.device or next(iter(handles), self._computes))
+
     def run_of(
-        self, ranks: Sequence[Program], name: str, arguments: Sequence[str], fed: Sequence[str], alone: bool = False
+        self,
+        ranks: Sequence[Program],
+        name: str,
+        arguments: Sequence[str],
+        fed: Sequence[str],
+        alone: bool = False,
+        on_host: Collection[str] = (),
     ) -> Run:
         """The ranks' programs side by side in the graph, as a function of what is fed.
 
@@ -43,13 +63,14 @@ class RanksGraph:
           name: begins that of the nodes; made unique.
           arguments: the programs' inputs; fed: names of the tensors of the user's graph that they are fed with.
           alone: not all ranks make this run, so it must not advance random streams that they share.
+          on_host: names of the variables that lie in the host's memory beside an accelerator.
         """
         tag = unique(name)
         inputs: list[Any] = []
         results: list[Any] = []
         effects: list[Any] = []
         for position, program in enumerate(ranks):
-            program = own_resources(program, position)
+            program = own_resources(program, position, on_host)
             names = [f"{r.node}:{r.index}" for r in program.outputs]
             elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
             prefix = f"{tag}_rank{position}"
@@ -57,7 +78,7 @@ class RanksGraph:
             # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
             with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
             known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
-            with self.graph.as_default():
+            with self.graph.as_default(), self.graph.device(self.device):
                 found = tf.graph_util.import_graph_def(
                     lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
                 )

@@ -62,6 +62,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     Raises:
       ClusterError: made before ``wh.init``.
       ProgramError: ``target`` names a server.
+      ConfigError: ``offload.level`` without a device beside the host's memory.
     """
 
     def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
@@ -75,7 +76,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             )
         super().__init__("", graph, config)
         self._acts_between = False
-        self._ranks_graph = RanksGraph(config)
+        offloads = self._whale.dry is None and bool(self._whale.config["offload.level"])
+        self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
         self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
@@ -85,7 +87,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._capture_only = False
         self._present = Present(self._whale.size)
         graph = self._ranks_graph
-        self._variables = SessionVariables(self._whale, graph.session, graph.graph)
+        self._variables = SessionVariables(self._whale, graph)
         self._one_rank = OneRank(self._whale, self._captures, self._variables, graph, self._lock)
         self._sources = Sources(self._whale, self._captures, self._one_rank, self._lock)
         self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
@@ -270,6 +272,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
                 del self._layouts[other], self._runs[other], self._plans[other], self._uses[other]
+        if self._variables.on_host.intersection(moved):
+            self._one_rank.forget()
 
     def _refresh(self, names: Sequence[str]) -> None:
         """Present values of these variables on every rank."""
@@ -277,7 +281,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             context = self._whale
             ranks = self._present.sent(names, context.ranks, context.comm_name, self._refreshes)
             self._refreshes += 1
-            self._ranks_graph.run_of(ranks, "whale_present", (), ())({}, (None, None))
+            run = self._ranks_graph.run_of(ranks, "whale_present", (), (), on_host=self._variables.on_host)
+            run({}, (None, None))
 
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
@@ -324,7 +329,10 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         load_ops(compiled.ranks)
         self._uses[key] = self._present.uses(compiled)
         self._layouts[key] = self._variables.wanted(compiled)
-        run = self._ranks_graph.run_of(compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed)
+        on_host = {name for name, (_, _, there) in self._layouts[key].items() if there}
+        run = self._ranks_graph.run_of(
+            compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
+        )
         trace = self._whale.trace
         traced = run if trace is None else trace.steps(run, name, compiled.number)
         self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.ops import gen_resource_variable_ops
 
+from whale.capture.encode import HOST_DEVICE
 from whale.errors import PlanError, ProgramError
 from whale.ir.layout import B, Placement, Split
 from whale.ir.mesh import chain
@@ -27,13 +28,14 @@ from whale.runtime.compile.compile import Compiled
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.names import name_of, rank_prefix
+from whale.runtime.session.ranks_graph import RanksGraph
 from whale.runtime.spread.levels import own_variables
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
 from whale.runtime.variables.split_variable import cut
 
 _TOGETHER_BYTES = 64 << 20
-Layout = tuple[Placement, TensorType]
+Layout = tuple[Placement, TensorType, bool]  # the last: in the host's memory beside an accelerator
 _INITIAL = "_whale_initial"  # what ranks compare of an assignment that waits
 
 
@@ -194,13 +196,15 @@ class SessionVariables:
     """What this process's ranks hold of a session's variables.
 
     Args:
-      inner: the session, and ``graph`` its graph, in which the ranks' variables live.
+      ranks_graph: the graph and the session in which the ranks' variables live.
     """
 
-    def __init__(self, context: Context, inner: tf.compat.v1.Session, graph: tf.Graph):
-        self.context, self._inner, self._graph = context, inner, graph
+    def __init__(self, context: Context, ranks_graph: RanksGraph):
+        self.context, self._ranks_graph = context, ranks_graph
+        self._inner, self._graph = ranks_graph.session, ranks_graph.graph
         self._held: dict[str, Initial] = {}
         self._split: dict[str, Split] = {}
+        self.on_host: set[str] = set()  # names of those that lie in the host's memory beside an accelerator
         self.axis = ""  # of the mesh, over which these lie
         self._types: dict[str, TensorType] = {}
         self._runs: Counter[str] = Counter()  # of random ops
@@ -242,7 +246,7 @@ class SessionVariables:
         named = ((v, self._split.get(name_of(program.by_name[v.node]))) for v in used)
         found: dict[str, Placement] = {v.node: placement for v, placement in named if placement is not None}
         config = self.context.config
-        if not has_stages(program) and not config["auto_parallel"] and not config["offload.level"]:
+        if not has_stages(program) and not config["auto_parallel"]:
             return found
         if found:
             raise PlanError(
@@ -272,7 +276,8 @@ class SessionVariables:
         program, placed = compiled.program, compiled.plan.variables
         self.axis = _last_axis(compiled) if placed else self.axis
         used = [v for v in program.variables if _is_used(program, v)]
-        return {name_of(program.by_name[v.node]): (placed.get(v.node, B), v.type) for v in used}
+        found = ((v, name_of(program.by_name[v.node]), v.node in compiled.plan.offloaded) for v in used)
+        return {name: (placed.get(v.node, B), v.type, there or name in self.on_host) for v, name, there in found}
 
     def wait(self, waiting: Waiting, paths: Mapping[tf.Tensor, str]) -> None:
         """Takes note of what a run assigned. Collective between processes where it draws without seeds."""
@@ -293,12 +298,15 @@ class SessionVariables:
     def settle(self, wanted: Mapping[str, Layout]) -> list[str]:
         """Lets variables lie as a run has them. Returns the names of those that lie otherwise than before."""
         moved = []
-        for name, (placement, held) in wanted.items():
+        for name, (placement, held, on_host) in wanted.items():
             if isinstance(placement, Split) and name not in self._split:
                 moved.append(name)
                 self._split[name], self._types[name] = placement, held
                 if name not in self._held:
                     self._cut(name, placement, held)
+            if on_host and name not in self.on_host:
+                moved.append(name)
+                self._to_host(name, tf.as_dtype(held.dtype))
         self._make([name for name in wanted if name in self._held])
         return moved
 
@@ -368,4 +376,19 @@ class SessionVariables:
     def handle(self, name: str, position: int, dtype: tf.DType) -> tf.Tensor:
         """In the inner graph, of the variable of this process's rank number ``position``."""
         shared = rank_prefix(position) + name
-        return gen_resource_variable_ops.var_handle_op(dtype=dtype, shape=tf.TensorShape(None), shared_name=shared)
+        place = HOST_DEVICE if name in self.on_host else self._ranks_graph.device
+        with self._graph.device(place):
+            return gen_resource_variable_ops.var_handle_op(dtype=dtype, shape=tf.TensorShape(None), shared_name=shared)
+
+    def _to_host(self, name: str, dtype: tf.DType) -> None:
+        """Values of a variable move to the host's memory, and leave the device's."""
+        positions = range(len(self.context.ranks))
+        values = [self.read(name, position, dtype) for position in positions]
+        with self._graph.as_default():
+            handles = [self.handle(name, position, dtype) for position in positions]
+            self._inner.run([gen_resource_variable_ops.destroy_resource_op(handle) for handle in handles])
+        for position in positions:
+            del self._reads[name, position]
+            self._assigns.pop((name, position), None)
+        self.on_host.add(name)
+        self._assign((name, position, value) for position, value in enumerate(values))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import chain, format_axes
 from whale.ir.plan import Plan
@@ -48,13 +47,6 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
     }
     refuse_rank_groups(program, settings.size, unable)
     on_host = offloaded(program, settings.memory.offload)
-    if on_host and not settings.split.at_rest:
-        raise PlanError(
-            "a session's variables cannot lie in the host's memory beside an accelerator",
-            given=f'offload.level="{settings.memory.offload}"',
-            expected="no offload.level, or a step that is a wh.function",
-            action="leave offload.level out, or write the step as a wh.function",
-        )
     plan = plan_stage_groups(program, settings, stage_groups) if stage_groups else plan_program(program, settings)
     return replace(plan, offloaded=on_host)
 
