@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from whale.ir.plan import Plan
 
@@ -39,13 +38,16 @@ class Mesh:
         """Where a rank is, one number per axis."""
         return coordinates_of(self.ranks.index(rank), [a.size for a in self.axes])
 
-    def along(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` in the coordinate of one axis only, itself included."""
-        k = next(i for i, a in enumerate(self.axes) if a.name == axis)
-        step = prod(a.size for a in self.axes[k + 1 :])
-        position = self.ranks.index(rank)
-        first = position - position // step % self.axes[k].size * step
-        return tuple(self.ranks[first + i * step] for i in range(self.axes[k].size))
+    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` in the coordinates of some axes only, itself included, in order."""
+        first, offsets = self.ranks.index(rank), [0]
+        position, step = first, len(self.ranks)
+        for axis in self.axes:
+            step //= axis.size
+            if axis.name in axes:
+                first -= position // step % axis.size * step
+                offsets = [offset + i * step for offset in offsets for i in range(axis.size)]
+        return tuple(self.ranks[first + offset] for offset in offsets)
 
     def with_last(self, axis: str) -> tuple[int, ...]:
         """All ranks, those that differ in the coordinate of one axis only next to each other."""

@@ -18,7 +18,7 @@ from whale.ir.layout import split
 from whale.ir.mesh import Axis, chain, moved_along
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan, human_bytes
-from whale.ir.program import Program
+from whale.ir.program import Program, Ref
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.mesh import plan_program
 
@@ -68,6 +68,18 @@ def test_a_classifier_beside_divided_rows(words: int) -> None:
         assert str(layer.inputs[0]) == "S(0)[4,4]"
 
 
+def test_sums_over_both_axes_are_one() -> None:
+    """The layer outside of the scope has rows on every rank."""
+    plan, spread = run_mesh(classifier(16, 32, 400, "split_0"), 2, 2)
+    (r,) = (r for r in plan.reshards if r.ref == Ref("d_u"))
+    over_all = [c for c in spread.calls if c.key.startswith(r.key)]
+    assert {c.attrs["ranks"] for c in over_all} == {(0, 1, 2, 3)}
+    within = [c for c in spread.calls if "d_u" in c.key and c not in over_all]
+    assert not within, "none within a group beside it"
+    moved = sum(moved_along(plan))
+    assert moved == plan.logical_bytes
+
+
 def test_rows_may_be_divided_unevenly_within_groups() -> None:
     plan, _ = run_mesh(classifier(16, 32, 400, "split_0"), 2, 2, batch__shares=(5, 3, 5, 3))
     assert str(plan.inner.strategies[""]["layer"].inputs[0]) == "S(0)[5,3]"
@@ -83,8 +95,6 @@ def test_mistakes() -> None:
     program = scoped(mlp(8, 12, 24, 6))
     with pytest.raises(PlanError, match=r"equal groups\n  given: split.ranks=3, 4 ranks\n  expected: .*1 or 2 or 4"):
         plan_program(program, PlanSettings(4).but(split__ranks=3))
-    with pytest.raises(PlanError, match="through Whale only"):
-        plan_program(program, PlanSettings(4).but(split__ranks=2, exchange__backend="horovod"))
     with pytest.raises(PlanError, match=r"do not fill the mesh\n  given: mesh tensor=3, 4 ranks"):
         plan_program(program, PlanSettings(4, mesh=(Axis("tensor", 3),)))
     with pytest.raises(PlanError, match=r"leaves ranks over\n  given: mesh data=1,tensor=2, 4 ranks"):
@@ -162,7 +172,7 @@ def test_loops(talks: bool, shares: tuple[int, ...]) -> None:
     assert plan.inner is not None
     inside = [c for c in spread.calls if c.key.startswith("body/")]
     along_rows = [c for c in inside if c.op == "WhaleAllReduce"]
-    assert len(along_rows) == (12 if talks else 0), "a reduction per iteration along each axis, in all groups"
+    assert len(along_rows) == (3 if talks else 0), "a reduction per iteration, over both axes"
 
 
 def test_what_is_divided_goes_through_loops_and_branches() -> None:

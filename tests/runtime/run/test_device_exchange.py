@@ -5,8 +5,9 @@ The device is the host's memory (tests/whale_ops/device/host_device.cc); tests/d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
-from tests.whale_ops.device.host_device import build_host_device
+from tests.whale_ops.device.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
-from whale.errors import ClusterError, ConfigError, PlanError
+from whale.errors import ClusterError, ConfigError
 from whale.ir.plan_text import format_plan
 from whale.runtime.ranks import device_exchange
-from whale.started import ProcessPlace
 
 Start = Callable[..., None]
 NCCL = {"communication.backend": "nccl"}
@@ -34,23 +34,19 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def with_devices(ranks: Start, library: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def with_devices(ranks: Start, library: Path) -> Iterator[Start]:
     """As `ranks`, each with the host's memory as its device."""
-
-    def start(config: Config, place: ProcessPlace, size: int, comms: list[whale_ops.Communicator]) -> None:
-        def open_device(comm: whale_ops.Communicator) -> None:
-            device_exchange.open_device(config, comm, 0, "")
-
-        with ThreadPoolExecutor(len(comms)) as pool:
-            list(pool.map(open_device, comms))
-
-    monkeypatch.setattr(device_exchange, "library", lambda: library)
-    monkeypatch.setattr(device_exchange, "start", start)
-    return ranks
+    with host_devices(library):
+        yield ranks
 
 
-def trained(function: Any, dtype: str = "float64", centred: bool = True) -> tuple[list[np.ndarray], list[float], Any]:
-    """Weights and losses after three steps, and the step; `centred`: by what the whole batch has in the mean."""
+def trained(
+    function: Any, dtype: str = "float64", centred: bool = True, scope: Callable[[], Any] = nullcontext
+) -> tuple[list[np.ndarray], list[float], Any]:
+    """Weights and losses after three steps, and the step; `centred`: by what the whole batch has in the mean.
+
+    `scope`: of the second layer.
+    """
     generator = np.random.default_rng(1)
     weights = [tf.Variable(generator.standard_normal(s).astype(dtype) / 8) for s in ((30, 40), (40, 1), (40,))]
     x, y = generator.standard_normal((12, 30)).astype(dtype), np.ones((12, 1), dtype)
@@ -61,7 +57,9 @@ def trained(function: Any, dtype: str = "float64", centred: bool = True) -> tupl
             hidden = x @ weights[0] + weights[2]
             if centred:
                 hidden -= tf.reduce_mean(hidden, 0)
-            loss = tf.reduce_mean(tf.square(tf.tanh(hidden) @ weights[1] - y))
+            with scope():
+                out = tf.tanh(hidden) @ weights[1]
+            loss = tf.reduce_mean(tf.square(out - y))
         for weight, slope in zip(weights, tape.gradient(loss, weights)):
             weight.assign_sub(tf.cast(0.5, dtype) * slope)
         return loss
@@ -101,10 +99,17 @@ def test_gradients_can_travel_with_16_bits(with_devices: Start) -> None:
     assert 2.0**-19 < error < 2.0**-9, "rounded, and no more than the wire rounds"
 
 
-def test_groups_of_ranks_are_refused(with_devices: Start) -> None:
-    with_devices(4, **NCCL, **{"split.ranks": 2})
-    with pytest.raises(PlanError, match=r"communication\.backend"), wh.split():
-        trained(wh.function)
+def test_sums_over_all_ranks_of_a_mesh(with_devices: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is outside of the scope has rows on every rank, so its gradients are sums over both axes, and one sum."""
+    one, losses_of_one, _ = trained(tf.function)
+    with_devices(4, **NCCL, mesh="data=2,expert=2")
+    weights, losses, step = trained(wh.function, scope=lambda: wh.split(axis="expert"))
+    np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
+    for weight, other in zip(weights, one):
+        np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
+    (compiled,) = (s.compiled for s in step._steps.values())
+    assert all(any(n.op == "WhaleDeviceAllReduce" for n in rank.nodes) for rank in compiled.ranks)
+    assert "carries out the sums over all ranks: 2 of 7" in capsys.readouterr().err
 
 
 def test_ranks_of_one_process_are_refused(ranks: Start) -> None:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import whale_ops
+from whale.config import Config
+from whale.runtime.ranks import device_exchange
+from whale.started import ProcessPlace
 from whale_ops import build
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,3 +27,17 @@ def build_host_device(folder: Path) -> Path:
     source = ROOT / "tests/whale_ops/device/host_device.cc"
     subprocess.run([*build.find_compiler(), *flags, str(source), "-o", str(output), *core], check=True)
     return output
+
+
+@contextmanager
+def host_devices(library: Path) -> Iterator[None]:
+    """Under it, ranks of this process that ``wh.init`` makes have the host's memory as their devices, if asked for."""
+
+    def start(config: Config, place: ProcessPlace, size: int, comms: list[whale_ops.Communicator]) -> None:
+        if config["communication.backend"] not in device_exchange.DEVICE_BACKENDS:
+            return
+        with ThreadPoolExecutor(len(comms)) as pool:
+            list(pool.map(lambda comm: device_exchange.open_device(config, comm, 0, ""), comms))
+
+    with mock.patch.multiple(device_exchange, library=lambda: library, start=start):
+        yield

@@ -15,7 +15,7 @@ from whale.ir.program import Program
 # Values of `communication.backend` that mean accelerators.
 DEVICE_BACKENDS = ("nccl", "cuda-ipc")
 # Element types of WhaleDeviceAllReduce.
-_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+DEVICE_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def device_can(program: Program, r: Reshard) -> bool:
@@ -24,7 +24,7 @@ def device_can(program: Program, r: Reshard) -> bool:
         r.graph == ""
         and isinstance(r.source, Partial)
         and isinstance(r.target, Broadcast)
-        and program.type_of(r.ref).dtype in _DTYPES
+        and program.type_of(r.ref).dtype in DEVICE_DTYPES
     )
 
 

@@ -18,7 +18,7 @@ from whale.passes.exchange.fuse_all_reduces import moves
 from whale.passes.layout.graph_layout import GraphLayout
 
 # Element types of Horovod's all-reduce kernels for TensorFlow.
-_DTYPES = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
+HOROVOD_DTYPES = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
 # What Horovod's Python calls leave in a graph -> the calls.
 _CALLS = {
     "HorovodAllreduce": "hvd.DistributedOptimizer, hvd.DistributedGradientTape or hvd.allreduce",
@@ -66,7 +66,7 @@ def horovod_can(program: Program, r: Reshard) -> bool:
         and isinstance(r.source, Partial)
         and r.source == P_SUM
         and isinstance(r.target, Broadcast)
-        and program.type_of(r.ref).dtype in _DTYPES
+        and program.type_of(r.ref).dtype in HOROVOD_DTYPES
     )
 
 

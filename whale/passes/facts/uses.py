@@ -13,16 +13,21 @@ _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 
 
 def taken_by_updates(program: Program, ref: Ref) -> bool:
-    """Whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be."""
-    elements = program.type_of(ref).elements
+    """Whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be.
+
+    On the way it may be cut among ranks, or gathered from them.
+    """
     seen, stack = {ref}, [ref]
     while stack:
-        for node, _ in program.consumers.get(stack.pop(), ()):
+        taken = stack.pop()
+        elements = program.type_of(taken).elements
+        for node, _ in program.consumers.get(taken, ()):
             if not node.outputs and any(r.node in program.variable_of for r in node.inputs):
                 return True
             if not _keeps_elements(node):
                 continue
-            more = {r for r, t in zip(node.refs(), node.outputs) if t.is_static and t.elements == elements} - seen
+            here = (r for r, t in zip(node.refs(), node.outputs) if t.is_static)
+            more = {r for r in here if node.op in EXCHANGES or program.type_of(r).elements == elements} - seen
             seen |= more
             stack += more
     return False

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import msgspec
 
 from whale.ir.layout import Placement
+from whale.ir.ops import ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.compiled import compile_marked
@@ -113,6 +114,7 @@ def compile_program(
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
     compare_exchanges(lowered, plan, number, context)
+    _tell_of_backend(lowered[0], plan, settings, context)
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     clock.lap("localise")
     if context.dry is None:
@@ -132,6 +134,19 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> None:
     if not chosen and (text := undivided(program, plan)):
         context.whole.add(plan.program)
         sys.stderr.write(f"whale: {text}\n")
+
+
+def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
+    """Says on the first rank which sums of a step over several axes the backend carries out: those over all ranks."""
+    backend = settings.exchange.backend
+    if backend == "whale" or context.rank != 0 or not (plan.stage_groups or plan.inner is not None):
+        return
+    sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
+    given = sum(op != "WhaleAllReduce" for op in sums)
+    sys.stderr.write(
+        f'whale: communication.backend="{backend}" carries out the sums over all ranks: {given} of {len(sums)} of '
+        f"`{plan.program}`; Whale those over some ranks\n"
+    )
 
 
 class _Clock:

@@ -48,7 +48,8 @@ def phases_of_exchanges(program: Program) -> dict[str, tuple[list[int], list[str
         for node in graph.nodes:
             if node.op in EXCHANGES and node.op not in POINT_TO_POINT:
                 ranks = list(map(int, node.attrs.get("ranks", ())))
-                found.setdefault(str(node.attrs["key"]), (ranks, []))[1].append(name)
+                key = str(node.attrs.get("key", node.name))  # Horovod's is the name
+                found.setdefault(key, (ranks, []))[1].append(name)
     return found
 
 

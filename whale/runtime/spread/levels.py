@@ -16,9 +16,10 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import B, Placement, Split, Strategy, split
 from whale.ir.mesh import AXIS, Axis, chain
 from whale.ir.ops import EXCHANGES
-from whale.ir.plan import BatchInput, Plan
-from whale.ir.program import Program
+from whale.ir.plan import BatchInput, Plan, Reshard
+from whale.ir.program import Node, Program
 from whale.lowering.local import localise
+from whale.passes.exchange.joint_sums import axes_of_sum, join_sums, sums_to_join
 from whale.passes.facts.axes import seen_along
 from whale.passes.lay_out import expand
 from whale.passes.layout.model import same_kind
@@ -58,6 +59,7 @@ class Levels:
         self._programs: dict[tuple[int, ...], Program] = {(): program}
         self._expanded: dict[tuple[int, ...], Program] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._sums: dict[int, dict[str, tuple[Reshard, Node]]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -100,9 +102,16 @@ class Levels:
 
     def localised(self, expanded: Program, plan: Plan, outer: tuple[int, ...], coordinate: int) -> Program:
         """A program lowered for the axis after ``outer``, whose exchanges say that they are along it."""
-        level = len(outer)
-        lowered = localise(expanded, plan, coordinate, "", None, prefix_of(level))
-        return marked(lowered, self.axes[level].name)
+        level, axis = len(outer), self.axes[len(outer)].name
+        lowered = marked(localise(expanded, plan, coordinate, "", None, prefix_of(level)), axis)
+        return join_sums(lowered, self._joined(level), axis)
+
+    def _joined(self, level: int) -> dict[str, tuple[Reshard, Node]]:
+        """Sums along earlier axes that are one with those along the axis of this level (see ``sums_to_join``)."""
+        if level not in self._sums:
+            first = (0,) * level
+            self._sums[level] = sums_to_join(self.expanded(first), self.plan(first)) if level else {}
+        return self._sums[level]
 
     def expanded(self, at: tuple[int, ...]) -> Program:
         """``program`` as the plan of the next axis speaks of it."""
@@ -184,6 +193,7 @@ class Levels:
             "batch__local": {},
             "split__ranks": 0,
             "split__known": known,
+            "exchange__backend": "whale",
         }
         if level:
             changes |= {"batch__local_statistics": False, "batch__local_streams": False}
@@ -232,10 +242,17 @@ class Levels:
         if len(at) == len(self.axes):
             return 0
         plan = self.plan(at)
+        elsewhere = self._counted_elsewhere(at)
         if len(at) == len(self.axes) - 1:
-            return plan.logical_bytes
+            return replace(plan, repeats=dict.fromkeys(elsewhere, 0)).own_bytes
         repeats = self._repeats(at, plan)
-        return replace(plan, repeats=repeats).own_bytes + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
+        own = replace(plan, repeats={**repeats, **dict.fromkeys(elsewhere, 0)}).own_bytes
+        return own + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
+
+    def _counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
+        """Keys of sums that are one with those along earlier axes, and so take place in the first group of these."""
+        here = {a.name for a, c in zip(self.axes, at) if c}
+        return {r.key for r, node in self._joined(len(at)).values() if here.intersection(axes_of_sum(node))}
 
     def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
         """Key of a change of layout -> how often it takes place: once in each group that has the whole tensor."""

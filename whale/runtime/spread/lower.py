@@ -25,6 +25,7 @@ from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
+from whale.runtime.spread.backends import give_to_backend
 from whale.runtime.spread.mesh import lower_mesh, plan_program
 from whale.runtime.spread.micro_batches import in_micro_batches
 from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups
@@ -86,6 +87,9 @@ def lower_ranks(
             keys = [r.key for one in (plan, *plan.others) for level in chain(one) for r in level.reshards]
             order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
             lowered = [fuse_sums(p, settings.exchange.group_bytes, order) for p in lowered]
+        if settings.exchange.backend != "whale" and (plan.stage_groups or plan.inner is not None):
+            backend, size = settings.exchange.backend, settings.size
+            lowered = [give_to_backend(p, backend, rank, size, comm) for p, rank in zip(lowered, ranks)]
         return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
 
 

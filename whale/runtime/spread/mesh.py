@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import even_sizes, split
-from whale.ir.mesh import Axis, format_axes, mesh_of
+from whale.ir.mesh import Axis, mesh_of
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, named_axes, seen_along
@@ -36,14 +35,13 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
     """The plan of a normalised program over the axes that make a difference to it.
 
     Raises:
-      PlanError: see ``make_plan`` and ``axes_of``; the program sends its gradients through Horovod or devices.
+      PlanError: see ``make_plan`` and ``axes_of``.
     """
     axes = axes_of(program, settings)
     of_rows = _that_divide_rows(program, axes)
     settings = _in_each_micro_batch(program, settings, of_rows)
     if len(axes) == 1:
         return over_one_axis(program, settings, axes[0])
-    _refuse(settings, axes)
     rows = _rows(program, settings, [a.size for a in of_rows])
     return Levels(program, settings, axes, rows).made()
 
@@ -106,16 +104,6 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
         return settings
     of_one = [replace(b, placement=split(0, _nested(n // count, sizes), count)) for b, n in zip(found, rows)]
     return settings.but(batch__inputs=tuple(of_one))
-
-
-def _refuse(settings: PlanSettings, axes: Sequence[Axis]) -> None:
-    if settings.exchange.backend != "whale":
-        raise PlanError(
-            "groups of ranks communicate through Whale only",
-            given=f'mesh {format_axes(axes)}, communication.backend="{settings.exchange.backend}"',
-            expected='communication.backend="whale"',
-            action="leave communication.backend out",
-        )
 
 
 def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:

@@ -35,7 +35,7 @@ def marked(program: Program, axis: str) -> Program:
 
 def placed(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
     """``rank``'s program with ranks in its communication ops, and keys that are those of one group's."""
-    groups = {axis.name: mesh.along(rank, axis.name) for axis in mesh.axes}
+    groups: dict[object, tuple[int, ...]] = {axis.name: mesh.along(rank, axis.name) for axis in mesh.axes}
 
     def of_node(node: Node) -> Node:
         if node.op == "WhaleCommunicator":
@@ -43,7 +43,8 @@ def placed(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
         if AXIS not in node.attrs:
             return node
         attrs = dict(node.attrs)
-        ranks = groups[attrs.pop(AXIS)]
+        along = attrs.pop(AXIS)
+        ranks = groups.get(along) or groups.setdefault(along, mesh.along(rank, *along))
         attrs["key"] = f"{attrs['key']}@{'+'.join(map(str, ranks)) if len(ranks) <= 4 else f'{ranks[0]}+{ranks[1]}...'}"
         if "peer" in attrs:
             attrs["peer"], attrs["ranks"] = ranks[attrs["peer"]], ()

@@ -60,7 +60,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
 def _of_sizes(program: Program, settings: PlanSettings, groups: Sequence[StageGroup]) -> Plan:
     """The plan for the largest stage groups, with those for the others."""
     first, *rest = sorted({len(group.ranks) for group in groups}, reverse=True)
-    inside = settings.but(devices=())
+    inside = settings.but(devices=(), exchange__backend="whale")
     of_size = {
         size: inside.but(
             size=size, mesh=mesh_of_size(settings, size), split__ranks=0, split__known=_known(settings, size)
@@ -195,11 +195,6 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
             action="start fewer ranks or change the devices of the stages",
         )
     unable = {
-        f'communication.backend="{settings.exchange.backend}"': (
-            settings.exchange.backend != "whale",
-            "sums over the ranks of a stage, which are not all ranks",
-            'set communication.backend="whale"',
-        ),
         "a batch of which every rank passes its own rows (wh.shard, batch.mode)": (
             bool(settings.batch.local),
             "the whole batch on every rank, of which the stages take what they compute",

@@ -1,0 +1,142 @@
+"""Sums over two axes of a mesh, one behind the other, become one over both.
+
+Each axis is planned by itself, so a gradient that is partial along two of them is summed along the first and then along
+the second, or the other way round. Where nothing else reads what is between, one sum over all of these ranks gives the
+same, and moves less: of p x q ranks, 2 (p q - 1) T bytes instead of 2 q (p - 1) T + 2 p (q - 1) T.
+
+  sums_to_join   which of a program's sums along earlier axes go on along the next one, by its plan
+  join_sums      a rank's program in which they are one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from whale.ir.layout import B, Partial
+from whale.ir.mesh import AXIS
+from whale.ir.plan import Plan, Reshard
+from whale.ir.program import Node, Program, Ref, topological
+
+ALL_REDUCE = "WhaleAllReduce"
+
+
+def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
+    """Key of a sum along earlier axes -> the sum along the axis of ``plan`` before or behind it, and its node.
+
+    Args:
+      program: expanded, what the first coordinates of the earlier axes run.
+    """
+    sums: dict[tuple[str, Ref], list[Reshard]] = {}
+    for r in plan.reshards:
+        if isinstance(r.source, Partial):
+            sums.setdefault((r.graph, r.ref), []).append(r)
+    found = {}
+    for graph, body in _graphs(program):
+        for node in body.nodes if graph in plan.strategies else ():
+            if _is_one_sum(node):
+                before, behind = (sums.get((graph, ref), ()) for ref in (node.inputs[1], Ref(node.name)))
+                for made, others in ((behind, before), (before, behind)):
+                    if len(made) == 1 and not others and _is_joint(body, graph, plan, node, made[0]):
+                        found[str(node.attrs["key"])] = made[0], node
+    return found
+
+
+def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> bool:
+    """Whether a sum along the plan's axis is taken up by ``node`` only, or takes up all that ``node`` makes."""
+    if r.target != B or r.source != Partial(str(node.attrs["reduction"])):
+        return False
+    strategies = plan.strategies[graph]
+    readers = body.consumers.get(r.ref, ())
+    if r.ref.node != node.name and ([reader.name for reader, _ in readers] != [node.name] or r.ref in body.outputs):
+        return False
+    taken = [strategies[reader.name].inputs[i] for reader, i in readers]
+    taken += [p for ref, p in zip(body.outputs, plan.returned[graph]) if ref == r.ref]
+    return all(p == B for p in taken)
+
+
+def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
+    """What one rank runs, in which the sums with ``keys`` go on along ``axis`` at once."""
+    if not keys:
+        return program
+    functions = {name: _joined(body, keys, axis) for name, body in program.functions.items()}
+    return replace(_joined(program, keys, axis), functions=functions)
+
+
+def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
+    moved: dict[Ref, Ref] = {}
+    over: dict[str, Node] = {}
+    left: dict[str, list[int]] = {}  # of a sum along the axis: which of its operands it keeps
+    for node in program.nodes:
+        if node.op != ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
+            continue
+        for i, operand in enumerate(node.inputs[1:]):
+            made = Ref(node.name, i)
+            readers = program.consumers.get(made, ())
+            behind = readers[0][0] if len(readers) == 1 and made not in program.outputs else None
+            before = program.by_name[operand.node]
+            if _takes_up(before, node, keys) and _only_reader(program, operand):
+                one = before
+            elif behind is not None and _takes_up(behind, node, keys):
+                one = behind
+            else:
+                continue
+            over[one.name] = replace(one, attrs={**one.attrs, AXIS: (*axes_of_sum(one), axis)})
+            moved[made] = operand
+            left.setdefault(node.name, list(range(len(node.inputs) - 1))).remove(i)
+    if not moved:
+        return program
+    for name, kept in left.items():
+        moved.update((Ref(name, i), Ref(name, at)) for at, i in enumerate(kept))
+    gone = {name: moved[Ref(name)].node for name, kept in left.items() if not kept}
+    nodes = {}
+    for node in program.nodes:
+        if node.name in gone:
+            continue
+        node = over.get(node.name, node)
+        if node.name in left:
+            node = _with(node, left[node.name])
+        inputs = tuple(moved.get(r, r) for r in node.inputs)
+        nodes[node.name] = replace(node, inputs=inputs, controls=_renamed(node.controls, gone))
+    outputs = tuple(moved.get(r, r) for r in program.outputs)
+    effects = _renamed([e for e in program.effects if e not in gone], {})
+    return program.with_nodes(topological(nodes), outputs=outputs, effects=effects)
+
+
+def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
+    """Whether ``one``, a sum along earlier axes, is to be that of ``node`` as well."""
+    alike = all(one.attrs.get(name) == node.attrs.get(name) for name in ("reduction", "wire_dtype"))
+    return str(one.attrs.get("key", "")) in keys and _is_one_sum(one) and alike
+
+
+def _only_reader(program: Program, ref: Ref) -> bool:
+    return len(program.consumers.get(ref, ())) == 1 and ref not in program.outputs
+
+
+def _with(node: Node, kept: Collection[int]) -> Node:
+    """A sum of some of its tensors only."""
+    return replace(
+        node,
+        inputs=(node.inputs[0], *(node.inputs[1 + i] for i in kept)),
+        outputs=tuple(node.outputs[i] for i in kept),
+        attrs={**node.attrs, "N": len(kept)},
+    )
+
+
+def _renamed(names: Collection[str], gone: dict[str, str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(gone.get(name, name) for name in names))
+
+
+def axes_of_sum(node: Node) -> tuple[str, ...]:
+    """The axes along which a sum is, until it names ranks."""
+    axes = node.attrs[AXIS]
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _is_one_sum(node: Node) -> bool:
+    return node.op == ALL_REDUCE and AXIS in node.attrs and len(node.outputs) == 1
+
+
+def _graphs(program: Program) -> Iterator[tuple[str, Program]]:
+    yield "", program
+    yield from program.functions.items()
