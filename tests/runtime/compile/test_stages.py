@@ -223,3 +223,31 @@ def test_evaluation_without_scopes_reads_what_stages_hold(ranks: Start) -> None:
     x, y = batch(7)
     np.testing.assert_allclose(wh.function(model.losses)(x, y)[0], model.losses(x, y)[0], rtol=1e-12)
     assert all(h.ranks != frozenset({1}) for h in current().variables._homes.values())
+
+
+def test_ranks_of_one_process_hold_what_processes_hold(ranks: Start) -> None:
+    """Every variable on the two ranks of its stage, and on the first rank, whose variable is the script's."""
+    ranks(4)
+    model = Chain(wh.stage, 2)
+    x = tf.constant(np.random.default_rng(7).standard_normal((ROWS, WIDTH)))
+    y = tf.constant(np.random.default_rng(8).standard_normal((ROWS, CLASSES)))
+    step = wh.function(model.step)
+    step(x, y)
+    held = [2, 2, 3, 3]
+    of_each = [8 * WIDTH * n for n in (WIDTH, WIDTH, WIDTH, CLASSES)]
+    owner = current().variables
+    for weight, count, n_bytes in zip(model.weights, held, of_each):
+        entry = owner._entries[id(weight._handle)]
+        found = [entry.variable, *entry.copies]
+        assert sum(_holds(v, n_bytes) for v in found) == count
+    step(x, y)
+    other = wh.function(lambda: sum(tf.reduce_sum(w) for w in model.weights))  # every rank reads them
+    np.testing.assert_allclose(other(), sum(float(tf.reduce_sum(w)) for w in model.weights), rtol=1e-12)
+    model.weights[3].assign(tf.zeros_like(model.weights[3]))
+    np.testing.assert_allclose(other(), sum(float(tf.reduce_sum(w)) for w in model.weights), rtol=1e-12)
+    wh.check_replicas()
+
+
+def _holds(variable: tf.Variable, n_bytes: int) -> bool:
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    return int(tf.size(value)) * 8 == n_bytes

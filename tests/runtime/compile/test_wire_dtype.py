@@ -61,10 +61,10 @@ def test_groups_of_ranks_round_what_they_send_each_other(ranks: Start) -> None:
     for weight, other in zip(weights, one):
         error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
         assert 2.0**-16 < error < 2 * 2.0**-8
-    counters = [c for c in current("test").comms[0].counters() if c.key.endswith("@0+2")]
+    counters = [c for c in current("test").comms[0].counters() if "@0+2" in c.key]
     sent = [c.logical_bytes // c.calls for c in counters]
     half = 30 * 40 // 2 * 2  # elements of a rank's part of the first weight, of two bytes
-    assert half in sent, sent  # two ranks, of which each sends half of what moves
+    assert any(half <= n < 1.2 * half for n in sent), sent  # two ranks send half each; smaller gradients are with it
 
 
 def test_with_state_that_lies_split_it_is_refused(ranks: Start) -> None:

@@ -128,6 +128,11 @@ class VariableOwner:
                 for rank in context.ranks[1:]
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
+            ranks = uses[c.node].ranks if copies and c.node in uses else frozenset(range(context.size))
+            if 0 < len(ranks) < context.size:
+                home = Home(c.name, c.variable, copies, context, ranks | {0})
+                self._homes[id(c.handle)] = home
+                home.free()
 
     def owns(self, variable: tf.Variable) -> bool:
         """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
@@ -226,7 +231,7 @@ class VariableOwner:
         found: Counter[str] = Counter()
         for entry in self._entries.values():
             home = self._homes.get(id(entry.handle))
-            whole = 1 + len(entry.copies) if home is None or home.held else 0
+            whole = 1 + len(entry.copies) if home is None else home.held_copies()
             held = entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
             found[entry.kind or "buffers"] += held
         return dict(found)
@@ -289,8 +294,10 @@ class VariableOwner:
                 continue
             now = entry.read()
             if not _is_untouched(now, entry.left):
-                for copy in entry.copies:
-                    copy.assign(now)
+                home = self._homes.get(id(entry.handle))
+                for rank, copy in enumerate(entry.copies, 1):
+                    if home is None or home.ranks is None or rank in home.ranks:
+                        copy.assign(now)
                 entry.left = now
 
     def leave(self) -> None:

@@ -2,7 +2,8 @@
 
 Every rank knows of every variable on which ranks its value is the present one, since that follows from the plans of the
 steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
-collective, as for variables that lie split. Between processes the other ranks hold no value after a step.
+collective, as for variables that lie split. The other ranks hold no value after a step; of ranks in one process the first
+one does, whose variable is the script's.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Home:
     ):
         self.name, self.variable, self.copies, self.context = name, variable, tuple(copies), context
         self.ranks, self.held = ranks, held
+        self._empty: set[int] = set()  # copies that hold nothing, by position
         if context.between_processes:
             variable._whale_home = self
             kind: type = type(variable)
@@ -73,9 +75,29 @@ class Home:
             if self.held and self.ranks is not None and self.context.rank not in self.ranks:
                 hold_nothing(self.variable._handle, self.variable.dtype)
                 self.held = False
-        elif 0 not in use.ranks:
+            return
+        if self.ranks is not None and 0 not in use.ranks:
             self.variable.assign(self.of_position(min(use.ranks)).read_value())
             self.ranks = use.ranks | {0}
+        self.free()
+
+    def free(self) -> None:
+        """Copies of other ranks of this process than those that have the present value hold nothing."""
+        for position in range(1, len(self.copies) + 1) if self.ranks is not None else ():
+            if position not in self.ranks and position not in self._empty:  # type: ignore[operator]
+                copy = self.of_position(position)
+                hold_nothing(copy._handle, copy.dtype)
+                self._empty.add(position)
+
+    def give_copies(self, value: tf.Tensor) -> None:
+        """A value to every copy that lacks the present one."""
+        for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
+            gen_resource_variable_ops.assign_variable_op(self.of_position(position).handle, value)
+        self._empty.clear()
+
+    def held_copies(self) -> int:
+        """How many variables of this process hold a value."""
+        return int(self.held) + len(self.copies) - len(self._empty)
 
     def make_room(self) -> None:
         """Any value, so that another can be assigned."""
@@ -100,9 +122,7 @@ def refresh(homes: Sequence[Home], context: Ranks) -> None:
     if not context.between_processes:
         for home in homes:
             assert home.ranks is not None
-            value = home.of_position(min(home.ranks)).read_value()
-            for position in set(range(context.size)) - home.ranks:
-                home.of_position(position).assign(value)
+            home.give_copies(home.of_position(min(home.ranks)).read_value())
             home.ranks = None
         return
     together: dict[tuple[int, str], list[Home]] = {}
