@@ -2,8 +2,8 @@
 
 Every rank knows of every variable on which ranks its value is the present one, since that follows from the plans of the
 steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
-collective, as for variables that lie split. The other ranks hold no value after a step; of ranks in one process the first
-one does, whose variable is the script's.
+collective, as for variables that lie split. The other ranks hold no value after a step; of ranks in one process the
+first one does, whose variable is the script's.
 """
 
 from __future__ import annotations
