@@ -24,7 +24,7 @@ from whale.runtime.variables.given_placements import given_placement
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
-from whale.runtime.variables.stage_variables import Home, Use, refresh, refresh_for
+from whale.runtime.variables.stage_variables import Home, Use, home_of_copies, refresh, refresh_for
 
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
@@ -128,11 +128,12 @@ class VariableOwner:
                 for rank in context.ranks[1:]
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
-            ranks = uses[c.node].ranks if copies and c.node in uses else frozenset(range(context.size))
-            if 0 < len(ranks) < context.size:
-                home = Home(c.name, c.variable, copies, context, ranks | {0})
+            if (
+                copies
+                and c.node in uses
+                and (home := home_of_copies(c.name, c.variable, copies, uses[c.node], context))
+            ):
                 self._homes[id(c.handle)] = home
-                home.free()
 
     def owns(self, variable: tf.Variable) -> bool:
         """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
@@ -295,9 +296,8 @@ class VariableOwner:
             now = entry.read()
             if not _is_untouched(now, entry.left):
                 home = self._homes.get(id(entry.handle))
-                for rank, copy in enumerate(entry.copies, 1):
-                    if home is None or home.ranks is None or rank in home.ranks:
-                        copy.assign(now)
+                for copy in entry.copies if home is None else home.present_copies():
+                    copy.assign(now)
                 entry.left = now
 
     def leave(self) -> None:

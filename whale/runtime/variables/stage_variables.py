@@ -89,6 +89,10 @@ class Home:
                 hold_nothing(copy._handle, copy.dtype)
                 self._empty.add(position)
 
+    def present_copies(self) -> list[Any]:
+        """The copies of other ranks of this process than the first that have the present value."""
+        return [copy for i, copy in enumerate(self.copies, 1) if self.ranks is None or i in self.ranks]
+
     def give_copies(self, value: tf.Tensor) -> None:
         """A value to every copy that lacks the present one."""
         for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
@@ -114,6 +118,15 @@ class Home:
         if not self.held:
             return tf.zeros(self.variable.shape, self.variable.dtype)
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
+
+
+def home_of_copies(name: str, variable: Any, copies: Sequence[Any], use: Use, context: Ranks) -> Home | None:
+    """Of a variable that some ranks of this process use: what it becomes where only these and the first one hold it."""
+    if not 0 < len(use.ranks) < context.size:
+        return None
+    home = Home(name, variable, copies, context, use.ranks | {0})
+    home.free()
+    return home
 
 
 def refresh(homes: Sequence[Home], context: Ranks) -> None:
