@@ -128,11 +128,7 @@ class VariableOwner:
                 for rank in context.ranks[1:]
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
-            if (
-                copies
-                and c.node in uses
-                and (home := home_of_copies(c.name, c.variable, copies, uses[c.node], context))
-            ):
+            if home := home_of_copies(c.name, c.variable, copies, uses.get(c.node), context):
                 self._homes[id(c.handle)] = home
 
     def owns(self, variable: tf.Variable) -> bool:

@@ -120,9 +120,9 @@ class Home:
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
 
 
-def home_of_copies(name: str, variable: Any, copies: Sequence[Any], use: Use, context: Ranks) -> Home | None:
+def home_of_copies(name: str, variable: Any, copies: Sequence[Any], use: Use | None, context: Ranks) -> Home | None:
     """Of a variable that some ranks of this process use: what it becomes where only these and the first one hold it."""
-    if not 0 < len(use.ranks) < context.size:
+    if not copies or use is None or not 0 < len(use.ranks) < context.size:
         return None
     home = Home(name, variable, copies, context, use.ranks | {0})
     home.free()
