@@ -24,7 +24,7 @@ from whale.runtime.variables.given_placements import given_placement
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
-from whale.runtime.variables.stage_variables import Home, Use, home_of_copies, refresh, refresh_for
+from whale.runtime.variables.stage_variables import Home, Use, home_of_copies, present_copies, refresh, refresh_for
 
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
@@ -291,8 +291,7 @@ class VariableOwner:
                 continue
             now = entry.read()
             if not _is_untouched(now, entry.left):
-                home = self._homes.get(id(entry.handle))
-                for copy in entry.copies if home is None else home.present_copies():
+                for copy in present_copies(entry.copies, self._homes.get(id(entry.handle))):
                     copy.assign(now)
                 entry.left = now
 

@@ -89,10 +89,6 @@ class Home:
                 hold_nothing(copy._handle, copy.dtype)
                 self._empty.add(position)
 
-    def present_copies(self) -> list[Any]:
-        """The copies of other ranks of this process than the first that have the present value."""
-        return [copy for i, copy in enumerate(self.copies, 1) if self.ranks is None or i in self.ranks]
-
     def give_copies(self, value: tf.Tensor) -> None:
         """A value to every copy that lacks the present one."""
         for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
@@ -127,6 +123,12 @@ def home_of_copies(name: str, variable: Any, copies: Sequence[Any], use: Use | N
     home = Home(name, variable, copies, context, use.ranks | {0})
     home.free()
     return home
+
+
+def present_copies(copies: Sequence[Any], home: Home | None) -> list[Any]:
+    """The copies of other ranks of this process than the first that have the present value."""
+    ranks = home.ranks if home is not None else None
+    return [copy for i, copy in enumerate(copies, 1) if ranks is None or i in ranks]
 
 
 def refresh(homes: Sequence[Home], context: Ranks) -> None:
