@@ -1,4 +1,4 @@
-"""What is known about the planner: `python -m benchmarks.planner optimality|scale|published|whale22`."""
+"""What is known about the planner: `python -m benchmarks.planner optimality|monotone|scale|published|whale22`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 import cost_model.validation.cases as published_cases
 from benchmarks.planner.instances import enumerate_best, instance
+from benchmarks.planner.monotone import monotone
 from cost_model.described.evaluate import evaluate
 from cost_model.described.spread import Part, Spread, Stage, even_chunks
 from cost_model.described.stacks import stack
@@ -22,7 +23,7 @@ from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.search.candidates import Limits
-from whale.planner.search.search import search
+from whale.planner.search.rounds import search
 from whale.planner.search.whale22 import flops_of, formula_1
 
 GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -38,6 +39,10 @@ def main() -> None:
     verb.add_argument("-v", action="store_true", dest="verbose")
     verb.set_defaults(call=optimality)
     verbs.add_parser("scale", help="seconds and memory of large problems").set_defaults(call=scale)
+    verb = verbs.add_parser("monotone", help="whether more devices or more time ever give a slower plan")
+    verb.add_argument("--first", type=int, default=0)
+    verb.add_argument("--count", type=int, default=200, help="cases (default 200)")
+    verb.set_defaults(call=monotone)
     verb = verbs.add_parser("published", help="the planner's choice beside published configurations")
     verb.add_argument("--rows", type=Path, default=published_cases.DATA / "megatron_sc21_table1_visible.csv")
     verb.set_defaults(call=published)

@@ -16,6 +16,7 @@ from cost_model.described.kernel_costs import Cost
 from cost_model.described.spread import Part, Recompute, Spread
 from cost_model.described.stacks import Stack
 from cost_model.described.transformer import OPTIMIZER_BYTES
+from cost_model.machines.pools import Machines
 
 # Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
 # and values, of the projection, and of the two products of the feed-forward network.
@@ -159,6 +160,10 @@ class Model(Protocol):
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
     ) -> LayerCosts:
         """The costs on ranks of a pool, of which the plan has so many; `replicas` of a stage matter to experts only."""
+        ...
+
+    def on(self, machines: Machines) -> Model:
+        """The same model on other machines."""
         ...
 
     def tensor_degrees(self, pool: int) -> list[int]:

@@ -44,6 +44,14 @@ class TransformerModel:
         self.profile, self.expert_ranks = profile, expert_ranks
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
+    def on(self, machines: Machines) -> TransformerModel:
+        """The same model on other machines."""
+        return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile, self.expert_ranks)
+
+    def of(self, transformer: Transformer) -> TransformerModel:
+        """Another model on the same machines, under the same software."""
+        return TransformerModel(transformer, self.stack, self.machines, expert_ranks=self.expert_ranks)
+
     def _layer_costs(
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
     ) -> LayerCosts:

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_offloaded_where_the_hosts_memory_is_known() -> Non
     assert "offloaded" in show(found)
     with pytest.raises(PlanError, match="nothing fits") as error:
         ask.plan(cluster.parse(HOSTS % ""), 64, model, limits=ask.limits(["stages=1"], 1.0))
-    assert "memory_gb of the hosts" in str(error.value)
+    assert "memory_gb: 512 of the hosts" in str(error.value)
     with pytest.raises(PlanError, match="nothing fits"):
         ask.plan(WITH_MEMORY, 64, model, limits=ask.limits(["stages=1", "offload=none"], 1.0))
 

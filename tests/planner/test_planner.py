@@ -22,7 +22,7 @@ from whale.planner.described.check import check
 from whale.planner.report import planfile
 from whale.planner.report.show import against, diff, explain, show
 from whale.planner.search.candidates import Limits
-from whale.planner.search.search import search
+from whale.planner.search.rounds import search
 from whale.planner.search.whale22 import algorithm_1, formula_1
 
 UNEQUAL = """

@@ -17,7 +17,7 @@ from whale.errors import PlanError
 from whale.planner.described.layer_tables import Table, TableModel
 from whale.planner.report.planfile import PlanFile, of_search
 from whale.planner.search.candidates import Limits
-from whale.planner.search.search import search
+from whale.planner.search.rounds import search
 from whale.planner.search.whale22 import plan22
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
@@ -100,7 +100,7 @@ def plan(
         found = search(model, machines, batch, limits)
     else:
         raise PlanError("there is no such planner", given=planner, expected="whale or whale22")
-    return of_search(found, cluster, software, batch, transformer, table, planner)
+    return of_search(found, found.cluster, software, batch, transformer, table, planner)
 
 
 def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:

@@ -149,6 +149,10 @@ class TableModel:
             self.of.setdefault(key, {}).setdefault(one.layer, {})[one.micro_batch] = one
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
+    def on(self, machines: Machines) -> TableModel:
+        """The same model on other machines."""
+        return TableModel(self.table, self.stack, machines)
+
     def _measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
         return self.of.get((self.machines.pools[pool].device.name, tensor, recompute), {})
 

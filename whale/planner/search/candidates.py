@@ -8,13 +8,16 @@ import msgspec
 
 from cost_model.described.evaluate import Evaluation
 from cost_model.described.spread import Offload, Part, Spread, Stage, even_chunks
+from cost_model.machines.cluster import Cluster
 
 
 @dataclass(frozen=True)
 class Limits:
     """What the user has fixed; None: free.
 
-    `budget_s`: seconds of computing for the search; the best spread so far is returned.
+    `budget_s`: seconds on the clock; the best spread so far is returned.
+    `hurried`: only powers of two of rows, and stages that divide the layers, are looked at.
+    `faster_than_s`: only spreads that are estimated to be faster are looked at.
     `exact_devices`: with at most so many, every assignment of devices to stages is looked at.
     """
 
@@ -29,6 +32,8 @@ class Limits:
     offload: Offload | None = None
     budget_s: float = 8.0
     exact_devices: int = 8
+    hurried: bool = False
+    faster_than_s: float = float("inf")
 
 
 @dataclass(slots=True)
@@ -56,6 +61,12 @@ class Candidate:
         """The parts of each stage, in order."""
         return [parts for parts, count in self.kinds for _ in range(count)]
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """The pools that have a part in it, how deep it is, and how far tensors are divided."""
+        parts = [part for parts, _ in self.kinds for part in parts]
+        return frozenset(part.pool for part in parts), self.stages.bit_length(), max(part.tensor for part in parts)
+
     def even(self, layers: int) -> Spread:
         """The spread with equally many of a model's layers per stage and chunk, whether it fits or not."""
         chunks = even_chunks(layers, self.stages, self.chunks)
@@ -71,7 +82,8 @@ class SearchResult:
         spread, evaluation: the best, and what it costs.
         others: spreads that fit as well, fastest first; misfits: some that do not.
         estimated, simulated: how many spreads were looked at.
-        seconds: of computing.
+        seconds: on the clock.
+        cluster: that the spread is one of: the search's, or the same with fewer devices of each host.
         bound_s: no spread of the model on these devices takes less for a step.
         exhausted: whether the budget sufficed for all that was worth a look.
     """
@@ -85,3 +97,4 @@ class SearchResult:
     seconds: float
     bound_s: float
     exhausted: bool
+    cluster: Cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Sequence
 
 from cost_model.described.layer_costs import LayerCosts, Model
 from cost_model.described.memory import BASE_BYTES, states
@@ -14,7 +15,6 @@ from whale.planner.search.candidates import Candidate, Limits
 
 KEPT_PER_SHAPE = 40  # candidates
 MOST_ROWS = 128  # of a rank's micro-batch, where all sizes are known
-HURRY_S = 2.0  # a budget below which only powers of two of rows, and stages that divide the layers, are estimated
 
 
 def divisors(n: int) -> list[int]:
@@ -28,18 +28,19 @@ class Estimates:
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
-        self.started = time.process_time()
+        self.started, self.was_late = time.monotonic(), False
         self.ranks = machines.devices
         self.zero = 1 if limits.zero is None else limits.zero
         self.offload: Offload = limits.offload or "none"
-        self.hurried = limits.budget_s < HURRY_S
-        self.shapes: dict[tuple[str, int, int], list[float]] = {}
-        self.estimated = 0
+        self.shapes: dict[tuple[object, ...], list[float]] = {}
+        self.estimated, self.kept_per_shape = 0, KEPT_PER_SHAPE
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
 
     def late(self, part: float = 1.0) -> bool:
-        """Whether a part of the budget is used up."""
-        return time.process_time() - self.started > part * self.limits.budget_s
+        """Whether a part of the budget is used up; once it was, the search has not looked at everything."""
+        late = time.monotonic() - self.started > part * self.limits.budget_s
+        self.was_late = self.was_late or late
+        return late
 
     def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
         """(costs, seconds of all layers' passes, seconds of one layer in the middle)."""
@@ -94,11 +95,20 @@ class Estimates:
             update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
         return reduce_s + update_s
 
-    def keeps(self, estimate_s: float, shape: tuple[str, int, int]) -> bool:
-        """Whether a candidate is among the best of its shape so far (recompute, size of the pipeline, tensors)."""
+    def sends_s(self, parts: Sequence[Part], how: tuple[str, bool]) -> float:
+        """Seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest of the pools' ways."""
+        ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
+        each = 0.0
+        for part in parts:
+            path = min(self.machines.send_path(part.pool, other.pool, ranks) for other in parts)
+            each = max(each, self.model.send_s(cut, part.tensor, part.rows, how[1], path))
+        return 2 * each
+
+    def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
+        """Whether a candidate is among the best so far of its shape (recompute, stages, tensors, pools)."""
         self.estimated += 1
         best = self.shapes.setdefault(shape, [])
-        if len(best) < KEPT_PER_SHAPE:
+        if len(best) < self.kept_per_shape:
             heapq.heappush(best, -estimate_s)
             return True
         if -best[0] <= estimate_s:

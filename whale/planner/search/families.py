@@ -37,7 +37,7 @@ class Families(Estimates):
         key = min(most, self.model.count)
         if key not in self.stage_counts:
             found = stage_counts(self.model.count, key)
-            if self.hurried:
+            if self.limits.hurried:
                 found = [n for n in found if self.model.count % n == 0 or n == key]
             self.stage_counts[key] = found
         return self.stage_counts[key]
@@ -58,7 +58,7 @@ class Families(Estimates):
                 for rows in sorted(set.intersection(*rows_known)):
                     if self.batch % rows or limits.micro_batch not in (None, rows):
                         continue
-                    if self.hurried and rows & (rows - 1):
+                    if self.limits.hurried and rows & (rows - 1):
                         continue
                     yield from self._pure_of(chosen, tensors, units, rows)
 
@@ -86,6 +86,8 @@ class Families(Estimates):
                 if len(chosen) > 1 and min(most) == 0:
                     continue
                 settings = self.settings(micro_batches, how)
+                ranks = [Part(k, t, data, rows) for k, t in zip(chosen, tensors)]
+                sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
                 after_s: dict[int, float] = {}
                 for stages in self.counts(sum(most)):
                     if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
@@ -104,9 +106,10 @@ class Families(Estimates):
                         part = Part(chosen[0], tensors[0], data, rows)
                         after_s[stages] = self.after_s((part,), how, stages)
                     for chunks in self._chunks(stages, micro_batches, len(chosen)):
-                        wait_s = (stages - 1) * slowest / chunks
-                        estimate_s = micro_batches * slowest + wait_s + after_s[stages]
-                        if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors))):
+                        passes_s = slowest + (sends_s * chunks if stages > 1 else 0.0)
+                        wait_s = (stages - 1) * passes_s / chunks
+                        estimate_s = micro_batches * passes_s + wait_s + after_s[stages]
+                        if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
                             kinds = tuple(
                                 ((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen)
                             )
@@ -172,7 +175,9 @@ class Families(Estimates):
                     continue
                 slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
                 after_s = self.after_s(parts, how, stages)
+                slowest += self.sends_s(parts, how) if stages > 1 else 0.0
                 estimate_s = (micro_batches + stages - 1) * slowest + after_s
-                if not self.keeps(estimate_s, (how[0], stages.bit_length(), max(k[1] for k in kinds))):
+                shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), "mixed"
+                if not self.keeps(estimate_s, shape):
                     continue
                 yield Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how))

@@ -15,23 +15,23 @@ simulated.
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from cost_model.described.evaluate import Evaluation, evaluate
 from cost_model.described.layer_costs import Model
-from cost_model.described.spread import Offload, Part, Spread, live_chunks
+from cost_model.described.spread import Part, Spread, live_chunks
 from cost_model.described.stage_costs import stage_cost
 from cost_model.machines.pools import Machines
-from whale.errors import PlanError
 from whale.planner.search.candidates import Candidate, Limits, SearchResult
 from whale.planner.search.cut import Chain
-from whale.planner.search.estimate import Estimates
 from whale.planner.search.exact import exact
 from whale.planner.search.families import Families
-from whale.planner.search.infeasible import nothing_fits
 from whale.planner.search.neighbours import StageRanks, neighbours, other_ranks
 from whale.planner.search.recompute_stages import RecomputeChoice
 
@@ -75,9 +75,9 @@ class _Simulated:
 class NothingFits(Exception):
     """No spread fits of those that a search looked at."""
 
-    def __init__(self, search: Estimates, candidates: list[Candidate]) -> None:
+    def __init__(self, search: Search) -> None:
         super().__init__("nothing fits")
-        self.search, self.candidates = search, candidates
+        self.search = search
 
 
 class Search(Families):
@@ -86,6 +86,7 @@ class Search(Families):
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
         super().__init__(model, machines, batch, limits)
         self.simulated = 0
+        self.candidates: list[Candidate] = []
         self.kept = _Simulated()
         self.fastest: tuple[Spread, Evaluation] | None = None
         self.misfits: list[tuple[Spread, Evaluation]] = []
@@ -109,7 +110,7 @@ class Search(Families):
     def fitted(self, spread: Spread) -> Spread:
         """The spread, every stage of which computes again as little as its memory lets it."""
         kinds = self.recompute_kinds(spread.sequence_parallel)
-        return self.recompute.fitted(spread, kinds, lambda index: self._live(spread, index))
+        return self.recompute.fitted(spread, kinds, lambda index: self.live(spread, index))
 
     def consider(self, spread: Spread) -> float:
         """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
@@ -178,13 +179,15 @@ class Search(Families):
                 if len(candidates) % LISTED_AT_ONCE == 0 and self.late(LISTED):
                     break
         candidates.sort(key=lambda c: c.estimate_s)
-        exhausted = self._try(candidates)
+        self._try(candidates)
         if self.ranks <= self.limits.exact_devices:
-            fastest_s = None if self.fastest is None else self.fastest[1].step_s
-            for spread in exact(self, fastest_s, self.choices):
+            known_s = self.limits.faster_than_s
+            fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
+            for spread in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
                 self.consider(spread)
         if not self.kept.entries:
-            raise NothingFits(self, candidates)
+            self.candidates = candidates
+            raise NothingFits(self)
         few = self.ranks <= self.limits.exact_devices
         for number, (seconds, spread) in enumerate(self._beginnings()):
             if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
@@ -201,23 +204,30 @@ class Search(Families):
             self.misfits,
             self.estimated,
             self.simulated,
-            time.process_time() - self.started,
+            time.monotonic() - self.started,
             min(evaluation.step_s, self.bound_s()),
-            exhausted,
+            not self.was_late,
+            self.machines.cluster,
         )
 
-    def _try(self, candidates: list[Candidate]) -> bool:
-        """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those."""
-        effort = HURRIED if self.hurried else THOROUGH
-        failed, finished = 0, True
+    def _try(self, candidates: list[Candidate]) -> None:
+        """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those.
+
+        Of each shape the best one is cut, wherever it stands.
+        """
+        effort = HURRIED if self.limits.hurried else THOROUGH
+        failed = 0
         built: list[tuple[float, Spread]] = []
         best = float("inf")
+        known: set[tuple[object, ...]] = set()
         for one in candidates:
             if self.late(CUT) and built:
-                finished = False
                 break
-            if one.estimate_s > BEHIND * best or len(built) >= effort.cut:
+            if one.estimate_s > min(BEHIND * best, self.limits.faster_than_s):
                 break
+            shape = one.shape
+            if len(built) >= effort.cut and (shape in known or one.estimate_s > best):
+                continue
             spread = self.build(one) if self.roomy(one) else None
             if spread is None:
                 failed += 1
@@ -227,12 +237,12 @@ class Search(Families):
             seconds = self.quick_s(spread)
             if seconds < float("inf"):
                 built.append((seconds, spread))
+                known.add(shape)
                 best = min(best, seconds)
         for number, (seconds, spread) in enumerate(sorted(built, key=lambda e: e[0])):
             if self.kept.entries and (self.late(SIMULATED) or number >= effort.simulated or seconds > BEHIND * best):
                 break
             self.consider(spread)
-        return finished
 
     def quick_s(self, spread: Spread) -> float:
         """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
@@ -241,7 +251,7 @@ class Search(Families):
         ranks = spread.ranks
         known: dict[tuple[int, int, tuple[Part, ...], str | None, int], float] = {}
         for index, stage in enumerate(spread.stages):
-            live = self._live(spread, index)
+            live = self.live(spread, index)
             edge = min(index, 1) + 2 * (index == stages - 1)
             key = (stage.count, edge, stage.parts, stage.recompute, live)
             if key not in known:
@@ -254,9 +264,21 @@ class Search(Families):
             total += known[key]
         return count * slowest + (total - slowest) / spread.chunks + after
 
-    def _live(self, spread: Spread, index: int) -> int:
+    def live(self, spread: Spread, index: int) -> int:
         """Chunks of micro-batches that a stage holds at its peak."""
         return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
+
+    def least_memory(self) -> Iterator[Candidate]:
+        """What was listed, and what is divided most and computes most again, however slow it is."""
+        yield from self.candidates
+        limits = self.limits
+        again = limits.recompute or self.model.recomputes()[-1][0]
+        rows = 1 if self.model.row_choices(0, 1) is None else None
+        least = replace(limits, hurried=True, recompute=again, micro_batch=limits.micro_batch or rows)
+        lean = Search(self.model, self.machines, self.batch, least)
+        lean.kept_per_shape = sys.maxsize
+        yield from lean.pure()
+        yield from lean.mixed()
 
     def misfit(self, spread: Spread) -> None:
         """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
@@ -267,73 +289,3 @@ class Search(Families):
         """The best spread with the optimizer's state on every rank, where the user leaves that free."""
         if self.limits.zero is None and self.fastest is not None:
             self.consider(msgspec.structs.replace(self.fastest[0], zero=0))
-
-
-# (ZeRO level, offload), from what costs least to what takes least memory.
-MODES: tuple[tuple[int, Offload], ...] = (
-    (2, "none"), (3, "none"), (1, "state"), (3, "state"), (1, "all"), (3, "all"),
-)  # fmt: skip
-LEAST_BUDGET = 0.2  # part of the budget that a further mode has
-
-
-def search(model: Model, machines: Machines, batch: int, limits: Limits | None = None) -> SearchResult:
-    """The best spread of a model's training step over a cluster (see `Search`).
-
-    ZeRO 1 (and 0) with all on the devices is looked at first. Where memory binds there (recompute, tensors or layers
-    divided), ZeRO 3 has its turn as well; where nothing fits, so have all levels, with state and weights offloaded as
-    far as the hosts' memory is known.
-
-    Raises:
-        PlanError: nothing fits in any way.
-    """
-    if batch < 1:
-        raise PlanError("the global batch must be positive", given=batch)
-    limits = limits or Limits()
-    start_s = time.process_time()
-    failed: NothingFits | None = None
-    found: list[SearchResult] = []
-    try:
-        found.append(Search(model, machines, batch, limits).run())
-    except NothingFits as error:
-        failed = error
-    modes = _modes(machines, limits, found[0] if found else None)
-    for number, (zero, offload) in enumerate(modes):
-        left_s = limits.budget_s - (time.process_time() - start_s)
-        if found and left_s <= LEAST_BUDGET * limits.budget_s:
-            break
-        own_s = max(left_s / (len(modes) - number), LEAST_BUDGET * limits.budget_s)
-        try:
-            other = replace(limits, zero=zero, offload=offload, budget_s=own_s)
-            found.append(Search(model, machines, batch, other).run())
-        except NothingFits as error:
-            failed = failed or error
-    if not found:
-        assert failed is not None
-        raise nothing_fits(failed.search, failed.candidates)
-    best = min(found, key=lambda f: f.evaluation.step_s)
-    others = [(f.spread, f.evaluation) for f in found if f is not best]
-    return replace(
-        best,
-        others=sorted([*best.others, *others], key=lambda e: e[1].step_s),
-        estimated=sum(f.estimated for f in found),
-        simulated=sum(f.simulated for f in found),
-        seconds=time.process_time() - start_s,
-        bound_s=min(f.bound_s for f in found),
-        exhausted=all(f.exhausted for f in found),
-    )
-
-
-def _modes(machines: Machines, limits: Limits, found: SearchResult | None) -> list[tuple[int, Offload]]:
-    """What else is worth a search, of what the user leaves free."""
-    if found is not None:
-        s = found.spread
-        bound = (
-            set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(p.tensor > 1 for t in s.stages for p in t.parts)
-        )
-        return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
-    hosts = all(pool.host_bytes for pool in machines.pools)
-    return [
-        (zero, offload)
-        for zero, offload in MODES
-        if limits.zero in (None, zero) and limits.offload in (None, offload) and (offload == "none" or hosts)
-    ]

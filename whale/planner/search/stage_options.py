@@ -72,7 +72,12 @@ def stage_options(
             parts = row_shares(kinds, rows, lambda p, t, n: search.whole(p, t, n, how)[1], most)
             if parts is not None:
                 known = {p: search.rows_of(p.pool, p.tensor) for one in variants(parts) for p in one}
-                good = (one for one in variants(parts) if all(known[p][0] <= p.rows <= known[p][-1] for p in one))
+                fixed = search.limits.micro_batch
+                good = (
+                    one
+                    for one in variants(parts)
+                    if all(known[p][0] <= p.rows <= known[p][-1] and fixed in (None, p.rows) for p in one)
+                )
                 best.update(dict.fromkeys(good))
         result += _undominated([kept.option(used, parts) for parts in best])
     return result

@@ -65,7 +65,9 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
             continue
         found = evaluate(model, machines, spread)
         if found.fits:
-            return SearchResult(spread, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True)
+            return SearchResult(
+                spread, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True, machines.cluster
+            )
     raise PlanError(
         "nothing fits, as the published planner counts",
         given=model.name,

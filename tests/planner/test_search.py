@@ -1,0 +1,74 @@
+"""The search as a whole: more devices and more time are never slower, the clock ends it, what is advised is enough."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.planner.monotone import ROUNDING, compare
+from cost_model.described.stacks import stack
+from cost_model.described.transformer_model import TransformerModel
+from cost_model.machines import cluster
+from cost_model.machines.pools import Machines
+from whale.errors import PlanError
+from whale.planner import ask
+from whale.planner.search import estimate
+from whale.planner.search.candidates import Limits
+from whale.planner.search.infeasible import changes
+from whale.planner.search.rounds import fits, rounds_s, search
+
+TWO = cluster.parse(
+    "name: two\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
+    "- {name: a, count: 2, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}\n"
+)
+
+
+def _model(text: str, machines: Machines) -> TransformerModel:
+    return TransformerModel(ask.describe(text)[0], stack("megatron-2022"), machines)
+
+
+@pytest.mark.parametrize("seed", [24, 92])  # slower with more devices once
+def test_more_devices_and_more_time_are_never_slower(seed: int) -> None:
+    """All 200 cases: python -m benchmarks.planner monotone."""
+    assert max(compare(seed)) <= ROUNDING
+
+
+def test_rounds_are_the_same_within_every_budget() -> None:
+    assert list(rounds_s(8)) == [0.5, 1.5, 2, 4] and list(rounds_s(5)) == [0.5, 1.5, 2] and list(rounds_s(0.2)) == [0.2]
+
+
+def test_the_budget_is_seconds_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(TWO)
+    model = _model("gpt:layers=12,hidden=512,heads=8,sequence=128", machines)
+    whole = search(model, machines, 64, Limits(exact_devices=0))
+    looks = itertools.count()
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(monotonic=lambda: 0.2 * next(looks)))
+    short = search(model, machines, 64, Limits(exact_devices=0))
+    assert whole.exhausted and not short.exhausted and short.simulated < whole.simulated
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (Limits(micro_batch=64, zero=0), {"leave micro_batch=64 free"}),
+        (Limits(), {"hosts a instead of 2", "times as much", "memory_gb", "layers instead of 6"}),
+    ],
+)
+def test_each_change_that_is_advised_is_enough(limits: Limits, words: set[str]) -> None:
+    machines = Machines(TWO)
+    described = "gpt:layers=2,hidden=1024,heads=8,sequence=8192" if limits.micro_batch else LARGE
+    model = _model(described, machines)
+    with pytest.raises(PlanError) as error:
+        search(model, machines, 64, limits)
+    advised = list(changes(model, machines, limits, machines.pools[0], partial(fits, 64)))
+    assert {word for word in words if any(word in change.text for change in advised)} == words
+    for change in advised:
+        assert change.text in str(error.value).replace("\n", " ")
+        assert search(change.model, change.machines, 64, replace(change.limits, budget_s=0.3)).evaluation.fits
+
+
+LARGE = "gpt:layers=6,hidden=8192,heads=8,sequence=256,vocabulary=512"
