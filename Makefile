@@ -5,6 +5,7 @@
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
 # make sanitize        the core under the thread and the address sanitizer
+# make docs            the pages as a site in build/docs, every link checked
 # make lint            ruff and mypy                  make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
@@ -34,7 +35,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod sanitize lint bazel clean setup build check-bazel check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod sanitize docs lint bazel clean setup build check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -66,6 +67,10 @@ horovod: $(VENV)/.horovod
 sanitize: $(VENV)/.installed
 	@$(RUN) -m tests.whale_ops.sanitize
 
+# Warnings, of links above all, are errors.
+docs: $(VENV)/.docs build
+	@$(RUN) -m mkdocs build --quiet --strict
+
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
@@ -93,6 +98,10 @@ $(VENV)/.installed: $(VENV)/.tensorflow pyproject.toml setup.py
 
 $(VENV)/.lint: $(VENV)/.installed
 	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[lint]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.installed

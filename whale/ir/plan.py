@@ -12,7 +12,7 @@ import msgspec
 from whale.ir.layout import Placement, Strategy, parse_placement
 from whale.ir.program import Ref
 
-FORMAT_VERSION = 1  # a new major number is refused; unknown fields of the same one are ignored
+KIND, FORMAT_VERSION = "whale-program", "1.0"  # a new major number is refused; unknown fields are ignored
 
 # Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
 STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
@@ -233,7 +233,8 @@ class Plan:
         }
         return msgspec.json.encode(
             _File(
-                version=FORMAT_VERSION,
+                kind=KIND,
+                format_version=FORMAT_VERSION,
                 program=self.program,
                 fingerprint=self.fingerprint,
                 size=self.size,
@@ -278,7 +279,8 @@ class Plan:
 class _File(msgspec.Struct):
     """The JSON form; strategies are stored once and referred to by number, since most nodes share a few."""
 
-    version: int
+    kind: str
+    format_version: str
     program: str
     fingerprint: str
     size: int
@@ -318,13 +320,13 @@ class _File(msgspec.Struct):
 def plan_from_json(data: bytes) -> Plan:
     """Inverse of ``Plan.to_json``; raises ValueError where the data are no plan, or of another format version."""
     try:
-        version = msgspec.json.decode(data, type=_Version).version
+        head = msgspec.json.decode(data, type=_Head)
     except (msgspec.DecodeError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"plan format version {version}; this build reads version {FORMAT_VERSION}: make it again with `whale plan`"
-        )
+    major = FORMAT_VERSION.split(".")[0]
+    if head.kind != KIND or head.format_version.split(".")[0] != major:
+        found = f"{head.kind!r}, format_version {head.format_version}"
+        raise ValueError(f"{found}; this build reads {KIND!r}, {major}.x: make it again with `whale plan`")
     try:
         return _plan(msgspec.json.decode(data, type=_File))
     except (ValueError, IndexError, RecursionError) as e:
@@ -384,8 +386,9 @@ def _plan(f: _File) -> Plan:
     )
 
 
-class _Version(msgspec.Struct):
-    version: int
+class _Head(msgspec.Struct):
+    kind: str
+    format_version: str
 
 
 def load_plan(path: str | Path) -> Plan:
