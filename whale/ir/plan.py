@@ -323,8 +323,7 @@ def plan_from_json(data: bytes) -> Plan:
         head = msgspec.json.decode(data, type=_Head)
     except (msgspec.DecodeError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
-    major = FORMAT_VERSION.split(".")[0]
-    if head.kind != KIND or head.format_version.split(".")[0] != major:
+    if (head.kind, head.format_version.split(".")[0]) != (KIND, major := FORMAT_VERSION.split(".")[0]):
         found = f"{head.kind!r}, format_version {head.format_version}"
         raise ValueError(f"{found}; this build reads {KIND!r}, {major}.x: make it again with `whale plan`")
     try:
