@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from whale.errors import WhaleError as WhaleError
     from whale.frontends.giant import layers as layers
     from whale.frontends.giant import losses as losses
+    from whale.frontends.giant import optimizers as optimizers
     from whale.frontends.keras.distribute import distribute as distribute
     from whale.frontends.strategy.strategy import Strategy as Strategy
     from whale.frontends.tf1.monitored import MonitoredTrainingSession as MonitoredTrainingSession
@@ -76,6 +77,7 @@ _PUBLIC = {
     "function": "whale.runtime.function",
     "layers": "whale.frontends.giant.layers",
     "losses": "whale.frontends.giant.losses",
+    "optimizers": "whale.frontends.giant.optimizers",
     "Session": "whale.runtime.session.session",
     "InteractiveSession": "whale.runtime.session.session",
     "MonitoredTrainingSession": "whale.frontends.tf1.monitored",

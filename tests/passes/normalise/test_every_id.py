@@ -78,5 +78,25 @@ def test_what_else_needs_the_ids_once_keeps_them() -> None:
     assert "Unique" in ops_of(found(loss))
 
 
+def test_an_optimizer_takes_once_the_ids_that_were_looked_up() -> None:
+    table, sums = tf.Variable(tf.ones([6, 3])), tf.Variable(tf.ones([6]))
+
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            value = once(table, ids)
+        slope = tape.gradient(value, table)
+        each, back = tf.unique(slope.indices)
+        added = tf.math.unsorted_segment_sum(slope.values, back, tf.size(each))
+        sums.scatter_add(tf.IndexedSlices(tf.reduce_sum(added**2, 1), each))
+        return value
+
+    before = scoped(fold(inline(capture_function(step, (IDS,), {}).program)), "split_0")
+    program = look_up_every_id(before)
+    (unique,) = (n for n in program.nodes if n.op == "Unique")
+    assert unique.inputs[0].node == "ids" and unique.outputs[1].shape == (8,)
+    read = next(n for n in program.nodes if n.op == "ResourceGather")
+    assert read.outputs[0].shape == (8, 3)
+
+
 def test_outside_of_split_scopes_nothing_changes() -> None:
     assert "Unique" in ops_of(found(once, "replica_0"))

@@ -55,6 +55,7 @@ class _Rewriter:
     def __init__(self, program: Program, unique: str) -> None:
         self.program, self.unique = program, program.by_name[unique]
         self.back = {Ref(unique, 1)}  # the number of each id's row, and views of it
+        self.places: set[Ref] = set()  # the same of ids that are taken once again
         self.spread: dict[Ref, Ref] = {Ref(unique): self.unique.inputs[0]}
         self.added: dict[Ref, Ref] = {}
         self.moved: dict[Ref, Ref] = {}  # a tensor that needs the ids once no more -> what it is instead
@@ -108,6 +109,16 @@ class _Rewriter:
             self._slopes(node)
         elif node.op == "UnsortedSegmentSum" and node.inputs[1] in self.back and first is not None:
             self.added[Ref(node.name)] = self.moved.get(first, first)
+        elif node.op == "Unique" and first in self.spread and first is not None:
+            # The ids once of ids once, as optimizers take them, are those of all ids.
+            ids = self.spread[first]
+            places = TensorType(node.outputs[1].dtype, self._type(ids).shape)
+            self.nodes[node.name] = replace(node, inputs=(ids,), outputs=(node.outputs[0], places))
+            self.places.add(Ref(node.name, 1))
+        elif node.op == "UnsortedSegmentSum" and node.inputs[1] in self.places and first in self.added:
+            numbers = self.moved.get(node.inputs[1], node.inputs[1])
+            self.nodes[node.name] = replace(node, inputs=(self.added[first], numbers, node.inputs[2]))
+            self.done = True
         elif node.op in _SCALED:
             self._scaled(node)
         elif node.op in _ADDING and node.inputs[1] in self.spread and node.inputs[2] in self.added:

@@ -1,0 +1,94 @@
+"""Lazy optimizers: only rows with a gradient change, as a dense step would change them; over ranks as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from benchmarks.giant.measure import SPREAD, Line, Scopes, difference, ranks, weight
+from whale.errors import ProgramError
+from whale.ir.layout import Split
+
+KERAS_3 = tf.keras.__version__.startswith("3")
+pytestmark = pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3")
+LIMIT = 1e-10
+BATCH, EACH, WORDS, WIDTH = 16, 3, 40, 8
+MAKE: dict[str, Callable[[], Any]] = {
+    "adam": lambda: tf.keras.optimizers.Adam(0.05, epsilon=1e-3),
+    "adagrad": lambda: tf.keras.optimizers.Adagrad(0.05),
+    "ftrl": lambda: tf.keras.optimizers.Ftrl(0.05, l1_regularization_strength=1e-3),
+    "rmsprop": lambda: tf.keras.optimizers.RMSprop(0.05),
+    "row-wise": lambda: wh.optimizers.RowWiseAdagrad(0.05),
+}
+
+
+class Trained:
+    """Rows of a table, each id once or every one, a dense layer, and an optimizer of both."""
+
+    def __init__(self, scopes: Scopes, dtype: Any, optimizer: str, once: bool = False) -> None:
+        self.scopes, self.once = scopes, once
+        self.table, self.out = weight(0, WORDS, WIDTH, dtype=dtype), weight(1, EACH * WIDTH, 1, dtype=dtype)
+        before = tf.keras.backend.floatx()
+        tf.keras.backend.set_floatx(dtype.name)  # of the optimizer's variables
+        self.optimizer = wh.optimizers.lazy(MAKE[optimizer]())
+        self.optimizer.build([self.table, self.out])
+        tf.keras.backend.set_floatx(before)
+        state = [v.value for v in self.optimizer.variables if v.shape]
+        self.variables = [self.table, self.out, *state]
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        ids = np.random.default_rng(number).zipf(1.5, (BATCH, EACH)) % WORDS
+        return (tf.constant(ids, tf.int32),)
+
+    def step(self, ids: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            with self.scopes.split():
+                each, back = tf.unique(tf.reshape(ids, [-1])) if self.once else (ids, None)
+                rows = tf.gather(self.table, each)
+                rows = rows if back is None else tf.gather(rows, back)
+            with self.scopes.replica():
+                loss = tf.reduce_mean(tf.square(tf.tanh(tf.reshape(rows, [BATCH, -1])) @ self.out - 1))
+        self.optimizer.apply(tape.gradient(loss, [self.table, self.out]), [self.table, self.out])
+        return loss
+
+
+@pytest.mark.parametrize("name, once", [("adam", True), ("ftrl", False), ("row-wise", False)])
+def test_over_ranks_as_on_one_device(name: str, once: bool) -> None:
+    line = Line(name, partial(Trained, optimizer=name, once=once), 0, 2)
+    with ranks(line):
+        model = line.make(SPREAD, tf.float64)
+        plan = wh.function(model.step).plan(*model.batch(0))
+        cut = [p.dim for p in plan.variables.values() if isinstance(p, Split)]
+        # The table and its moments by columns; a sum for each row has none.
+        assert cut == [1] * {"adam": 3, "ftrl": 3, "row-wise": 1}[name]
+    assert difference(line) <= LIMIT
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_rows_with_a_gradient_are_stepped_and_no_others(name: str) -> None:
+    """One dense step from the beginning is the same, for rows that have a gradient."""
+    ids, slopes = [3, 1, 3], np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    start = np.random.default_rng(1).standard_normal((6, 4)).astype(np.float32)
+    dense = np.zeros((6, 4), np.float32)
+    np.add.at(dense, ids, slopes)
+    found = []
+    for gradient in (tf.IndexedSlices(tf.constant(slopes), tf.constant(ids)), tf.constant(dense)):
+        table = tf.Variable(start)
+        wh.optimizers.lazy(MAKE[name]()).apply([gradient], [table])
+        found.append(table.numpy())
+    np.testing.assert_allclose(found[0][[1, 3]], found[1][[1, 3]], rtol=1e-6)
+    np.testing.assert_array_equal(found[0][[0, 2, 4, 5]], start[[0, 2, 4, 5]])
+
+
+def test_what_changes_every_row_is_refused() -> None:
+    with pytest.raises(ProgramError, match="does something to every row") as caught:
+        wh.optimizers.lazy(tf.keras.optimizers.AdamW())
+    assert "weight_decay" in str(caught.value)
+    with pytest.raises(ProgramError, match="only optimizers of Keras 3"):
+        wh.optimizers.lazy(object())
