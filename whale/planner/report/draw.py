@@ -79,7 +79,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "fall_label": "seconds of a step, busiest stage",
         "others_title": ("Alternatives that lost", "best of each shape", "why", "plan"),
         "others": [(one.reason, one.spread.summary()) for one in plan.alternatives],
-        "heat_label": "one column per layer; stronger is more; hover explains",
+        "heat_label": "one column per layer; stronger is more; time of a micro-batch, memory of one device",
         "heat": _heat(plan, found),
         "columns": [f"layer {i}" for i in range(model.count)],
         "layers": _layers(plan, machines),
@@ -97,7 +97,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
             "send",
             "reduce",
         ],
-        "memory_label": "of one device of a stage; the line is its limit",
+        "memory_label": "of one device of a stage, over a step; the red line is its limit",
         "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
         "memory": _memory(plan, machines, found, tasks, times),
         "last": show.last_line(plan, machines, found),
@@ -186,8 +186,8 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
         ("tensor: ways", [float(max(p.tensor for p in s.parts)) for s in stages], "{:.0f} ways"),
         ("data: ways", [float(s.replicas) for s in stages], "{:.0f} ways"),
         ("devices", [float(s.ranks) for s in stages], "{:.0f} devices"),
-        ("time of a micro-batch", per_layer, "{:.3g} s"),
-        ("memory of a device for it", [h / 2**30 for h in held], "{:.2f} GiB"),
+        ("time, per layer", per_layer, "{:.3g} s"),
+        ("memory, per layer", [h / 2**30 for h in held], "{:.2f} GiB"),
     )
     heat = [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
     again = plan.spread.recomputes

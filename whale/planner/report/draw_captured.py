@@ -71,7 +71,7 @@ def html(drawn: Drawn) -> str:
             "stages_title": "Ranks",
             "stages_head": ["rank", "stage", "", "", "", "memory", "", "kernels", "waits", "exchange", ""],
             "stages": [_rank(drawn, rank, *ranks[rank]) for rank in range(len(found.ranks))],
-            "memory_label": "of each rank; the line is its limit",
+            "memory_label": "of each rank, over a step; the red line is its limit",
             "memory": [_memory(drawn, rank, ranks[rank][0]) for rank in range(len(found.ranks))],
             "last": _last(drawn),
         }

@@ -1,0 +1,55 @@
+"""The page of a plan in a browser, where one is installed: nothing is wider than the window, nothing fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cost_model.machines import cluster
+from whale.planner import ask
+from whale.planner.report import draw
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LAB = """
+name: lab
+networks: {fabric: {type: infiniband-hdr-200}}
+hosts:
+  - {name: new, devices: [{type: a100-sxm-80gb, count: 4}], networks: {fabric: {nics: 4}}}
+  - {name: old, devices: [{type: v100-sxm2-32gb, count: 4}], networks: {fabric: {nics: 4}}}
+"""
+LOOK = """<script>
+addEventListener("error", e => document.body.dataset.failed = e.message);
+addEventListener("load", () => {
+  const search = document.getElementById("search"); search.value = "layer 3"; search.oninput({target: search});
+  const clear = [...document.querySelectorAll("[data-column]")].filter(c => c.style.opacity === "1").length;
+  const wide = [...document.querySelectorAll("main > *")].filter(e => e.scrollWidth > e.clientWidth + 1).length;
+  const ticks = [...document.querySelectorAll(".ticks span")].map(e => e.textContent);
+  document.body.dataset.seen = JSON.stringify({page: document.documentElement.scrollWidth, wide, clear, ticks});
+});
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
+@pytest.mark.parametrize("width", [1400, 500])
+def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
+    assert transformer is not None and batch is not None
+    limits = ask.limits(["stages=2"], 2.0)
+    plan = ask.plan(cluster.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
+    page = tmp_path / "page.html"
+    page.write_text(draw.html(plan).replace("<head>", f"<head>{LOOK}"))
+    line = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    line += [f"--window-size={width},1200", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    dom = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "data-failed" not in dom
+    found = re.search(r'data-seen="([^"]*)"', dom)
+    assert found, dom[-500:]
+    seen = json.loads(found[1].replace("&quot;", '"'))
+    assert seen["page"] <= width and seen["wide"] == 0
+    assert 0 < seen["clear"] < 8 * 6 and seen["ticks"]
