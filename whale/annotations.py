@@ -66,14 +66,17 @@ class split(ContextDecorator):
       sequence: sequence parallelism: what lies between products (normalisations, residual sums, dropout) is divided
         along this dimension of activations [batch, sequence, features], 1, or [sequence, batch, features], 0. None: it
         is whole on every rank. It moves as many bytes and holds less.
+      context: context parallelism: this dimension of activations, 1 or 0 as for ``sequence``, is divided on every
+        layer, products included, over the axis "context" unless ``axis`` names another; weights are whole on every
+        rank. Attention gives parts of the sequence for heads, or passes keys and values round.
       device_count: so many ranks in a row divide tensors together, as ``split.ranks`` says for the run; a number for
         ``devices`` is one.
       name: what a person calls it; nothing else.
 
     Raises:
       ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are no ranks of the run, an ``axis`` that is no name, another ``sequence``.
-        Later, when the program is planned: nothing inside can be split, or not along ``dim`` or ``sequence``.
+      PlanError: entered with devices that are no ranks of the run, an ``axis`` that is no name, another ``sequence``
+        or ``context``. Later, when the program is planned: nothing inside can be split, or not as these say.
     """
 
     def __init__(
@@ -84,11 +87,13 @@ class split(ContextDecorator):
         axis: str | Iterable[str] | None = None,
         device_count: int | None = None,
         name: str | None = None,
+        context: int | None = None,
     ) -> None:
         self.devices, self.device_count = _devices(devices, device_count)
         self.axis = None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         self.dim = dim
         self.sequence = sequence
+        self.context = context
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
@@ -96,7 +101,7 @@ class split(ContextDecorator):
         from whale.runtime.run.scopes import entered
 
         split_over(self.device_count)
-        scope = entered("split", self.devices, self.dim, self.sequence, self.axis)
+        scope = entered("split", self.devices, self.dim, self.sequence, self.axis, self.context)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -327,7 +332,9 @@ def annotate(patterns: Mapping[str, Any]) -> None:
                     expected="a glob, and wh.stage(number), wh.split(...), wh.replica(...) or a tuple of them",
                     action="correct it",
                 )
-            settings = {name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "axis", "number")}
+            settings = {
+                name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "context", "axis", "number")
+            }
             found[text].append(NamedScope(type(scope).__name__, **settings))
     named.annotate(found)
 
@@ -360,7 +367,9 @@ def set_default_strategy(strategy: Any) -> None:
     from whale.runtime.run.context import current
 
     context = current("wh.set_default_strategy()")
-    arguments = any(getattr(strategy, name, None) is not None for name in ("devices", "dim", "sequence", "axis"))
+    arguments = any(
+        getattr(strategy, name, None) is not None for name in ("devices", "dim", "sequence", "context", "axis")
+    )
     if not isinstance(strategy, (replica, split)) or arguments:
         raise PlanError(
             "code outside of scopes cannot have this strategy",

@@ -204,7 +204,7 @@ class Plan:
     @cached_property
     def reshard_of(self) -> dict[tuple[str, Ref, Placement], Reshard]:
         """The change of layout that gives a tensor of a graph in a placement; none where it lies so already."""
-        return {(r.graph, r.ref, r.target): r for r in self.reshards}
+        return {(r.graph, r.ref, r.target): r for r in self.reshards if r.source != r.target}
 
     @cached_property
     def groups(self) -> dict[int, tuple[Reshard, ...]]:

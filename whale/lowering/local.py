@@ -16,12 +16,14 @@ from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter, is_joint, unread_communication
 from whale.lowering.reshard import emit_reshard
+from whale.lowering.ring import emit_attention
 from whale.lowering.rows import RowExchanges
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
 from whale.rules.graph import USE, called_functions, handles_lists, recreatable, view
+from whale.rules.nn.attention import RINGS
 
 _ENDS = frozenset(
     {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
@@ -48,8 +50,10 @@ def localise(program: Program, plan: Plan, rank: int, comm: str, what: str | Non
         functions[name] = lowered
         if communicates:
             talks.add(name)
+    bodies = {node.attrs["body"].name for node in program.nodes if node.op in RINGS}
     for name, body in program.functions.items():  # called by ops that run on the first rank, or not at all: unchanged
-        functions.setdefault(name, body)
+        if name not in bodies:
+            functions.setdefault(name, body)
     lowered, _ = _Localiser(program, "", plan, rank, comm, talks, prefix).run(what)
     return replace(lowered, functions=functions)
 
@@ -243,7 +247,19 @@ class _Localiser:
             for ref, placement in zip(node.refs(), strategy.outputs):
                 self.local[(ref, placement)] = None
             return
-        self._emit(node, strategy, node.name)
+        if node.op in RINGS:
+            self._go_round(node, strategy)
+        else:
+            self._emit(node, strategy, node.name)
+
+    def _go_round(self, node: Node, strategy: Strategy) -> None:
+        """What stands in the place of an attention whose keys and values go round."""
+        operands = [self.get(ref, placement) for ref, placement in zip(node.inputs, strategy.inputs)]
+        types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+        body = self.program.functions[node.attrs["body"].name]
+        found = emit_attention(self.emitter, node, body, strategy, [r for r in operands if r is not None], types)
+        for i, placement in enumerate(strategy.outputs):
+            self.local[Ref(node.name, i), placement] = found[i]
 
     def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
         e = self.emitter

@@ -127,7 +127,7 @@ class Body:
             if name not in self.nodes:
                 node = self.kind.program.by_name[name]
                 self.nodes[name] = self._of(node)
-                for ref in node.inputs:
+                for ref in (*node.inputs, *map(Ref, self.nodes[name].controls)):
                     self.take(ref)
         nodes = topological(self.nodes)
         self.function.behind = list(dict.fromkeys(self.function.behind))

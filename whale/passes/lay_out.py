@@ -24,6 +24,7 @@ from whale.passes.layout.settle import settled_layouts
 from whale.passes.layout.split.divide import divide
 from whale.passes.memory.zero import state_at_rest, update_strategies
 from whale.passes.normalise.decompose import decompose, has_split_form, is_composite
+from whale.passes.normalise.ring import for_rings, in_rings
 from whale.passes.settings import PlanSettings
 
 
@@ -63,7 +64,9 @@ def lay_out(program: Program, settings: PlanSettings) -> Draft:
     if settings.size == 1 or not settings.split.scopes:
         expanded = expand(program, composites, settings)
         return Draft(expanded, composites, batch, {}, layouts_of(expanded, batch, settings))
-    losses = frozenset(n.name for n in program.nodes if split_scope(n.scope) and has_split_form(program, n))
+    composites |= frozenset(for_rings(program, settings.size, settings.memory.limit_bytes))
+    round_ = in_rings(program, composites)
+    losses = frozenset(n.name for n in round_.nodes if split_scope(n.scope) and has_split_form(round_, n))
     while True:
         expanded = expand(program, composites | losses, settings)
         layouts = layouts_of(expanded, batch, settings)
@@ -108,10 +111,10 @@ def layouts_of(
 
 
 def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
-    """``program`` with the named composite ops replaced by simple ones; the rest stays fused."""
+    """``program`` with the named composite ops replaced by simple ones, and attentions by one op; the rest stays."""
     if not composites:
         return program
-    result = decompose(program, lambda node: node.name in composites)
+    result = decompose(in_rings(program, composites), lambda node: node.name in composites)
     dump(settings.dump, "decompose", result)
     return result
 

@@ -36,6 +36,7 @@ from whale.passes.memory.recompute import recompute
 from whale.passes.normalise.annotate import annotate, task_graphs
 from whale.passes.normalise.blocks import mark_blocks
 from whale.passes.normalise.every_id import look_up_every_id
+from whale.passes.normalise.flattened import mark_flattened
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow
@@ -116,6 +117,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("look_up_every_id", always, lambda p, s: look_up_every_id(p)),
     Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),
     Pass("annotate", always, lambda p, s: annotate(p)),
+    Pass("mark_flattened", always, lambda p, s: mark_flattened(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
     Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, s.zero.min_bytes)),

@@ -11,8 +11,8 @@
 * ``*`` stands for any number of dimensions, right-aligned over the operands as NumPy broadcasts; a dimension of size 1
   is not cut where the others are larger. ``p*`` is a run of dimensions that does not broadcast: as many wherever it is
   written.
-* ``(b s)`` is one dimension made of several, outermost first; only the outermost can be cut, on multiples of the rest.
-  The rest are labels or sizes: ``(c 4)``.
+* ``(b s)`` is one dimension made of several, outermost first, labels or sizes: ``(c 4)``. Where the outermost is cut,
+  then on multiples of the rest; an inner one is cut in runs.
 * ``.`` is whole everywhere (``B``); ``?`` may lie in any way, and an output ``?`` lies as the operand of its number
   does; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
   operands like ``x`` (once per side); ``~x``: the values are not read, so a partial operand serves as it is; ``=x``

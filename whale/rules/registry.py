@@ -19,7 +19,7 @@ from whale.rules.notation import FIRST_RANK, Passes, parse, parse_passes
 
 FAMILIES = {
     "math": ("pointwise", "linear", "reductions", "einsum", "random", "linalg", "fft", "sort", "quantise"),
-    "nn": ("convolution", "pooling", "losses", "norm", "image", "rnn"),
+    "nn": ("convolution", "pooling", "losses", "norm", "image", "rnn", "attention"),
     "structure": (
         "shape", "slicing", "gather", "segment", "variables", "lists", "optional", "sinks", "sources", "communication",
     ),

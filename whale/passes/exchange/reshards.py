@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, PerRank, Placement, Split, label, moved_bytes
+from whale.ir.layout import P_SUM, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, label, moved_bytes
 from whale.ir.plan import Reshard
-from whale.ir.program import Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.rules.nn.attention import RINGS, ring_bytes
 
 
 def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
@@ -30,6 +31,8 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
             for ref in node.refs():
                 if ref in wanted:
                     found.extend(reshards_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
+            if node.op in RINGS:
+                found.append(_round(graph, body, node, layout.strategies[node.name]))
     return tuple(found)
 
 
@@ -80,6 +83,13 @@ def reshards_of_tensor(
         start = whole if whole is not None and target != whole else source
         rows.append(_row(graph, ref, start, target, moved_bytes(start, target, tensor.bytes, parts), targets[target]))
     return rows
+
+
+def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Reshard:
+    """What goes round the ranks for an attention: its keys lie as before, and all ranks have seen them."""
+    moved = ring_bytes(node, tuple(program.type_of(r) for r in node.inputs), strategy)
+    keys, placement = node.inputs[1], strategy.inputs[1]
+    return Reshard(graph, keys, placement, placement, node.name, moved, origin=f"round the ranks, for {node.name}")
 
 
 def _row(graph: str, ref: Ref, source: Placement, target: Placement, moved: int, why: str) -> Reshard:

@@ -12,7 +12,7 @@ from whale.ir.program import Program
 _PIPELINE = re.compile(r"pipeline_\d+\(micro_batches=(\d+)\)$")
 _SCOPE = re.compile(
     r"(?P<kind>split|replica)_\d+"
-    r"(?:\((?:axis=(?P<axis>\w+(?:\+\w+)*))?,?(?:dim=(?P<dim>-?\d+))?,?(?:sequence=(?P<sequence>\d+))?,?"
+    r"(?:\((?:axis=(?P<axis>\w+(?:\+\w+)*))?,?(?:dim=(?P<dim>-?\d+))?,?(?:(?P<way>sequence|context)=(?P<sequence>\d+))?,?"
     r"(?:ranks=(?P<ranks>\d+(?:\+\d+)*))?\))?$"
 )
 _AXES = re.compile(r"\(axis=[\w+]+(?P<more>,|\)$)")
@@ -55,8 +55,18 @@ def without_axis(part: str, axis: str) -> str:
 @lru_cache(maxsize=4096)
 def sequence_of(path: str) -> int | None:
     """The dimension along which a node's ``wh.split`` scope, the innermost one, divides what lies between products."""
+    return _dimension_of(path, "sequence")
+
+
+@lru_cache(maxsize=4096)
+def context_of(path: str) -> int | None:
+    """The dimension along which a node's ``wh.split`` scope, the innermost one, divides all layers."""
+    return _dimension_of(path, "context")
+
+
+def _dimension_of(path: str, way: str) -> int | None:
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
-    return int(match["sequence"]) if match is not None and match["sequence"] else None
+    return int(match["sequence"]) if match is not None and match["way"] == way else None
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.facts.scopes import PASSED_ON
 
-STAGE, DATA, TENSOR = "stage", "data", "tensor"  # axes of a mesh
+STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
 # What may happen to a variable that every rank keeps a copy of, if its operands are free.
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies

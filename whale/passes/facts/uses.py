@@ -35,10 +35,13 @@ def taken_by_updates(program: Program, ref: Ref) -> bool:
 
 def _keeps_elements(node: Node) -> bool:
     """Whether each element of its result comes of the elements of its operands at that place."""
-    if node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue":
-        return True
+    return node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue" or is_pointwise(node)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether the one result has, at each place, what is made of the operands' elements there, which may broadcast."""
     line = getattr(rule_of(node.op), "spec", "")
-    return isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
+    return len(node.outputs) == 1 and isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
 
 
 def leaving(program: Program) -> frozenset[Ref]:

@@ -25,6 +25,7 @@ from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
 from whale.rules.base import as_whole, with_per_rank
 from whale.rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
+from whale.rules.nn.attention import RINGS, ring_bytes
 from whale.rules.nn.norm import per_rank_moments
 
 _AGAIN = "make the plan again with `whale plan`"
@@ -190,7 +191,12 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(
                 node, f"{r.ref} from {r.source} to {r.target} as {r.wire_dtype}", "a float32 sum of the step itself"
             )
-        moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
+        ring = body.by_name.get(r.key) if body is not None else None
+        if r.source == r.target and ring is not None and ring.op in RINGS:
+            types = tuple(program.type_of(ref) for ref in ring.inputs)
+            moved = ring_bytes(ring, types, plan.strategies[r.graph][ring.name])
+        else:
+            moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
         if r.bytes != moved:
             raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
 

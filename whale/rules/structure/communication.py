@@ -12,6 +12,9 @@ from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
 ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
+# Attribute of those of tensors that go round the ranks of an axis: the dimension along which they are divided. Until
+# ranks have their programs such a receive also has what is sent in its place as an operand, and lies as that does.
+ROUND = "_round"
 EDGE = "_edge"  # their attribute (number of the sending stage group, of the receiving one)
 
 
@@ -53,12 +56,14 @@ def along_two_axes(op: OpView) -> str:
 
 
 def sent(op: OpView) -> str:
-    """whether rows of a batch are sent, which micro-batches cut on both sides alike"""
-    return "., * ->" if op.attr(ROWS) else REPLICATED
+    """whether rows of a batch are sent, which micro-batches cut on both sides alike, or what goes round"""
+    return "., * ->" if op.attr(ROWS) or op.attr(ROUND) is not None else REPLICATED
 
 
 def received(op: OpView) -> str:
-    """whether rows of a batch are received, which micro-batches cut on both sides alike"""
+    """whether rows of a batch are received, which micro-batches cut on both sides alike, or what goes round"""
+    if len(op.inputs) == 2:
+        return _but_for(op, (ROUND,))
     return ". -> p*" if op.attr(ROWS) else REPLICATED
 
 

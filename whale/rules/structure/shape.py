@@ -13,13 +13,18 @@ from whale.rules.dims import axis, constant, freeze, names, same, term, times
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
+RUNS = "_whale_runs"  # attribute of reshapes of which dimensions that are not outermost may be cut, in runs
 
-def reshape_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+
+def reshape_terms(before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
     """Terms that say which dimensions of a reshape's operand and result can be cut together.
 
     Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
     together by their greatest common divisor. One of size 1 that both have in the same place is such a run: rows of
     which there is one.
+
+    Args:
+      in_runs: where one dimension is what several make together, each of these can be cut.
     """
     left: list[str] = []
     right: list[str] = []
@@ -41,7 +46,7 @@ def reshape_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
             continue
         i2, j2 = _run(before, after, i, j)
         group += 1
-        first, second = _pair(f"g{group}", before[i:i2], after[j:j2])
+        first, second = _pair(f"g{group}", before[i:i2], after[j:j2], in_runs)
         left += first
         right += second
         i, j = i2, j2
@@ -78,8 +83,12 @@ def _product(sizes: Dims) -> int:
     return math.prod(s for s in sizes if s is not None)
 
 
-def _pair(label: str, before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
     """Terms of one run: its outermost dimensions share ``label``, the others are whole."""
+    if in_runs and (len(before) == 1) != (len(after) == 1) and before and after and all(before + after):
+        several = [label if n == 0 else f"{label}i{n}" for n in range(max(len(before), len(after)))]
+        joined = [f"({' '.join(several)})"]
+        return (joined, several) if len(before) == 1 else (several, joined)
     rest = ([f"{label}x{n}^" for n in range(1, len(before))], [f"{label}y{n}^" for n in range(1, len(after))])
     if not before or not after:
         return [f"{label}x0^"] * bool(before) + rest[0], [f"{label}y0^"] * bool(after) + rest[1]
@@ -112,7 +121,7 @@ def reshape(op: OpView) -> str:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
-    left, right = reshape_terms(before, after)
+    left, right = reshape_terms(before, after, bool(op.attr(RUNS)))
     return f"{term(left)}, [shape] -> {term(right)}"
 
 

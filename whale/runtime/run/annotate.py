@@ -47,6 +47,7 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
     devices: tuple[int, ...] | None = None
     dim: int | None = None
     sequence: int | None = None
+    context: int | None = None
     axis: str | tuple[str, ...] | None = None
 
 
@@ -65,7 +66,7 @@ class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
                 found.append(NamedScope(kind, number=given))
             elif given is not None:
                 axis = (given.axis,) if isinstance(given.axis, str) else given.axis
-                found.append(NamedScope(kind, given.devices, given.dim, given.sequence, axis))
+                found.append(NamedScope(kind, given.devices, given.dim, given.sequence, axis, context=given.context))
         return found
 
 

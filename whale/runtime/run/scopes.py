@@ -14,7 +14,7 @@ from tensorflow.core.framework import attr_value_pb2
 from whale.errors import PlanError
 from whale.ir.program import AGAIN, CHECKPOINT
 from whale.passes.facts.scopes import micro_batches_in, ranks_of_scope, split_scope
-from whale.passes.facts.stages import stage_of
+from whale.passes.facts.stages import CONTEXT, stage_of
 from whale.runtime.run.context import Context, current
 
 SCOPE_ATTRIBUTE = "_whale_scope"
@@ -30,33 +30,44 @@ def entered(
     dim: int | None = None,
     sequence: int | None = None,
     axis: tuple[str, ...] | None = None,
+    context: int | None = None,
 ) -> Iterator[None]:
     """Annotates what is built inside with a new scope of ``kind``; its settings and some of the ranks go into its name.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: devices that are no ranks of the run; ``sequence`` is neither 0 nor 1; ``axis`` is no name.
+      PlanError: devices that are no ranks of the run; ``sequence`` or ``context`` is neither 0 nor 1, or stands beside
+        what it excludes; ``axis`` is no name.
     """
-    context = current(f"the scope wh.{kind}")
-    with _in_scope(context, kind, _settings(NamedScope(kind, devices, dim, sequence, axis), context)):
+    run = current(f"the scope wh.{kind}")
+    with _in_scope(run, kind, _settings(NamedScope(kind, devices, dim, sequence, axis, context=context), run)):
         yield
 
 
 def _settings(scope: NamedScope, context: Context) -> str:
     """What a replica's or a split's part of a path says behind its number."""
-    sequence, size = scope.sequence, context.planned_size
-    devices = _checked(scope.kind, scope.devices, context)
-    settings = [f"axis={'+'.join(_named_axes(scope.axis))}"] if scope.axis is not None else []
+    size, devices = context.planned_size, _checked(scope.kind, scope.devices, context)
+    axis = (CONTEXT,) if scope.axis is None and scope.context is not None else scope.axis
+    settings = [f"axis={'+'.join(_named_axes(axis))}"] if axis is not None else []
     settings += [f"dim={scope.dim}"] if scope.dim is not None else []
-    if sequence is not None:
-        if sequence not in (0, 1) or isinstance(sequence, bool):
+    if scope.context is not None and (scope.dim is not None or scope.sequence is not None):
+        raise PlanError(
+            "a split that divides the sequence on every layer divides nothing else",
+            given=f"context={scope.context!r}, dim={scope.dim!r}, sequence={scope.sequence!r}",
+            expected="context alone",
+            action="leave the others out, or split weights in a scope inside, over another axis",
+        )
+    for name, at in (("sequence", scope.sequence), ("context", scope.context)):
+        if at is None:
+            continue
+        if at not in (0, 1) or isinstance(at, bool):
             raise PlanError(
                 "a split names a dimension that is none of a sequence",
-                given=f"sequence={sequence!r}",
+                given=f"{name}={at!r}",
                 expected="1 for activations [batch, sequence, features], 0 for [sequence, batch, features]",
-                action="correct sequence, or leave it out",
+                action=f"correct {name}, or leave it out",
             )
-        settings.append(f"sequence={sequence}")
+        settings.append(f"{name}={at}")
     inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
     if devices is not None and (len(devices) < size or inside_of is not None):
         settings.append(_ranks(sorted(devices)))
@@ -86,6 +97,7 @@ class NamedScope:
     sequence: int | None = None
     axis: tuple[str, ...] | None = None
     number: int | None = None
+    context: int | None = None
 
 
 def scope_part(scope: NamedScope, number: int, context: Context) -> str:

@@ -16,6 +16,7 @@ from whale.ir.mesh import chain, format_axes
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
+from whale.lowering.ring import without_examples
 from whale.passes.exchange.fuse_sums import fuse_sums
 from whale.passes.facts.rank_groups import refuse_rank_groups
 from whale.passes.facts.stages import stage_groups_of
@@ -90,6 +91,7 @@ def lower_ranks(
         if settings.exchange.backend != "whale" and (plan.stage_groups or plan.inner is not None):
             backend, size = settings.exchange.backend, settings.size
             lowered = [give_to_backend(p, backend, rank, size, comm) for p, rank in zip(lowered, ranks)]
+        lowered = [without_examples(p) for p in lowered]
         return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
 
 

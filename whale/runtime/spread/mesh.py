@@ -24,7 +24,7 @@ from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, named_axes, seen_along
 from whale.passes.facts.batch import batch_inputs
-from whale.passes.facts.scopes import has_split_scopes
+from whale.passes.facts.scopes import context_of, has_split_scopes
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import Levels, levels_of, sizes_of, with_sizes
@@ -41,6 +41,7 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
     of_rows = _that_divide_rows(program, axes)
     settings = _in_each_micro_batch(program, settings, of_rows)
     if len(axes) == 1:
+        settings = _without_rows(program, settings, axes[0])
         return over_one_axis(program, settings, axes[0])
     rows = _rows(program, settings, [a.size for a in of_rows])
     return Levels(program, settings, axes, rows).made()
@@ -82,6 +83,19 @@ def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     while count > 1 and arrives and all(axes[count - 1].name in named_axes([path]) for path in arrives):
         count -= 1
     return axes[:count]
+
+
+def _without_rows(program: Program, settings: PlanSettings, axis: Axis) -> PlanSettings:
+    """Settings by which the only axis divides no rows, where every input is read as a sequence that it divides.
+
+    A batch of long sequences may have one row only. Micro-batches are cut from rows, and unequal shares are of rows.
+    """
+    batch = settings.batch
+    if settings.time.micro_batches > 1 or batch.inputs is not None or batch.local or batch.shares or batch.marked:
+        return settings
+    arrives = {n.scope for n in seen_along(program, axis.name).nodes if any(r.node in program.inputs for r in n.inputs)}
+    whole = arrives and all(context_of(path) is not None for path in arrives)
+    return settings.but(batch__inputs=()) if whole else settings
 
 
 def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
 from whale.ir.program import Node, Ref
 from whale.passes.facts.rank_groups import sizes_within
+from whale.passes.facts.scopes import context_of
 from whale.passes.layout.split.region import SplitRegion
 from whale.rules import rule_of
 from whale.rules.graph import takes, view
@@ -67,16 +68,25 @@ class Candidates:
                         few = split(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
                         self._few.add(few.holders)
                         self._note(Ref(name), few)
+        for name, node in self.region.nodes.items():
+            if context_of(node.scope) is not None and name not in self.region.read and self.region.flops(node):
+                self._seed_result(node)  # heads, or rows, of an attention
         for name in self.region.weights:
             if (cut := self.region.cut_of_image(name)) is not None:
                 self._note(Ref(name), cut)
-        for ref, cut in self.sequences.items():
+        for ref, cut in (*self.sequences.items(), *self.region.context.items()):
             self._note(ref, cut)
         for node in self.region.nodes.values():
             for ref in node.inputs:
                 if ref.node not in self.options:
                     self._note(ref, self.region.outside.place(ref))
                     self._note(ref, self.region.outside.produced[ref])
+
+    def _seed_result(self, node: Node) -> None:
+        group = self.region.group[node.name]
+        for dim, size in enumerate(node.outputs[0].shape or ()):
+            if size is not None and size >= len(group):
+                self._note(Ref(node.name), split(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> bool:
         """Adds a candidate; False when it is none, or known already."""

@@ -10,6 +10,8 @@ from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, 
 from whale.ir.program import Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import change_cost, compute_cost, exchange_cost, fraction
+from whale.passes.facts.scopes import context_of
+from whale.passes.layout.split.context import whole_activations
 from whale.passes.layout.split.region import SplitRegion
 from whale.passes.layout.split.sequence import surcharge
 from whale.passes.layout.split.tensor_forms import TensorForms
@@ -37,6 +39,8 @@ def node_costs(
         _WORK * compute_cost(o, touched, flops) + exchange_cost(rule.exchanged_bytes(op, o), region.parts, reads)
         for o in options
     ]
+    if context_of(node.scope) is not None:
+        found = [c + whole_activations(region.program, node, region.carriers, o) for c, o in zip(found, options)]
     if sequences:
         found = [c + surcharge(region.program, node, sequences, o) for c, o in zip(found, options)]
     return found

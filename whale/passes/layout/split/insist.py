@@ -5,10 +5,12 @@ from __future__ import annotations
 from whale.errors import PlanError
 from whale.ir.layout import B, Split
 from whale.ir.ops import ROW_LOOKUPS
-from whale.ir.program import Node
-from whale.passes.facts.scopes import ranks_of_scope, split_scope
+from whale.ir.program import Node, Ref
+from whale.passes.facts.scopes import context_of, ranks_of_scope, split_scope
 from whale.passes.layout.split.candidates import Candidates
+from whale.passes.layout.split.context import is_along, nothing_along
 from whale.passes.layout.split.region import SplitRegion
+from whale.rules.nn.attention import RINGS
 from whale.rules.rows import is_exchanged
 
 
@@ -55,16 +57,37 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
                 continue
             divided[scope[0]] = True
             candidates.keep(handle, lambda o: isinstance(o.outputs[0], Split))
+    _along_context(region, candidates)
     for name, node in region.nodes.items():
-        if region.flops(node):
+        if region.flops(node) or node.op in RINGS:
             candidates.keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs + o.outputs))
     for path, something in divided.items():
         if not something:
             raise _nothing(region, path)
     # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
     # batch is computed on, some scope must have.
-    if not divided and any(isinstance(p, Split) for p in region.outside.produced.values()):
+    if not divided and not region.layers and any(isinstance(p, Split) for p in region.outside.produced.values()):
         raise _nothing(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
+
+
+def _along_context(region: SplitRegion, candidates: Candidates) -> None:
+    """Where every layer is divided along the sequence, what reads a weight makes parts of the sequence."""
+    split_elsewhere = {handle for uses in region.weights.values() for _, handle in uses}
+    lengths = list(dict.fromkeys(region.context.values()))
+    found = False
+    for name, at in region.layers.items():
+        shape = region.nodes[name].outputs[0].shape or ()
+        found |= candidates.keep(
+            name,
+            lambda o, s=shape, at=at: is_along(o.outputs[0], s, at, lengths),  # type: ignore[misc]
+        )
+    for handle in region.handles if region.layers else ():
+        readers = [n for n, _ in region.program.consumers.get(Ref(handle), ())]
+        whole = any(context_of(n.scope) is not None for n in readers) and handle not in split_elsewhere
+        if whole and handle not in region.known:
+            candidates.keep(handle, lambda o: o.outputs[0] == B)
+    if region.layers and not found:
+        raise nothing_along(region.program, region.layers)
 
 
 def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str, dim: int) -> None:

@@ -12,6 +12,7 @@ from whale.passes.facts.cost import matmul_flops
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import ranks_of_scope, split_scope
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.split.context import context_seeds, layers_in_context, with_sequence
 from whale.rules import rule_of
 
 _IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
@@ -27,6 +28,10 @@ class SplitRegion:
       at_rest: whether variables that are not known yet may lie split between steps.
       nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
       weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
+      layers: the like under scopes that divide every layer along the sequence and leave weights whole -> the dimension.
+      context: how activations around these are to lie.
+      read: as ``weights``, of those as well.
+      carriers: the tensors under these scopes in which the sequence stands.
       group: node -> the ranks that divide it; groups: all of these, and that of all ranks.
     """
 
@@ -37,9 +42,13 @@ class SplitRegion:
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
         lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
         self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
-        self.weights = self._weights()
         everyone = frozenset(range(parts))
         self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
+        self.read = self._weights()
+        self.layers = layers_in_context({name: self.nodes[name] for name in self.read})
+        self.context = context_seeds(program, self.layers, self.read, self.group, parts)
+        self.carriers = with_sequence(program, self.nodes, self.context, parts)
+        self.weights = {name: uses for name, uses in self.read.items() if name not in self.layers}
         self.groups = {everyone, *self.group.values()}
 
     def cut_of_image(self, name: str) -> Split | None:

@@ -1,0 +1,155 @@
+"""Attention as one operation whose queries, keys and values lie along the sequence: the ring's form.
+
+``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` the
+part from the gradient of the result to theirs, which computes the scores again. Each keeps what it stands for as a
+function of the program, so what a scale, a mask or a cap between the products does is not known here. On a rank keys
+and values travel round, and the softmax is summed up block by block (``whale.lowering.ring``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.values import Func, TensorType, static_shape
+from whale.passes.facts.attention import Attention, attentions
+from whale.passes.facts.scopes import context_of
+from whale.rules.nn.attention import ATTENTION, ATTENTION_GRADIENT, has_keys, has_queries
+
+
+def in_rings(program: Program, chosen: Collection[str]) -> Program:
+    """``program`` with some of its attentions, by name, as one operation forward and one backward."""
+    found = [one for one in attentions(program) if one.name in chosen]
+    if not found:
+        return program
+    results = {(one.query, one.key, one.value): f"{one.mixed}/attention" for one in found if one.mixed}
+    nodes = {n.name: n for n in program.nodes}
+    moved: dict[Ref, Ref] = {}
+    functions = dict(program.functions)
+    replaced: set[str] = set()
+    for one in found:
+        ahead = results[one.query, one.key, one.value]
+        if one.mixed:
+            nodes[ahead], functions[f"{ahead}/body"] = _forward(program, one, ahead)
+            moved[Ref(one.mixed)] = Ref(ahead)
+            replaced.add(one.mixed)
+        if one.backward is not None:
+            back = one.backward
+            name = f"{back.scores}/attention_grad"
+            nodes[name], functions[f"{name}/body"] = _backward(program, one, ahead, name)
+            moved |= {Ref(n): Ref(name, i) for i, n in enumerate((back.query, back.key, back.value))}
+            replaced |= {back.query, back.key, back.value}
+    for name in replaced:
+        del nodes[name]
+    nodes = {name: replace(n, inputs=tuple(moved.get(r, r) for r in n.inputs)) for name, n in nodes.items()}
+    outputs = tuple(moved.get(r, r) for r in program.outputs)
+    inside = {n for one in found for n in (one.product, one.softmax, *one.path, *_inner(one))}
+    kept = _without_unread(nodes, inside, {r.node for r in outputs} | set(program.effects))
+    return replace(program, nodes=topological(kept), outputs=outputs, functions=functions)
+
+
+def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
+    """The attentions that a ring is for, of those under scopes that divide the sequence on every layer, by name.
+
+    A ring moves (p-1)(K + V) bytes forward and twice that backward; giving heads for parts of the sequence moves
+    (p-1)/p of queries, keys, values and result, forward and backward, but needs a head (or row) for each rank, and
+    holds the shares of all queries and keys of its heads.
+
+    Args:
+      limit_bytes: the memory of a rank; 0 where it is not known.
+    """
+    found = [one for one in attentions(program) if context_of(program.by_name[one.softmax].scope) is not None]
+    held = sum(program.by_name[one.softmax].outputs[0].bytes for one in found if one.backward) // max(1, parts)
+    tight = bool(limit_bytes) and held > limit_bytes // 2
+    return tuple(one.name for one in found if _divides(program, one, parts) and (
+        tight or not _has_heads(program, one, parts) or _moves_less(program, one, parts)))  # fmt: skip
+
+
+def _divides(program: Program, one: Attention, parts: int) -> bool:
+    return static_shape(program.by_name[one.softmax].outputs[0])[-1] >= parts
+
+
+def _has_heads(program: Program, one: Attention, parts: int) -> bool:
+    return any(size >= parts for size in static_shape(program.by_name[one.softmax].outputs[0])[:-2])
+
+
+def _moves_less(program: Program, one: Attention, parts: int) -> bool:
+    query, key, value = (program.type_of(r).bytes for r in (one.query, one.key, one.value))
+    return 3 * (key + value) * parts < 2 * (2 * query + key + value)
+
+
+def _inner(one: Attention) -> tuple[str, ...]:
+    return (
+        (one.backward.slope, *one.backward.within, one.backward.scores, *one.backward.path)
+        if one.backward is not None
+        else ()
+    )
+
+
+def _attributes(program: Program, one: Attention, name: str, sides: tuple[Ref, ...]) -> dict[str, object]:
+    scores = static_shape(program.by_name[one.softmax].outputs[0])
+    return {
+        "body": Func(f"{name}/body"),
+        "softmax": one.softmax,
+        "dims": one.dims,
+        "turn": one.turn,
+        "queried": tuple(has_queries(program.type_of(r).shape, scores) for r in sides),
+        "keyed": tuple(has_keys(program.type_of(r).shape, scores) for r in sides),
+    }
+
+
+def _forward(program: Program, one: Attention, name: str) -> tuple[Node, Program]:
+    node = program.by_name[one.mixed]
+    scores = program.by_name[one.softmax].outputs[0]
+    each = TensorType(scores.dtype, (*static_shape(scores)[:-1], 1))
+    operands = (one.query, one.key, one.value, *one.sides)
+    inner = (one.product, *one.path, one.softmax, one.mixed)
+    attrs = _attributes(program, one, name, one.sides) | {"mixed": one.mixed}
+    body = _body(program, f"{name}/body", operands, inner, (one.mixed,))
+    return Node(name, ATTENTION, operands, (), attrs, (node.outputs[0], each), node.scope), body
+
+
+def _backward(program: Program, one: Attention, ahead: str, name: str) -> tuple[Node, Program]:
+    back = one.backward
+    assert back is not None
+    gradients = (back.query, back.key, back.value)
+    slope = program.by_name[back.slope]
+    operands = (
+        one.query, one.key, one.value, slope.inputs[back.of_result], Ref(ahead), Ref(ahead, 1), *back.sides,
+    )  # fmt: skip
+    inner = (one.product, *one.path, one.softmax, back.slope, *back.within, back.scores, *back.path, *gradients)
+    attrs = _attributes(program, one, name, back.sides)
+    attrs |= {"slope": back.slope, "within": back.within, "scores": back.scores, "gradients": gradients}
+    body = _body(program, f"{name}/body", (*operands[:4], *back.sides), inner, gradients)
+    outputs = tuple(program.by_name[n].outputs[0] for n in gradients)
+    scope = program.by_name[back.scores].scope
+    mark = {k: v for k, v in program.by_name[back.scores].attrs.items() if k.startswith("_whale")}
+    return Node(name, ATTENTION_GRADIENT, operands, (), {**mark, **attrs}, outputs, scope), body
+
+
+def _body(
+    program: Program, name: str, operands: tuple[Ref, ...], inner: tuple[str, ...], results: tuple[str, ...]
+) -> Program:
+    """The nodes that an operation stands for, as a function of its operands."""
+    arguments = {ref: f"operand_{i}" for i, ref in reversed(list(enumerate(operands)))}
+    nodes = [Node(f"operand_{i}", "Placeholder", (), (), {}, (program.type_of(r),)) for i, r in enumerate(operands)]
+    for n in dict.fromkeys(inner):
+        node = program.by_name[n]
+        inputs = tuple(r if r.node in inner else Ref(arguments.get(r, r.node), 0 if r in arguments else r.index)
+                       for r in node.inputs)  # fmt: skip
+        nodes.append(replace(node, inputs=inputs, controls=()))
+    names = tuple(f"operand_{i}" for i in range(len(operands)))
+    return Program(name, tuple(nodes), names, outputs=tuple(Ref(n) for n in results))
+
+
+def _without_unread(nodes: dict[str, Node], inside: Collection[str], needed: Collection[str]) -> dict[str, Node]:
+    """``nodes`` without those of ``inside`` that nothing reads any more."""
+    kept = dict(nodes)
+    while True:
+        read = {r.node for n in kept.values() for r in n.inputs}.union(*(n.controls for n in kept.values()), needed)
+        gone = [name for name in inside if name in kept and name not in read]
+        if not gone:
+            return kept
+        for name in gone:
+            del kept[name]
