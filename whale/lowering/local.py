@@ -258,8 +258,7 @@ class _Localiser:
         types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
         body = self.program.functions[node.attrs["body"].name]
         found = emit_attention(self.emitter, node, body, strategy, [r for r in operands if r is not None], types)
-        for i, placement in enumerate(strategy.outputs):
-            self.local[Ref(node.name, i), placement] = found[i]
+        self.local.update({(Ref(node.name, i), p): found[i] for i, p in enumerate(strategy.outputs)})
 
     def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
         e = self.emitter

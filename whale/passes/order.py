@@ -33,10 +33,9 @@ from whale.passes.layout.propagate import NOTHING
 from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.recompute import recompute
-from whale.passes.normalise.annotate import annotate, task_graphs
+from whale.passes.normalise.annotate import annotate, mark_flattened, task_graphs
 from whale.passes.normalise.blocks import mark_blocks
 from whale.passes.normalise.every_id import look_up_every_id
-from whale.passes.normalise.flattened import mark_flattened
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow

@@ -15,8 +15,9 @@ from dataclasses import replace
 from whale.ir.ops import UPDATES
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Node, Program
-from whale.passes.facts.scopes import PASSED_ON, ranks_of_scope, split_scope
+from whale.passes.facts.scopes import PASSED_ON, context_of, ranks_of_scope, split_scope
 from whale.passes.facts.stages import assign_stages, stage_of
+from whale.rules.structure.shape import RUNS
 
 
 def annotate(program: Program) -> Program:
@@ -151,3 +152,18 @@ def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, 
         mine = devices if named is None else tuple(sorted(named))
         rows.append(TaskGraph(path or "(default)", kind, mine, counts[path]))
     return tuple(rows)
+
+
+def mark_flattened(program: Program) -> Program:
+    """``program`` whose reshapes may be cut along any of their dimensions, under scopes that divide the sequence.
+
+    There [rows, sequence, ..] becomes [rows x sequence, ..] and keeps its sequence. Elsewhere they may not, so that no
+    layout in runs comes up where rows, columns or heads are divided.
+    """
+
+    def marked(node: Node) -> Node:
+        if node.op != "Reshape" or context_of(node.scope) is None:
+            return node
+        return replace(node, attrs={**node.attrs, RUNS: True})
+
+    return program.with_nodes(tuple(map(marked, program.nodes)))
