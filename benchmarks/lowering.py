@@ -2,12 +2,17 @@
 
     python -m benchmarks.lowering [--ranks 2] [--repeats 3]
     python -m benchmarks.lowering --rank-0-of 4 64 1024 [--repeats 5]
+    python -m benchmarks.lowering --mesh 4,8,32 4,8,8 2,4,4 [--layers 24]
 
 The ranks live in this process, so `localise` and `import` are those of all of them. Tracing is TensorFlow's own time;
 what is printed is the fastest of the repeats for each phase after it.
 
 With --rank-0-of, what the first of that many ranks does by itself: planning, lowering its part, and writing it as
 TensorFlow's messages. Ends with status 1 when the times differ by more than 10 %, or one is above 3 s.
+
+With --mesh, processor seconds in which the last of stage,data,tensor ranks lowers its part of a GPT whose plan it has,
+beside those of the last of as many data parallel ranks for the same GPT. Ends with status 1 when the first mesh takes
+more than 1.5 x that, or the meshes differ by more than 10 %.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -26,17 +33,20 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.steps import train_step
+from tests.pipelines.gpt_on_ranks import Gpt, Sizes
 from whale.capture.encode import to_function_def
 from whale.capture.function import capture_function
 from whale.ir.collector import no_garbage_collection
+from whale.ir.mesh import Axis, format_axes
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.lay_out import expand
 from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
+from whale.runtime.spread.lower import lower_ranks, make_any_plan
 from whale_ops import ops
 
-_MOST_S, _MOST_APART = 3.0, 0.1
+_MOST_S, _MOST_APART, _MOST_TIMES = 3.0, 0.1, 1.5
 
 
 def main() -> int:
@@ -44,7 +54,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rank-0-of", type=int, nargs="+", metavar="RANKS")
+    parser.add_argument("--mesh", nargs="+", metavar="STAGE,DATA,TENSOR")
+    parser.add_argument("--layers", type=int, default=24)
     options = parser.parse_args()
+    if options.mesh:
+        sizes = [tuple(map(int, mesh.split(","))) for mesh in options.mesh]
+        return last_rank_of_meshes(sizes, options.layers, options.repeats)
     step = train_step(resnet50())
     if options.rank_0_of:
         return first_rank(step, options.rank_0_of, options.repeats)
@@ -111,6 +126,55 @@ def lower_once(program: Program, size: int) -> dict[str, float]:
         to_function_def(lowered, "benchmark")
         lap("encode")
     return {**seconds, "together": last_s - start_s}
+
+
+def last_rank_of_meshes(meshes: Sequence[tuple[int, ...]], layers: int, repeats: int) -> int:
+    """Prints what the last rank of each mesh needs beside one axis of as many ranks; the status to end with."""
+    wh.init({})
+    tensor = max(mesh[2] for mesh in meshes)
+    rows = 2 * max(map(prod, meshes))
+    sizes = Sizes(rows=rows, width=4 * tensor, heads=tensor, words=8 * tensor, layers=layers)
+    fastest_s: dict[str, float] = {}
+    for mesh in meshes:
+        axes = tuple(Axis(name, size) for name, size in zip(("stage", "data", "tensor"), mesh))
+        program = captured_gpt(sizes, mesh[0], wh.stage, wh.split)
+        fastest_s[str(axes)] = lowered_s(program, PlanSettings(prod(mesh), mesh=axes), repeats)
+        print(f"  {format_axes(axes):30s} {fastest_s[str(axes)]:7.3f} s, one of {prod(mesh)} ranks", flush=True)
+    size = prod(meshes[0])
+    alone_s = lowered_s(captured_gpt(sizes, 1, nullcontext, nullcontext), PlanSettings(size), repeats)
+    print(f"  {f'data={size}':30s} {alone_s:7.3f} s, one of {size} ranks")
+    first_s, *_ = fastest_s.values()
+    apart = max(fastest_s.values()) / min(fastest_s.values()) - 1
+    times = first_s / alone_s
+    print(f"  {times:.2f} x one axis (at most {_MOST_TIMES}); meshes {apart:.1%} apart (at most {_MOST_APART:.0%})")
+    return int(times > _MOST_TIMES or apart > _MOST_APART)
+
+
+def captured_gpt(sizes: Sizes, stages: int, stage: Any, split: Any) -> Program:
+    """A step of a GPT in some stages."""
+    model = Gpt(sizes)
+
+    def step(tokens: tf.Tensor, following: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = model.loss(tokens, following, stages, stage, split)
+        for variable, slope in zip(model.variables, tape.gradient(loss, model.variables)):
+            variable.assign_sub(0.1 * tf.convert_to_tensor(slope))
+        return loss
+
+    tokens = tf.zeros((sizes.rows, sizes.length), tf.int32)
+    return capture_function(step, (tokens, tokens)).program
+
+
+def lowered_s(program: Program, settings: PlanSettings, repeats: int) -> float:
+    """Processor seconds in which the last rank lowers its part, the plan being given; the fastest of the repeats."""
+    normalised = normalise(program, settings)
+    plan = make_any_plan(normalised, settings)
+    found = []
+    for _ in range(repeats):
+        start_s = time.process_time()
+        lower_ranks(normalised, plan, settings, [settings.size - 1])
+        found.append(time.process_time() - start_s)
+    return min(found)
 
 
 if __name__ == "__main__":

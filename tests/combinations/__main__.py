@@ -1,18 +1,28 @@
-"""``python -m tests.combinations [--triples 300] [--only NAME ...] [--out docs/combinations.md]``."""
+"""``python -m tests.combinations [--triples 300] [--only NAME ...] [--jobs 2] [--out docs/combinations.md]``."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
-from tests.combinations.features import BY_NAME, FEATURES, Feature, clash
-from tests.combinations.run import outcome
+from tests.combinations.features import BY_NAME, FEATURES, RANKS, Feature, clash
+
+ROOT = Path(__file__).resolve().parents[2]
+Names = tuple[str, ...]
+Outcome = tuple[str, str]
 
 
-def chosen(triples: int, only: list[str]) -> list[tuple[Feature, ...]]:
+def chosen(triples: int, only: list[str]) -> list[Names]:
     """All pairs and some triples, the same each time."""
     features = [f for f in FEATURES if not only or f.name in only]
     found: list[tuple[Feature, ...]] = [(f,) for f in features]
@@ -20,20 +30,28 @@ def chosen(triples: int, only: list[str]) -> list[tuple[Feature, ...]]:
               if not only or any(f in features for f in pair)]  # fmt: skip
     every = list(itertools.combinations(features, 3))
     random.Random(0).shuffle(every)
-    return [c for c in found if not clash(c)] + [c for c in every if not clash(c)][:triples]
+    kept = [c for c in found if not clash(c)] + [c for c in every if not clash(c)][:triples]
+    return [tuple(f.name for f in c) for c in kept]
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="python -m tests.combinations")
     arguments.add_argument("--triples", type=int, default=0)
     arguments.add_argument("--only", nargs="+", default=[], choices=sorted(BY_NAME))
+    arguments.add_argument("--jobs", type=int, default=1, help="processes beside each other")
+    arguments.add_argument("--part", nargs=2, type=int, default=[0, 1], metavar=("NUMBER", "OF"), help="of the runs")
     arguments.add_argument("--out", type=Path)
     asked = arguments.parse_args()
-    rows: dict[tuple[str, ...], tuple[str, str]] = {}
-    for combination in chosen(asked.triples, asked.only):
-        names = tuple(f.name for f in combination)
-        rows[names] = outcome(combination)
-        kind, what = rows[names]
+    rows: dict[Names, Outcome] = {}
+    number, parts = asked.part
+    combinations = chosen(asked.triples, asked.only)[number::parts]
+    without = [] if find_spec("horovod") else [c for c in combinations if "horovod" in c]
+    if without:
+        print(f"{len(without)} runs are left out: Horovod is not installed (python -m whale_ops.build_horovod)")
+    between = [c for c in combinations if c not in without and _between_processes(c)]
+    inside = [c for c in combinations if c not in without and c not in between]
+    for names, (kind, what) in itertools.chain(in_this_process(inside, asked.jobs), on_ranks(between)):
+        rows[names] = kind, what
         print(f"{kind:8}{' + '.join(names):60}{what.splitlines()[0]}", flush=True)
     if asked.out:
         asked.out.write_text(page(rows))
@@ -42,7 +60,76 @@ def main() -> int:
     return int(count["WRONG"] > 0)
 
 
-def page(rows: dict[tuple[str, ...], tuple[str, str]]) -> str:
+def _between_processes(names: Names) -> bool:
+    return any("processes" in BY_NAME[name].marks for name in names)
+
+
+def in_this_process(combinations: Sequence[Names], jobs: int) -> Iterator[tuple[Names, Outcome]]:
+    """What comes out of each on ranks that are threads, in ``jobs`` processes."""
+    if jobs > 1:
+        with ThreadPoolExecutor(jobs) as pool:
+            for part in pool.map(_in_another, (combinations[i::jobs] for i in range(jobs))):
+                yield from part
+        return
+    with_two_devices()
+    from tests.combinations.run import outcome
+
+    for names in combinations:
+        yield names, outcome([BY_NAME[name] for name in names])
+
+
+def _in_another(combinations: Sequence[Names]) -> list[tuple[Names, Outcome]]:
+    command = [sys.executable, "-m", "tests.combinations.on_ranks"]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "asked.json").write_text(json.dumps(combinations))
+        subprocess.run([*command, folder, "--alone"], cwd=ROOT, check=True)
+        return list(zip(combinations, _said(Path(folder, "rank0.jsonl"))))
+
+
+def on_ranks(combinations: Sequence[Names]) -> Iterator[tuple[Names, Outcome]]:
+    """What comes out of each on ranks that are processes: that of the first, or WRONG where they do not agree.
+
+    Ranks end at the first that is WRONG, after which they may be at different places; the rest goes to new ones.
+    """
+    left = list(combinations)
+    while left:
+        with tempfile.TemporaryDirectory() as folder:
+            said = _of_processes(left, folder)
+        yield from zip(left, said)
+        left = left[len(said) :]
+
+
+def _of_processes(combinations: Sequence[Names], folder: str) -> list[Outcome]:
+    Path(folder, "asked.json").write_text(json.dumps(combinations))
+    command = [sys.executable, "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run([*command, folder], cwd=ROOT, env=environment, capture_output=True, text=True)
+    ranks = [_said(Path(folder, f"rank{rank}.jsonl")) for rank in range(RANKS)]
+    found: list[Outcome] = []
+    for one in zip(*ranks):
+        alike = len({kind for kind, _ in one}) == 1
+        found.append(one[0] if alike else ("WRONG", f"some ranks: {next(what for k, what in one if k != 'equal')}"))
+        if found[-1][0] == "WRONG":
+            return found
+    if len(found) < len(combinations):
+        found.append(("WRONG", " ".join(done.stderr[-600:].split())))
+    return found
+
+
+def _said(path: Path) -> list[Outcome]:
+    return [(kind, what) for kind, what in map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
+def with_two_devices() -> None:
+    """The processor is two devices of TensorFlow, one of which computes for the other's memory; before it starts."""
+    import tensorflow as tf
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+def page(rows: dict[Names, Outcome]) -> str:
     """The table of pairs, with the reasons of what is refused."""
     reasons: dict[str, int] = {}
     cells: dict[tuple[str, str], str] = {}
@@ -59,19 +146,24 @@ def page(rows: dict[tuple[str, ...], tuple[str, str]]) -> str:
         "",
         "Written by `python -m tests.combinations --triples 300 --out docs/combinations.md`: eight ranks, a program of",
         "eight layers in float64, two steps. `=`: losses and weights are those of one device to 1e-10 (16 bits on the",
-        "wire: to 2 %); a number: refused, with the reason below; empty: the two say the same thing in two ways.",
+        "wire and amp: to 2 %); a number: refused, with the reason below; empty: the two say the same thing in two",
+        "ways; ?: not run. Ranks are threads of one process; with shard, local batch and horovod they are processes.",
         "",
         "| | " + " | ".join(str(i + 1) for i in range(len(names_of))) + " |",
         "|---" * (len(names_of) + 1) + "|",
     ]
     for i, name in enumerate(names_of):
-        row = (cells.get((name, other), "") for other in names_of)
+        row = (cells.get((name, other)) or _unknown(name, other) for other in names_of)
         lines.append(f"| {i + 1} {name} | " + " | ".join(row) + " |")
     lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items()), ""]
     if triples:
         equal, refused = triples.count("equal"), triples.count("refused")
         lines.append(f"Of {len(triples)} triples {equal} are equal and {refused} refused.")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _unknown(name: str, other: str) -> str:
+    return "" if name != other and clash([BY_NAME[name], BY_NAME[other]]) else "?"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class Feature:
       axes: sizes that it gives axes of the mesh.
       config: keys of the configuration.
       marks: what it asks of the program and of how it is called (see ``tests.combinations.run``).
-      limit: of the difference, where it rounds.
+      limit: of the difference; features that round have another one than float64's.
       instead: features that say the same thing otherwise, and are not combined with it.
     """
 
@@ -39,29 +39,40 @@ def _set(name: str, *marks: str, limit: float = 1e-10, instead: Iterable[str] = 
     return Feature(name, {}, keys, frozenset(marks), limit, frozenset(instead))
 
 
+_ROUNDED = 2e-2  # to 16 bits, in float32
+_IN_STAGES = ("4 stages", "unequal stages", "interleaved")
 FEATURES: tuple[Feature, ...] = (
     _of("tensor", "tensor", tensor=2),
     _of("second tensor axis", "expert", expert=2),
     _of("sequence", "attention", "sequence", tensor=2, instead=["tensor"]),
-    _of("2 stages", "stages", stage=2, instead=["4 stages", "unequal stages", "interleaved"]),
-    _of("4 stages", "stages", stage=4, instead=["unequal stages", "interleaved"]),
-    _of("unequal stages", "stages", "unequal", instead=["interleaved"]),
-    _of("interleaved", "stages", "chunks", stage=2, instead=["2 stages"]),
+    _of("2 stages", "stages", stage=2, instead=_IN_STAGES),
+    _of("4 stages", "stages", stage=4, instead=_IN_STAGES),
+    _of("unequal stages", "stages", "unequal", instead=_IN_STAGES),
+    _of("interleaved", "stages", "chunks", stage=2),
     _set("micro-batches", pipeline__num_micro_batch=4),
     _set("gpipe", pipeline__num_micro_batch=4, pipeline__schedule="gpipe", instead=["micro-batches", "zb-h1"]),
     _set("zb-h1", pipeline__num_micro_batch=4, pipeline__schedule="zb-h1", instead=["micro-batches"]),
-    _set("zero 1", zero__level=1, zero__min_bytes=0, instead=["zero 3"]),
+    _of("accumulation", "accumulated"),
+    _set("zero 1", zero__level=1, zero__min_bytes=0, instead=["zero 2", "zero 3"]),
+    _set("zero 2", zero__level=2, zero__min_bytes=0, instead=["zero 3"]),
     _set("zero 3", zero__level=3, zero__min_bytes=0),
     _set("recompute auto", gradient_checkpoint__type="auto", instead=["recompute marked"]),
     _set("recompute marked", "checkpoint", gradient_checkpoint__type="collection"),
-    _set("16 bits on the wire", communication__wire_dtype="bfloat16", limit=2e-2),
+    _set("offload", offload__level="v0"),
+    _set("amp", amp__level="O1", limit=_ROUNDED),
+    _set("16 bits on the wire", communication__wire_dtype="bfloat16", limit=_ROUNDED),
     _of("loop", "loop"),
+    _of("lstm", "lstm", tensor=2),
+    _of("scan", "scan"),
     _of("branch", "branch"),
     _of("session", "session"),
-    _of("shard", "shard"),
+    _of("shard", "shard", "processes"),
+    _set("local batch", "local", "processes", batch__mode="local", instead=["shard"]),
     _set("unequal shares", replica__shares=(6, 2, 4, 4, 4, 4, 2, 6)),
     _of("some devices", "devices"),
     _of("saved", "saved"),
+    _set("devices' sums", "host device", communication__backend="cuda-ipc", instead=["horovod"]),
+    _set("horovod", "processes", communication__backend="horovod"),
     _set("auto_parallel", "auto", auto_parallel=True),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -69,8 +80,8 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 
 def clash(features: Iterable[Feature]) -> bool:
     """Whether some of the features say the same thing in two ways."""
-    names = {f.name for f in features}
-    return any(f.instead & names for f in features)
+    features = list(features)
+    return any(one.name in other.instead for one in features for other in features if one is not other)
 
 
 def mesh_of(features: Iterable[Feature]) -> str:

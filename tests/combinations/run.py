@@ -1,12 +1,13 @@
-"""One small program with some features, on eight ranks of this process, beside the same program on one device."""
+"""Some features together, on eight ranks, beside the same program on one device."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,93 +15,61 @@ import tensorflow as tf
 
 import whale as wh
 from tests.combinations.features import RANKS, Feature, mesh_of
+from tests.combinations.program import OF_PROGRAM, ROWS, Net, batches, scopes_of
+from tests.whale_ops.device.host_device import build_host_device, host_devices
+from whale.capture.sharded import ShardedTensor
 from whale.errors import WhaleError
 from whale.runtime.run.start import check_replicas
 
-ROWS, WIDTH, STEPS, RATE, MOMENTUM = 32, 8, 2, 0.5, 0.5  # numbers that float32 has as well
-LAYERS = 8
-Scopes = Callable[[int], Any]
 Values = dict[str, np.ndarray]
+IN_PROCESS = {"communication.transport": "in-process", "cluster.ranks": RANKS}
 
 
-class Net(tf.Module):
-    """Eight layers; a loop, a branch or an attention in place of some of them."""
+def outcome(features: Sequence[Feature], folder: str = "") -> tuple[str, str]:
+    """("equal", figure), ("refused", why) or ("WRONG", what), of ranks in this process.
 
-    def __init__(self, marks: frozenset[str], dtype: str) -> None:
-        draw = np.random.default_rng(3)
-        self.marks = marks
-        shapes = [(WIDTH, WIDTH)] * LAYERS
-        self.weights = [tf.Variable(draw.normal(size=s) * 0.4, dtype=dtype, name=f"w{i}") for i, s in enumerate(shapes)]
-        self.slots = [tf.Variable(tf.zeros_like(w), trainable=False, name=f"m{i}") for i, w in enumerate(self.weights)]
-
-    def layer(self, i: int, h: tf.Tensor) -> tf.Tensor:
-        w = self.weights[i]
-        if "loop" in self.marks and i == 1:
-            turn = lambda n, s: (n + 1, tf.tanh(s @ w))  # noqa: E731
-            return tf.while_loop(lambda n, s: n < 2, turn, (0, h))[1]
-        if "branch" in self.marks and i == 3:
-            return tf.cond(tf.reduce_sum(w) > 100.0, lambda: tf.nn.relu(h @ w), lambda: tf.tanh(h @ w))
-        if "attention" in self.marks and i == 5:
-            scores = tf.nn.softmax(tf.matmul(h @ w, h, transpose_b=True))
-            return h + tf.matmul(scores, h)
-        return tf.tanh(h @ w)
-
-    def loss(self, x: tf.Tensor, y: tf.Tensor, scope: Scopes) -> tf.Tensor:
-        h, loss = x, None
-        for stage, layers in stages_of(self.marks):
-            with stage():
-                for i in layers:
-                    with scope(i):
-                        h = self.layer(i, h)
-                    if "checkpoint" in self.marks and i % 2 and i < LAYERS - 1:
-                        h = wh.checkpoint(h)
-                if layers[-1] == LAYERS - 1:
-                    loss = tf.reduce_mean((h - y) ** 2)
-        return loss
-
-    def update(self, x: tf.Tensor, y: tf.Tensor, scope: Scopes) -> tf.Tensor:
-        """One step of gradient descent with momentum."""
-        with tf.GradientTape() as tape:
-            loss = self.loss(x, y, scope)
-        for w, m, slope in zip(self.weights, self.slots, tape.gradient(loss, self.weights)):
-            m.assign(MOMENTUM * m + slope)
-            w.assign_sub(RATE * m)
-        return loss
+    Args:
+      folder: of all ranks, where this process is one of them.
+    """
+    limit = max(f.limit for f in features)
+    try:
+        error, where = spread(features, folder)
+    except WhaleError as refused:
+        return "refused", str(refused)
+    except Exception as wrong:
+        return "WRONG", f"{type(wrong).__name__}: {str(wrong)[:300]}"
+    return ("equal", f"{error:.1e}") if error <= limit else ("WRONG", f"{where} differs by {error:.1e}")
 
 
-def batches(marks: frozenset[str], dtype: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    draw = np.random.default_rng(5)
-    shape = (ROWS, 4, WIDTH) if "attention" in marks else (ROWS, WIDTH)
-    return [(draw.normal(size=shape).astype(dtype), draw.normal(size=shape).astype(dtype)) for _ in range(STEPS)]
+def spread(features: Sequence[Feature], folder: str = "") -> tuple[float, str]:
+    """The largest difference from one device, and of what.
 
-
-def stages_of(marks: frozenset[str]) -> list[tuple[Callable[[], Any], list[int]]]:
-    """(scope, layers) of each stage; all layers in none where there are no stages."""
-    if "stages" not in marks:
-        return [(contextlib.nullcontext, list(range(LAYERS)))]
-    devices = [(0, 1, 2, 3), (4, 5), (6, 7)] if "unequal" in marks else []
-    count = len(devices) or (4 if marks & {"chunks", "four"} else 2)
-    parts = [list(map(int, part)) for part in np.array_split(np.arange(LAYERS), count)]
-    return [(partial(wh.stage, devices=devices[k]) if devices else wh.stage, part) for k, part in enumerate(parts)]
-
-
-def scopes_of(marks: frozenset[str]) -> Scopes:
-    """The split scope of each layer, if any."""
-
-    @contextlib.contextmanager
-    def scope(i: int) -> Any:
-        with contextlib.ExitStack() as stack:
-            if "tensor" in marks and i in (0, 2, 4, 6):
-                stack.enter_context(wh.split())
-            if "sequence" in marks and 4 <= i <= 6:
-                stack.enter_context(wh.split(sequence=1))
-            if "expert" in marks and i == 7:
-                stack.enter_context(wh.split(axis="expert"))
-            if "devices" in marks and i == 2 and "tensor" not in marks:
-                stack.enter_context(wh.split(devices=[0, 1]))
-            yield
-
-    return scope
+    Raises:
+      WhaleError: the features are refused together.
+      AssertionError: the plan divides nothing.
+    """
+    marks = frozenset(itertools.chain.from_iterable(f.marks for f in features))
+    marks |= {"four"} if any(f.axes.get("stage") == 4 for f in features) else set()
+    dtype = "float64" if all(f.limit <= 1e-10 for f in features) else "float32"
+    config: dict[str, Any] = {"random": "global", **({} if folder else IN_PROCESS)}
+    plain = dict(config)
+    for feature in features:
+        config.update(feature.config)
+    config["mesh"] = mesh_of(features)
+    wanted = alone(marks & OF_PROGRAM, dtype)
+    with contextlib.ExitStack() as stack:
+        if "host device" in marks:
+            stack.enter_context(host_devices(_host_device()))
+        saved = ""
+        if "saved" in marks:
+            saved = folder or stack.enter_context(tempfile.TemporaryDirectory())
+        if "session" in marks:
+            found = _in_session(marks, dtype, config, plain, saved)
+        else:
+            found = _in_function(marks, dtype, config, plain, saved)
+    worst = {name: float(np.max(np.abs(found[name] - value))) for name, value in wanted.items()}
+    where = max(worst, key=lambda name: worst[name])
+    return worst[where], where
 
 
 @cache
@@ -113,74 +82,94 @@ def alone(marks: frozenset[str], dtype: str) -> Values:
     return {"losses": np.array(losses), **{w.name: w.numpy() for w in net.weights}}
 
 
-def spread(features: Sequence[Feature]) -> tuple[float, str]:
-    """The largest difference from one device, and of what.
+@cache
+def _host_device() -> Path:
+    return build_host_device(Path(tempfile.mkdtemp(prefix="whale_host_device_")))
 
-    Raises:
-      WhaleError: the features are refused together.
-      AssertionError: the plan divides nothing.
-    """
-    marks = frozenset(itertools.chain.from_iterable(f.marks for f in features))
-    marks |= {"four"} if any(f.axes.get("stage") == 4 for f in features) else set()
-    dtype = "float32" if any("communication.wire_dtype" in f.config for f in features) else "float64"
-    config: dict[str, Any] = {"communication.transport": "in-process", "cluster.ranks": RANKS, "random": "global"}
-    for feature in features:
-        config.update(feature.config)
-    config["mesh"] = mesh_of(features)
-    programs = frozenset(marks & {"loop", "branch", "attention"})
-    wanted = alone(programs, dtype)
+
+@contextlib.contextmanager
+def _run(config: dict[str, Any]) -> Iterator[None]:
     wh.init(config)
     try:
-        found = _in_session(marks, dtype) if "session" in marks else _in_function(marks, dtype)
+        yield
     finally:
         wh.shutdown()
-    worst = {name: float(np.max(np.abs(found[name] - value))) for name, value in wanted.items()}
-    where = max(worst, key=lambda name: worst[name])
-    return worst[where], where
 
 
-def _in_function(marks: frozenset[str], dtype: str) -> Values:
-    net, scope, losses = Net(marks, dtype), scopes_of(marks), []
-    data = batches(marks, dtype)
-    step = wh.function(lambda x, y: net.update(x, y, scope))
+def _in_function(
+    marks: frozenset[str], dtype: str, config: dict[str, Any], plain: dict[str, Any], folder: str
+) -> Values:
+    """Losses and weights of ``wh.function``.
+
+    Args:
+      plain: the configuration of another run, over one axis, that has made the first step and saved it, where the mark
+        is ``saved``.
+    """
+    data, losses = batches(marks, dtype), []
+    if "saved" in marks:
+        with _run(plain):
+            net = Net(marks, dtype)
+            no_scopes = scopes_of(frozenset())
+            step = wh.function(lambda x, y: net.update(x, y, no_scopes))
+            losses.append(float(step(*map(tf.constant, data[0]))))
+            path = wh.CheckpointManager(tf.train.Checkpoint(net=net), f"{folder}/saved", 1).save()
+    with _run(config):
+        net, scope = Net(marks, dtype), scopes_of(marks)
+        step = wh.function(lambda x, y: net.update(x, y, scope))
+        if "saved" in marks:
+            wh.CheckpointManager(tf.train.Checkpoint(net=net), f"{folder}/saved", 1).restore(path)
+        for batch in _as_passed(data[len(losses) :], marks, config):
+            losses.append(float(step(*batch)))
+        plan = next(iter(step._steps.values())).compiled.plan
+        assert plan.logical_bytes > 0 or "auto" in marks, "nothing is divided"
+        check_replicas()
+        return {"losses": np.array(losses), **{w.name: w.numpy() for w in net.weights}}
+
+
+def _as_passed(
+    data: Sequence[tuple[np.ndarray, np.ndarray]], marks: frozenset[str], config: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """What this rank passes to the step of each batch."""
     if "shard" in marks:
         rows = tf.data.Dataset.from_tensor_slices(tuple(np.concatenate(part) for part in zip(*data))).batch(ROWS)
-        pairs: Any = wh.shard(rows)
-    else:
-        pairs = [(tf.constant(x), tf.constant(y)) for x, y in data]
-    for number, (x, y) in enumerate(pairs):
-        losses.append(float(step(x, y)))
-        if number == 0 and "saved" in marks:
-            with tempfile.TemporaryDirectory() as folder:
-                path = tf.train.Checkpoint(net=net).save(f"{folder}/saved")
-                tf.train.Checkpoint(net=net).restore(path)
-    plan = next(iter(step._steps.values())).compiled.plan
-    assert plan.logical_bytes > 0 or marks >= {"auto"}, "nothing is divided"
-    check_replicas()
-    return {"losses": np.array(losses), **{w.name: w.numpy() for w in net.weights}}
+        yield from wh.shard(rows)
+        return
+    mine = slice(None)
+    if "local" in marks:
+        counts = config.get("replica.shares", (ROWS // RANKS,) * RANKS)
+        first = sum(counts[: wh.rank()])
+        mine = slice(first, first + counts[wh.rank()])
+    for x, y in data:
+        yield tf.constant(x[mine]), tf.constant(y[mine])
 
 
-def _in_session(marks: frozenset[str], dtype: str) -> Values:
-    data = batches(marks, dtype)
-    with tf.Graph().as_default() as graph:
-        net = Net(marks, dtype)
-        x, y = (tf.compat.v1.placeholder(dtype, part.shape) for part in data[0])
-        loss = net.loss(x, y, scopes_of(marks))
-        train = tf.compat.v1.train.MomentumOptimizer(RATE, MOMENTUM).minimize(loss, var_list=net.weights)
-        with wh.Session(graph=graph) as session:
-            session.run(tf.compat.v1.global_variables_initializer())
-            losses = [session.run([loss, train], {x: a, y: b})[0] for a, b in data]
-            weights = dict(zip((w.name for w in net.weights), session.run(net.weights)))
+def _in_session(
+    marks: frozenset[str], dtype: str, config: dict[str, Any], plain: dict[str, Any], folder: str
+) -> Values:
+    """The same in a session of TensorFlow 1; arguments as of ``_in_function``."""
+    data, losses, path = batches(marks, dtype), [], ""
+
+    def trained(config: dict[str, Any], marks: frozenset[str], scoped: frozenset[str], first: int, end: int) -> Values:
+        nonlocal path
+        with _run(config):
+            passed = list(_as_passed(data[first:end], scoped, config))
+            fed = [[t if isinstance(t, ShardedTensor) else t.numpy() for t in batch] for batch in passed]
+            with tf.Graph().as_default() as graph:
+                net = Net(marks, dtype)
+                x, y = (tf.compat.v1.placeholder(dtype, (None, *t.shape[1:])) for t in fed[0])
+                loss = net.loss(x, y, scopes_of(scoped))
+                train = net.trained_by(tf.gradients(loss, net.weights))
+                saver = tf.compat.v1.train.Saver()
+                with wh.Session(graph=graph) as session:
+                    session.run(tf.compat.v1.global_variables_initializer())
+                    if path:
+                        saver.restore(session, path)
+                    losses.extend(session.run([loss, train], {x: a, y: b})[0] for a, b in fed)
+                    if not path and folder:
+                        path = saver.save(session, f"{folder}/saved")
+                    return dict(zip((w.name for w in net.weights), session.run(net.weights)))
+
+    if folder:
+        trained(plain, marks & OF_PROGRAM, frozenset(), 0, 1)
+    weights = trained(config, marks, marks, len(losses), len(data))
     return {"losses": np.array(losses), **weights}
-
-
-def outcome(features: Sequence[Feature]) -> tuple[str, str]:
-    """("equal", figure), ("refused", why) or ("WRONG", what)."""
-    limit = max(f.limit for f in features)
-    try:
-        error, where = spread(features)
-    except WhaleError as refused:
-        return "refused", str(refused)
-    except Exception as wrong:
-        return "WRONG", f"{type(wrong).__name__}: {str(wrong)[:300]}"
-    return ("equal", f"{error:.1e}") if error <= limit else ("WRONG", f"{where} differs by {error:.1e}")

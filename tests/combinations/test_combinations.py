@@ -14,7 +14,11 @@ SAMPLE = [
     ("2 stages", "zb-h1", "branch", "session"),
     ("second tensor axis", "session"),
     ("sequence", "zero 3"),
-    ("tensor", "shard", "unequal shares"),
+    ("tensor", "unequal shares"),
+    ("lstm", "zero 3"),
+    ("second tensor axis", "saved"),
+    ("session", "accumulation"),
+    ("scan", "amp"),
 ]
 
 
