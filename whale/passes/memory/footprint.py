@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from whale.ir.ops import BATCH_NORM_GRADIENTS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
 from whale.ir.program import Program, Ref
-from whale.passes.memory.zero import is_model, is_state
+from whale.passes.memory.zero import is_model, leading_to, only_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
 # What makes a gradient of activations; what it reads is none.
@@ -23,12 +23,13 @@ _MADE_BY = (
 
 def variable_kinds(program: Program) -> dict[str, str]:
     """Handle node -> parameters (what a model computes with), slots (what only updates read), or buffers (the rest)."""
+    state, model = only_state(program), leading_to(program, lambda node: is_model(program, node))
     found = {}
     for variable in program.variables:
-        if is_state(program, variable.node):
+        if variable.node in state:
             found[variable.node] = "slots" if variable.type.shape else "buffers"
         else:
-            found[variable.node] = "parameters" if _reaches_model(program, variable.node) else "buffers"
+            found[variable.node] = "parameters" if variable.node in model else "buffers"
     return found
 
 
@@ -68,18 +69,3 @@ def _is_read(program: Program, ref: Ref) -> bool:
     while node.op in VIEWS and node.inputs:
         node = program.by_name[node.inputs[0].node]
     return node.op == "ReadVariableOp"
-
-
-def _reaches_model(program: Program, handle: str) -> bool:
-    """Whether a product, lookup, loop or branch takes what is read of the variable, however far behind."""
-    waiting, seen = [handle], {handle}
-    while waiting:
-        node = program.by_name[waiting.pop()]
-        if is_model(program, node):
-            return True
-        for ref in node.refs():
-            for reader, _ in program.consumers.get(ref, ()):
-                if reader.name not in seen:
-                    seen.add(reader.name)
-                    waiting.append(reader.name)
-    return False

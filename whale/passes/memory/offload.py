@@ -16,7 +16,7 @@ from whale.ir.program import ON_HOST, Node, Program, Ref, function_refs
 from whale.ir.values import UNMOVABLE, DType
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.memory.footprint import variable_kinds
-from whale.passes.memory.zero import is_model, is_state
+from whale.passes.memory.zero import is_model, only_state
 from whale.rules.graph import USE
 
 COPY = "WhaleOffload"
@@ -83,7 +83,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
     """Nodes that take such a variable, what is computed from state, and what for it alone and would move more."""
     there: set[str] = set()
     of_state: set[str] = set()
-    state = {h for h in handles if h in program.by_name and is_state(program, h)}
+    state = only_state(program).intersection(handles)
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
         if any(h in handles for h in taken):

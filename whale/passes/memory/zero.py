@@ -16,8 +16,7 @@ nodes of an update that every rank would run alike, whole, get the state's layou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
@@ -53,12 +52,13 @@ def state_at_rest(
     variables = {v.node: v for v in program.variables if v.node not in taken}
     if not any(is_model(program, node) for node in program.nodes):
         return {}  # a run that sets variables to their first values, say: it does not show which ones are state
+    state = only_state(program)
     found: dict[str, Split] = {}
     for group in _updated_together(program, variables):
         if all(name in known for name in group):
             continue
         is_weight = weights and all(_is_number(variables[name]) for name in group)
-        if not is_weight and not any(name not in known and is_state(program, name) for name in group):
+        if not is_weight and not any(name not in known and name in state for name in group):
             continue
         if all(n.op == "VarIsInitializedOp" for name in group for n, _ in program.consumers.get(Ref(name), ())):
             continue
@@ -107,21 +107,21 @@ def _updated_together(program: Program, variables: Mapping[str, Variable]) -> It
     return {id(group): group for group in group_of.values()}.values()
 
 
-def is_state(program: Program, handle: str) -> bool:
-    """Whether nothing but updates of variables comes of the variable's value: no product, lookup or fetched tensor."""
+def only_state(program: Program) -> set[str]:
+    """Nodes of whose values nothing but updates of variables comes: no product, lookup or fetched tensor."""
     fetched = {ref.node for ref in program.outputs}
-    waiting, seen = [handle], {handle}
-    while waiting:
-        name = waiting.pop()
-        node = program.by_name[name]
-        if name in fetched or is_model(program, node):
-            return False
-        readers = chain.from_iterable(program.consumers.get(ref, ()) for ref in node.refs())
-        for reader, _ in readers:
-            if reader.name not in seen:
-                seen.add(reader.name)
-                waiting.append(reader.name)
-    return True
+    other = leading_to(program, lambda node: node.name in fetched or is_model(program, node))
+    return {node.name for node in program.nodes if node.name not in other}
+
+
+def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
+    """Nodes that are such an end, or whose values one is computed from, however far behind."""
+    found: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.name in found or is_end(node):
+            found.add(node.name)
+            found.update([ref.node for ref in node.inputs])
+    return found
 
 
 def is_model(program: Program, node: Node) -> bool:
@@ -189,8 +189,9 @@ class _Updates:
         self.waiting: list[Ref] = []
 
     def run(self) -> dict[str, Strategy]:
+        state = only_state(self.program)
         for handle in self.state:
-            at_rest = is_state(self.program, handle)
+            at_rest = handle in state
             for node, operand in self.program.consumers.get(Ref(handle), ()):
                 current = [self.state.get(r.node, B) for r in node.inputs]
                 option = self._option(node, current, operand)
@@ -200,7 +201,7 @@ class _Updates:
                     value = Ref(node.name)
                     self.parted[value] = option.outputs[0]
                     for reader, position in self.program.consumers.get(value, ()):
-                        if is_state(self.program, reader.name):
+                        if reader.name in state:
                             self._reader(reader, position)
                 else:
                     self._take(node, option)
