@@ -47,7 +47,9 @@ class Node:
 
     def refs(self) -> tuple[Ref, ...]:
         """Its outputs, as references."""
-        return tuple(Ref(self.name, i) for i in range(len(self.outputs)))
+        if len(self.outputs) == 1:  # of nearly all nodes
+            return (Ref(self.name, 0),)
+        return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
 
 
 def const_node(

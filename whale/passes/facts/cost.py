@@ -7,6 +7,7 @@ memory is cost_model's, and so are the FLOPs of a node.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import inf
 
 from cost_model.ops import matmul_flops
@@ -49,6 +50,7 @@ def exchange_cost(moved: int, parts: int, reads: bool) -> float:
     return (3 if reads else 1) * LATENCY + moved / parts if moved else 0.0
 
 
+@lru_cache(maxsize=1 << 16)
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:
     """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change.
 

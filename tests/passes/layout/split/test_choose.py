@@ -33,7 +33,9 @@ def test_the_solver_finds_what_enumeration_finds(seed: int) -> None:
         prices = {(p, q): 0.0 if p == q else draw.choice([0.0, 1.0, draw.random() * 4]) for p in FORMS for q in FORMS}
         producer = node()
         readers = tuple((r, forms(r)) for r in [node() for _ in range(draw.randint(1, 3))])
-        tensors.append(TensorForms(forms(producer), producer, readers, lambda p, q, prices=prices: prices[p, q]))
+        tensors.append(
+            TensorForms(forms(producer), producer, readers, lambda p, q, prices=prices: prices[p, q], len(tensors))
+        )
     every = itertools.product(*[range(len(options)) for options in costs])
     best = min(total_cost(costs, tensors, chosen) for chosen in every)
     for solve in (choose, eliminate.solve, integer_program.solve):
@@ -41,8 +43,8 @@ def test_the_solver_finds_what_enumeration_finds(seed: int) -> None:
 
 
 def test_what_cannot_be_changed_is_not_chosen() -> None:
-    tensor = TensorForms((P_SUM, B), 0, ((1, (Partial("max"), B)),), lambda p, q: 0.0 if p == q else float("inf"))
-    only = TensorForms((P_SUM,), 0, ((1, (Partial("max"),)),), tensor.price)
+    tensor = TensorForms((P_SUM, B), 0, ((1, (Partial("max"), B)),), lambda p, q: 0.0 if p == q else float("inf"), 0)
+    only = TensorForms((P_SUM,), 0, ((1, (Partial("max"),)),), tensor.price, 0)
     for solve in (choose, eliminate.solve, integer_program.solve):
         assert solve([[0.0, 5.0], [0.0, 5.0]], [tensor]) == [1, 1]
     for solve in (choose, integer_program.solve):

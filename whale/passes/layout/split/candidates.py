@@ -35,6 +35,9 @@ class Candidates:
         self.region, self.sequences = region, sequences
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
+        self._around: dict[Ref, list[str]] = {}  # tensor -> the nodes of the region that make or read it
+        self._waiting: set[str] = set()  # nodes around tensors that have got candidates
+        self._views = {n.name: view(region.program, n, region.parts) for n in region.nodes.values()}
         self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks
         self._seed()
         self._spread()
@@ -88,18 +91,18 @@ class Candidates:
             if size is not None and size >= len(group):
                 self._note(Ref(node.name), split(dim, sizes_within(size, group, self.region.parts)))
 
-    def _note(self, ref: Ref, placement: Placement) -> bool:
-        """Adds a candidate; False when it is none, or known already."""
+    def _note(self, ref: Ref, placement: Placement) -> None:
+        """Adds a candidate, unless it is none, or known already."""
         if not isinstance(placement, Split | Partial):
-            return False
+            return
         placement = placement.plain if isinstance(placement, Split) else placement
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
-            return False
+            return
         if isinstance(placement, Split) and not any(self._within(placement, group) for group in self.region.groups):
-            return False
+            return
         forms[placement] = None
-        return True
+        self._waiting.update(self._around.get(ref, ()))
 
     def _within(self, placement: Split, group: frozenset[int]) -> bool:
         """Whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
@@ -109,25 +112,30 @@ class Candidates:
 
     def _spread(self) -> None:
         """Each candidate of a tensor brings about options of the nodes around it, and these bring candidates."""
-        asked: set[tuple[str, int, Placement]] = set()
         names = list(self.region.nodes)
+        asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
+        around = {name: [*node.inputs, *node.refs()] for name, node in self.region.nodes.items()}
+        for name in names:
+            for ref in around[name]:
+                self._around.setdefault(ref, []).append(name)
+        self._waiting.update(names)
         for name in names:
             self._ask(self.region.nodes[name], None, None)
-        changed = True
-        while changed:
-            changed = False
+        while self._waiting:
             for name in names:
-                node = self.region.nodes[name]
-                tensors = [*node.inputs, *node.refs()]
-                for at, ref in enumerate(tensors):
+                if name not in self._waiting:
+                    continue
+                self._waiting.discard(name)
+                node, before = self.region.nodes[name], asked[name]
+                for at, ref in enumerate(around[name]):
                     for placement in list(self.forms.get(ref, ())):
-                        if (name, at, placement) not in asked:
-                            asked.add((name, at, placement))
-                            changed |= self._ask(node, at, placement)
+                        if (at, placement) not in before:
+                            before.add((at, placement))
+                            self._ask(node, at, placement)
             names.reverse()
 
-    def _ask(self, node: Node, at: int | None, placement: Placement | None) -> bool:
-        """Options of ``node`` when tensor ``at`` (operands, then outputs) lies as ``placement``; True: new forms."""
+    def _ask(self, node: Node, at: int | None, placement: Placement | None) -> None:
+        """Options of ``node`` when tensor ``at`` (operands, then outputs) lies as ``placement``."""
         rule = rule_of(node.op)
         assert rule is not None
         current: list[Placement] = [B] * len(node.inputs)
@@ -136,25 +144,23 @@ class Candidates:
             if at < len(current):
                 current[at] = placement
             elif rule.local_stream or not isinstance(placement, Split):
-                return False
+                return
             else:
                 wanted = [*[None] * (at - len(current)), placement]
-        op = view(self.region.program, node, self.region.parts)
+        op, options, group = self._views[node.name], self.options[node.name], self.region.group[node.name]
         found = rule.strategies(op, current, wanted)
         if rule.routes:
             found += [o for more in self._pairs(node, at, current) for o in rule.strategies(op, more, wanted)]
-        new = False
         for option in found:
             key = (option.inputs, option.outputs)
-            if key in self.options[node.name]:
+            if key in options:
                 continue
-            if any(not self._within(p, self.region.group[node.name]) for p in key[0] + key[1] if isinstance(p, Split)):
+            if any(not self._within(p, group) for p in key[0] + key[1] if isinstance(p, Split)):
                 continue
-            self.options[node.name][key] = option
+            options[key] = option
             for ref, p in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
                 if isinstance(p, Split) or ref.node == node.name:
-                    new |= self._note(ref, p)
-        return new
+                    self._note(ref, p)
 
     def _pairs(self, node: Node, at: int | None, current: list[Placement]) -> list[list[Placement]]:
         """``current`` with another operand cut as well: rows are exchanged where a table and its ids are."""

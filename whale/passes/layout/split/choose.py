@@ -10,7 +10,7 @@ program (``integer_program``) where a graph is too wide for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import PlanError
@@ -28,7 +28,14 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
     Raises:
       PlanError: no assignment is possible, or the solver found none in its time.
     """
-    needed = [simple for tensor in tensors if (simple := _simplified(tensor)) is not None]
+    # Blocks that a model repeats have the same tensors: what these cost is found once.
+    matters: dict[Hashable, dict[tuple[Placement, ...], int]] = {}
+    needed = []
+    for tensor in tensors:
+        if (found := matters.get(shape := tensor.shape)) is None:
+            found = matters[shape] = _forms_that_matter(tensor)
+        if (simple := _simplified(tensor, found)) is not None:
+            needed.append(simple)
     chosen = eliminate.solve(costs, needed)
     if chosen is None:
         chosen = integer_program.solve(costs, needed)
@@ -42,18 +49,27 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
     return chosen
 
 
-def _simplified(tensor: TensorForms) -> TensorForms | None:
+def _simplified(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
     """Without readers that never cost anything; those that want one form only are fixed. None: the tensor is free."""
-    sources = dict.fromkeys(tensor.forms)
     readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
     for reader, forms in tensor.readers:
-        wanted = dict.fromkeys(forms)
-        if any(tensor.price(p, q) for p in sources for q in wanted):
-            readers[(reader, forms) if len(wanted) > 1 else (None, forms[:1])] = None
+        if count := matters[forms]:
+            readers[(reader, forms) if count > 1 else (None, forms[:1])] = None
     if not readers:
         return None
-    producer, made = (tensor.producer, tensor.forms) if len(sources) > 1 else (None, tensor.forms[:1])
+    several = len(set(tensor.forms)) > 1
+    producer, made = (tensor.producer, tensor.forms) if several else (None, tensor.forms[:1])
     return replace(tensor, forms=made, producer=producer, readers=tuple(readers))
+
+
+def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
+    """What readers want -> how many forms these are; 0: none of them ever costs anything."""
+    sources = dict.fromkeys(tensor.forms)
+    found = {}
+    for _, forms in tensor.readers:
+        wanted = dict.fromkeys(forms)
+        found[forms] = len(wanted) if any(tensor.price(p, q) for p in sources for q in wanted) else 0
+    return found
 
 
 def total_cost(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms], chosen: Sequence[int]) -> float:

@@ -77,7 +77,7 @@ def tensor_forms(
                 readers.append((None, (fetched[ref],)))
             tensor = region.program.type_of(ref)
             price = partial(_price, tensor, region.parts)
-            found.append(TensorForms(forms, number[producer.name] if chosen else None, tuple(readers), price))
+            found.append(TensorForms(forms, number[producer.name] if chosen else None, tuple(readers), price, tensor))
     return found
 
 

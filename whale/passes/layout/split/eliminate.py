@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from whale.ir.layout import B
 from whale.passes.layout.split.tensor_forms import TensorForms
 
 _LARGEST_TABLE = 30_000_000  # entries, of eight bytes
-_FEW_ENTRIES = 2_000  # of all tables, per node: a better order is not looked for
+_FEW_ENTRIES = 10_000  # of all tables, per node: looking for a better order would take longer than these
 _MOST_TRIES = 12
 _SWAY = 0.3
 
@@ -30,11 +30,16 @@ _Table = tuple[tuple[int, ...], np.ndarray]
 def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int] | None:
     """The option of every node; None when a table would become too large."""
     tables: list[_Table] = [((i,), np.array(options, float)) for i, options in enumerate(costs)]
+    known: dict[Hashable, np.ndarray] = {}  # the tables of repeated blocks are the same
     for tensor in tensors:
-        around = {n for n, _ in (*tensor.readers, (tensor.producer, ())) if n is not None}
+        around = {n for n in tensor.nodes if n is not None}
         if math.prod(len(costs[n]) for n in around) > _LARGEST_TABLE:
             return None
-        tables.append(_table_of(tensor, tuple(sorted(around)), costs))
+        nodes = tuple(sorted(around))
+        key = tensor.shape, tuple([None if n is None else nodes.index(n) for n in tensor.nodes])
+        if (values := known.get(key)) is None:
+            values = known[key] = _table_of(tensor, nodes, costs)
+        tables.append((nodes, values))
     order = _order([len(options) for options in costs], [nodes for nodes, _ in tables])
     if order is None:
         return None
@@ -46,12 +51,13 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
     best: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for node in order:
         joined, total = _joined(list(of_node[node].values()), node)
-        best.append((node, joined, total.argmin(-1).astype(np.uint16)))
+        least, options = _least(total)
+        best.append((node, joined, options))
         for key, (nodes, _) in list(of_node[node].items()):
             for n in nodes:
                 of_node[n].pop(key, None)
         for n in joined:
-            of_node[n][number] = (joined, total.min(-1))
+            of_node[n][number] = (joined, least)
         number += 1
     chosen = [0] * len(costs)
     for node, joined, options in reversed(best):
@@ -60,9 +66,9 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
 
 
 def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """(the other nodes of these tables, the sum of the tables with ``node`` as the last dimension)."""
+    """(the other nodes of these tables, the sum of the tables with ``node`` as the first dimension)."""
     others = tuple(sorted({n for nodes, _ in tables for n in nodes} - {node}))
-    place = {n: i for i, n in enumerate((*others, node))}
+    place = {n: i for i, n in enumerate((node, *others))}
     total = np.zeros((1,) * len(place))
     for nodes, values in tables:
         here = [place[n] for n in nodes]
@@ -71,6 +77,16 @@ def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.nd
             shape[at] = size
         total = total + np.transpose(values, np.argsort(here)).reshape(shape)
     return others, total
+
+
+def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least along the first dimension, and the first index that has it; NumPy's own reductions take far longer."""
+    least = np.array(total[0])
+    where = np.zeros(least.shape, np.uint16)
+    for i in range(1, len(total)):
+        where[total[i] < least] = i
+        np.minimum(least, total[i], out=least)
+    return least, where
 
 
 def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int] | None:
@@ -165,7 +181,7 @@ class _Elimination:
         return key * (1 + _SWAY * self.sway[n]) + 0.01 * self.sway[n]
 
 
-def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> _Table:
+def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> np.ndarray:
     """What a tensor costs, for every combination of options of the nodes around it."""
     place = {n: i for i, n in enumerate(nodes)}
 
@@ -191,7 +207,7 @@ def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Seque
         if 0 < whole < math.inf:
             apart = np.where(np.isinf(apart), apart, np.minimum(apart, whole))
         values = values + np.where(made, apart, 0.0)
-    return nodes, values
+    return values
 
 
 def _any(flags: Sequence[np.ndarray]) -> np.ndarray:
