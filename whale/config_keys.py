@@ -119,6 +119,13 @@ KEYS: tuple[Key, ...] = (
         "file that `whale plan -o FILE script` wrote: that script's step runs under it; empty = plans are made",
     ),
     Key(
+        "plan_cache",
+        "str",
+        "auto",
+        "folder in which plans are kept for later runs of the same program; auto = whale in XDG_CACHE_HOME or ~/.cache; "
+        "empty = they are not kept",
+    ),
+    Key(
         "annotate",
         "str",
         "",

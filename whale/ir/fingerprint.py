@@ -13,6 +13,8 @@ from whale.ir.values import DType, Func, Shape, Tensor
 # in each.
 _OWN = {"VarHandleOp": "", "PyFunc": "token", "PyFuncStateless": "token", "EagerPyFunc": "token"}
 
+_KNOWN = "_fingerprint"  # beside what ``cached_property`` keeps there
+
 
 def _feed(value: Any) -> bytes:
     """A byte form of an attribute value that tells different values apart."""
@@ -45,10 +47,16 @@ def _attrs(attrs: Mapping[str, Any]) -> bytes:
 
 
 def fingerprint(program: Program) -> str:
-    """Hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions."""
-    h = hashlib.blake2b(digest_size=16)
-    _update(h, program)
-    return h.hexdigest()
+    """Hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions.
+
+    It is computed once for each program, and asked for by ranks that compare, plans and tables.
+    """
+    found: str | None = program.__dict__.get(_KNOWN)
+    if found is None:
+        h = hashlib.blake2b(digest_size=16)
+        _update(h, program)
+        found = program.__dict__[_KNOWN] = h.hexdigest()
+    return found
 
 
 def _update(h: Any, program: Program) -> None:

@@ -11,6 +11,8 @@ from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
+from whale.runtime.compile.kept_plans import keep_plan, kept_plan
+from whale.runtime.compile.progress import told
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.spread.lower import make_any_plan
@@ -94,14 +96,19 @@ def _inputs(program: Program) -> str:
 
 
 def made_plan(program: Program, context: Context, settings: PlanSettings) -> Plan:
-    """The saved plan where it is this program's, else a new one.
+    """The saved plan where it is this program's, else the one that an earlier run made, else a new one.
 
     Raises:
       PlanError: the saved plan is not legal for the program, or none can be made.
     """
     saved = context.saved.of(program, settings) if context.saved is not None else None
     if context.saved is None or saved is None:
-        return make_any_plan(program, settings)
+        if (kept := kept_plan(program, context, settings)) is not None:
+            return kept
+        with told(f"planning `{program.name}` ({len(program.nodes)} operations)"):
+            plan = make_any_plan(program, settings)
+        keep_plan(program, context, settings, plan)
+        return plan
     prove(program, saved, settings, context.saved.path)
     return saved
 

@@ -20,7 +20,9 @@ from whale.planner.captured.search import Again, Ground, Options, apply, best_wa
 from whale.planner.captured.ways import Choice, has_scopes, trains
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import choice_of
+from whale.runtime.compile.kept_plans import keep_choice, kept_choice
 from whale.runtime.compile.memory_plan import limit_bytes
+from whale.runtime.compile.progress import told
 from whale.runtime.compile.rates import measured_rates
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
@@ -92,14 +94,19 @@ def _agreed(
 ) -> Choice:
     """Rank 0's choice on every rank."""
     dry = context.dry is not None
+    kept = _kept(program, settings, context, number)
+    if kept is not None:
+        return kept
     with eager_mode():  # a session's script has a graph here, which is not to grow
         rates = measured_rates(context, dry, program)
 
     def look() -> Choice:
         limit, _ = limit_bytes(context.config, context.local_ranks)
         ground = Ground(rates, _profile(context), planned_ranks, limit, options, again)
-        chosen, lines = best_way(program, settings, ground, context.config["pipeline.num_stages"])
+        with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
+            chosen, lines = best_way(program, settings, ground, context.config["pipeline.num_stages"])
         _say(chosen, lines)
+        keep_choice(program, context, settings, chosen)
         return chosen
 
     if dry or not context.between_processes:
@@ -118,6 +125,18 @@ def _agreed(
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
     return msgspec.json.decode(data[1:], type=Choice)
+
+
+def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:
+    """What rank 0 chose in an earlier run, on every rank; collective between processes."""
+    chosen = None
+    if context.rank == 0 and context.dry is None and (chosen := kept_choice(program, context, settings)) is not None:
+        _say(chosen, [f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.2f} ms a step (as in an earlier run)"])
+    if context.dry is not None or not context.between_processes:
+        return chosen
+    mine = msgspec.json.encode(chosen) if context.rank == 0 else None
+    said = context.comms[0].broadcast_bytes(f"whale/auto/{number}/kept", mine, 0, context.config["check.timeout_s"])
+    return msgspec.json.decode(said, type=Choice | None)
 
 
 def _say(chosen: Choice, lines: list[str]) -> None:

@@ -90,6 +90,7 @@ class Context(Ranks):
       annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
       compiled_for: the inputs of the latest program of each name, in words.
       whole: names of programs that every rank computes whole, which was said.
+      plans_not_kept: whether it was said why plans are not kept for later runs.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
@@ -125,6 +126,7 @@ class Context(Ranks):
     annotated: set[str] = field(default_factory=set)
     compiled_for: dict[str, str] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
+    plans_not_kept: bool = False
     outside: Outside | None = None
     distributed: bool = False
     solo: bool = False

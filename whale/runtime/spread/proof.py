@@ -25,7 +25,9 @@ from whale.runtime.spread.lower import lower_ranks
 _Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends
 _BEGINS, _ENDS = "begins", "ends"
 # What code that trusts its plan raises for one that contradicts itself.
-_CONTRADICTIONS = (LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError)
+CONTRADICTIONS = (
+    LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError, StopIteration,
+)  # fmt: skip
 
 
 def prove(program: Program, plan: Plan, settings: PlanSettings, path: str) -> list[Program]:
@@ -36,14 +38,13 @@ def prove(program: Program, plan: Plan, settings: PlanSettings, path: str) -> li
     """
     programs: list[Program] = []
     try:
-        found = of_sizes(program, plan) + of_stage_groups(plan)
-        found = found or of_layouts(program, plan, settings)
+        found = illegal(program, plan, settings)
         if not found:
             programs = [inline(one) for one in lower_ranks(program, plan, settings, range(plan.ranks))]
             found = of_exchanges(programs) or of_waits(programs)
     except PlanError as error:
         found = [in_a_line(error)]
-    except (*_CONTRADICTIONS, StopIteration) as error:
+    except CONTRADICTIONS as error:
         found = [f"it contradicts itself ({type(error).__name__}: {error})"]
     if found:
         raise PlanError(
@@ -55,6 +56,12 @@ def prove(program: Program, plan: Plan, settings: PlanSettings, path: str) -> li
             action="make the plan again with `whale plan`",
         )
     return programs
+
+
+def illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
+    """What of a plan is not legal for a program, as far as its own text says."""
+    found = of_sizes(program, plan) + of_stage_groups(plan)
+    return found or of_layouts(program, plan, settings)
 
 
 def in_a_line(error: WhaleError) -> str:

@@ -1,0 +1,157 @@
+"""Plans, and choices of `auto_parallel`, that earlier runs made of the same program: the key ``plan_cache``.
+
+A plan is found by all that decides it: the program (its fingerprint, and its variables' names and scopes), the settings,
+and the code that plans. A choice is found by the machines as well; what they computed and exchanged in a second when it
+was made is part of it, and not measured again. A plan is checked as one out of a file is, but for what its ranks would
+run: the checksum says that it is what this code made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from whale.errors import WhaleError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.plan import Plan, plan_from_json
+from whale.ir.program import Program
+from whale.passes.settings import PlanSettings
+from whale.planner.captured.ways import Choice
+from whale.runtime.compile.kept_files import KeptFiles
+from whale.runtime.compile.memory_plan import limit_bytes
+from whale.runtime.run.context import Context
+from whale.runtime.spread.proof import CONTRADICTIONS, illegal
+
+DEFAULT = "auto"
+
+
+def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
+    """The plan that an earlier run made; None: there is none."""
+    name = _plan_name(program, settings)
+    data = _get(context, settings, name)
+    if data is None:
+        return None
+    try:
+        plan = plan_from_json(data)
+        same = plan.fingerprint == fingerprint(program) and plan.ranks == settings.size
+        if same and not illegal(program, plan, settings):
+            return plan
+    except (WhaleError, *CONTRADICTIONS):
+        pass
+    _say_and_forget(context, name, program)
+    return None
+
+
+def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: Plan) -> None:
+    """Keeps a plan for later runs."""
+    _put(context, settings, _plan_name(program, settings), plan.to_json())
+
+
+def kept_choice(program: Program, context: Context, settings: PlanSettings) -> Choice | None:
+    """How `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
+    name = _choice_name(program, context, settings)
+    data = _get(context, settings, name)
+    if data is None:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Choice)
+    except ValueError:
+        _say_and_forget(context, name, program)
+        return None
+
+
+def keep_choice(program: Program, context: Context, settings: PlanSettings, choice: Choice) -> None:
+    """Keeps a choice for later runs."""
+    _put(context, settings, _choice_name(program, context, settings), msgspec.json.encode(choice))
+
+
+def folder_of(context: Context) -> Path | None:
+    """Where plans are kept; None: they are not."""
+    asked = context.config["plan_cache"]
+    if not asked or context.dry is not None:
+        return None
+    if asked != DEFAULT:
+        return Path(asked)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "whale"
+
+
+def _plan_name(program: Program, settings: PlanSettings) -> str:
+    return f"{_digest(fingerprint(program), program.name, program.variables, settings)}.plan"
+
+
+def _choice_name(program: Program, context: Context, settings: PlanSettings) -> str:
+    limit, _ = limit_bytes(context.config, context.local_ranks)
+    config = {k: context.config[k] for k in ("pipeline.num_stages", "communication.transport", "cost_model.profile")}
+    if config["cost_model.profile"]:
+        config["cost_model.profile"] = Path(config["cost_model.profile"]).read_bytes()
+    host = platform.node(), platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
+    link = context.config.link
+    return f"{_digest(fingerprint(program), program.name, program.variables, settings, config, host, link)}.choice"
+
+
+def _devices() -> list[str]:
+    import tensorflow as tf
+
+    return [device.name for device in tf.config.list_physical_devices()]
+
+
+def _digest(*values: object) -> str:
+    return blake2b(repr((*values, _code())).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _code() -> tuple[str, ...]:
+    """What tells one state of the code that plans from another: versions, and when and how large each source is."""
+    import tensorflow as tf
+
+    import cost_model
+    import whale
+
+    stamp = blake2b(digest_size=16)
+    for package in (whale, cost_model):
+        root = os.path.dirname(str(package.__file__))
+        for folder, folders, files in os.walk(root):
+            folders.sort()
+            for name in sorted(files):
+                if name.endswith((".py", ".yaml")):
+                    found = os.stat(os.path.join(folder, name))
+                    stamp.update(f"{folder[len(root) :]}/{name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return whale.__version__, tf.__version__, platform.python_version(), stamp.hexdigest()
+
+
+def _get(context: Context, settings: PlanSettings, name: str) -> bytes | None:
+    folder = folder_of(context)
+    if folder is None or settings.dump:  # who asks for dumps wants to see the passes run
+        return None
+    try:
+        return KeptFiles(folder).get(name)
+    except OSError:
+        return None  # writing says why
+
+
+def _put(context: Context, settings: PlanSettings, name: str, data: bytes) -> None:
+    folder = folder_of(context)
+    if folder is None or settings.dump:
+        return
+    try:
+        KeptFiles(folder).put(name, data)
+    except OSError as error:
+        if not context.plans_not_kept:
+            context.plans_not_kept = True
+            sys.stderr.write(f"whale: plans are not kept for later runs ({error}); plan_cache names another folder\n")
+
+
+def _say_and_forget(context: Context, name: str, program: Program) -> None:
+    folder = folder_of(context)
+    assert folder is not None
+    sys.stderr.write(f"whale: the plan that was kept of `{program.name}` is not legal, and is made anew\n")
+    with contextlib.suppress(OSError):
+        KeptFiles(folder).remove(name)
