@@ -122,7 +122,7 @@ KEYS: tuple[Key, ...] = (
         "plan_cache",
         "str",
         "auto",
-        "folder in which plans are kept for later runs of the same program; auto = whale in XDG_CACHE_HOME or ~/.cache; "
+        "folder in which plans are kept for later runs of a program; auto = whale in XDG_CACHE_HOME or ~/.cache; "
         "empty = they are not kept",
     ),
     Key(

@@ -1,9 +1,9 @@
 """Plans, and choices of `auto_parallel`, that earlier runs made of the same program: the key ``plan_cache``.
 
-A plan is found by all that decides it: the program (its fingerprint, and its variables' names and scopes), the settings,
+A plan is found by all that decides it: the program (its fingerprint, its variables' names and scopes), the settings,
 and the code that plans. A choice is found by the machines as well; what they computed and exchanged in a second when it
 was made is part of it, and not measured again. A plan is checked as one out of a file is, but for what its ranks would
-run: the checksum says that it is what this code made.
+run, since the checksum says that it is what this code made.
 """
 
 from __future__ import annotations

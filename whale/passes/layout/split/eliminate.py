@@ -36,9 +36,9 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
         if math.prod(len(costs[n]) for n in around) > _LARGEST_TABLE:
             return None
         nodes = tuple(sorted(around))
-        key = tensor.shape, tuple([None if n is None else nodes.index(n) for n in tensor.nodes])
-        if (values := known.get(key)) is None:
-            values = known[key] = _table_of(tensor, nodes, costs)
+        alike = tensor.shape, tuple([None if n is None else nodes.index(n) for n in tensor.nodes])
+        if (values := known.get(alike)) is None:
+            values = known[alike] = _table_of(tensor, nodes, costs)
         tables.append((nodes, values))
     order = _order([len(options) for options in costs], [nodes for nodes, _ in tables])
     if order is None:

@@ -1,0 +1,116 @@
+"""A second run of the same program plans nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from tests.runtime.compile.test_auto import MIDDLE, speed
+from tests.runtime.layouts.test_split import Classifier, double
+from whale.ir.plan import Plan, plan_from_json
+from whale.runtime.compile import agree, auto, progress
+from whale.runtime.compile.kept_files import KeptFiles
+
+__all__ = ["double", "speed"]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the programs that are planned, and of those whose ways are searched."""
+    names: list[str] = []
+    plan, look = agree.make_any_plan, auto.best_way
+
+    def planned(program: Any, settings: Any) -> Any:
+        names.append(program.name)
+        return plan(program, settings)
+
+    def looked(program: Any, *others: Any) -> Any:
+        names.append(f"{program.name}: ways")
+        return look(program, *others)
+
+    monkeypatch.setattr(agree, "make_any_plan", planned)
+    monkeypatch.setattr(auto, "best_way", looked)
+    return names
+
+
+def trained(ranks: Callable[..., None], cache: Path, **config: Any) -> tuple[Plan, Any]:
+    tf.keras.backend.clear_session()
+    ranks(2, plan_cache=str(cache), **config)
+    classifier = (
+        Classifier(wh.function) if config.get("auto_parallel") else Classifier(wh.function, wh.replica, wh.split)
+    )
+    found = {"loss": np.asarray(classifier.step(*classifier.batch(0))), **classifier.values()}
+    plan = classifier.step.plan(*classifier.batch(0))
+    wh.shutdown()
+    return plan, found
+
+
+def test_a_second_run_takes_the_plan_of_the_first(
+    ranks: Callable[..., None], made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "whale"
+    first = trained(ranks, cache)
+    assert made
+    made.clear()
+    second = trained(ranks, cache)
+    assert made == [] and second[0].to_json() == first[0].to_json()
+    assert all(np.array_equal(first[1][name], second[1][name]) for name in first[1]) and first[1]
+    third = trained(ranks, cache, **{"replica.shares": [3, 5]})
+    assert made and third[0].to_json() != first[0].to_json()
+    assert "not legal" not in capsys.readouterr().err
+
+
+def test_a_plan_that_is_not_legal_is_made_anew(
+    ranks: Callable[..., None], made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "whale"
+    first, _ = trained(ranks, cache)
+    made.clear()
+    files = KeptFiles(cache)
+    for name in [path.name for path in cache.iterdir()]:
+        data = files.get(name)
+        assert data is not None
+        plan = plan_from_json(data)
+        if plan.fingerprint == first.fingerprint:
+            files.put(name, data.replace(b'"S(1)[', b'"S(0)['))
+    again, _ = trained(ranks, cache)
+    assert len(made) == 1 and again.to_json() == first.to_json()
+    assert "is not legal, and is made anew" in capsys.readouterr().err
+
+
+def test_a_second_run_searches_no_way(
+    ranks: Callable[..., None], speed: Callable[..., None], made: list[str], tmp_path: Path
+) -> None:
+    speed(MIDDLE)
+    first = trained(ranks, tmp_path / "whale", auto_parallel=True)
+    assert [name for name in made if name.endswith("ways")]
+    made.clear()
+    second = trained(ranks, tmp_path / "whale", auto_parallel=True)
+    assert made == [] and second[0].to_json() == first[0].to_json()
+
+
+def test_a_folder_that_cannot_be_used_is_said_once(
+    ranks: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    ranks(2, plan_cache=str(tmp_path / "file"))
+    double = wh.function(lambda x: 2 * x)
+    double(tf.ones(4)), double(tf.ones(6))
+    assert capsys.readouterr().err.count("plans are not kept for later runs") == 1
+
+
+def test_a_line_says_what_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.told("planning `step`"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "FIRST_S", 0.01)
+    with progress.told("planning `step`"):
+        time.sleep(0.1)
+    assert "whale: planning `step`: 0 s\n" in capsys.readouterr().err
