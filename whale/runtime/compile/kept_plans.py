@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+import cost_model
 from whale.errors import WhaleError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, plan_from_json
@@ -109,22 +110,18 @@ def _digest(*values: object) -> str:
 
 @cache
 def _code() -> tuple[str, ...]:
-    """What tells one state of the code that plans from another: versions, and when and how large each source is."""
+    """What tells one state of the code that plans from another: versions, and how old and large each source is."""
     import tensorflow as tf
 
-    import cost_model
-    import whale
-
     stamp = blake2b(digest_size=16)
-    for package in (whale, cost_model):
-        root = os.path.dirname(str(package.__file__))
+    for root in (str(Path(__file__).parents[2]), str(Path(cost_model.__file__).parent)):
         for folder, folders, files in os.walk(root):
             folders.sort()
             for name in sorted(files):
                 if name.endswith((".py", ".yaml")):
                     found = os.stat(os.path.join(folder, name))
                     stamp.update(f"{folder[len(root) :]}/{name} {found.st_size} {found.st_mtime_ns}\n".encode())
-    return whale.__version__, tf.__version__, platform.python_version(), stamp.hexdigest()
+    return tf.__version__, platform.python_version(), stamp.hexdigest()
 
 
 def _get(context: Context, settings: PlanSettings, name: str) -> bytes | None:
