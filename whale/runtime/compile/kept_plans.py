@@ -35,9 +35,10 @@ DEFAULT = "auto"
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
     """The plan that an earlier run made; None: there is none."""
+    if (files := _files(context, settings)) is None:
+        return None
     name = _plan_name(program, settings)
-    data = _get(context, settings, name)
-    if data is None:
+    if (data := _get(files, name)) is None:
         return None
     try:
         plan = plan_from_json(data)
@@ -46,31 +47,34 @@ def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Pla
             return plan
     except (WhaleError, *CONTRADICTIONS):
         pass
-    _say_and_forget(context, name, program)
+    _say_and_forget(files, name, program)
     return None
 
 
 def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: Plan) -> None:
     """Keeps a plan for later runs."""
-    _put(context, settings, _plan_name(program, settings), plan.to_json())
+    if (files := _files(context, settings)) is not None:
+        _put(files, context, _plan_name(program, settings), plan.to_json())
 
 
 def kept_choice(program: Program, context: Context, settings: PlanSettings) -> Choice | None:
     """How `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
+    if (files := _files(context, settings)) is None:
+        return None
     name = _choice_name(program, context, settings)
-    data = _get(context, settings, name)
-    if data is None:
+    if (data := _get(files, name)) is None:
         return None
     try:
         return msgspec.json.decode(data, type=Choice)
     except ValueError:
-        _say_and_forget(context, name, program)
+        _say_and_forget(files, name, program)
         return None
 
 
 def keep_choice(program: Program, context: Context, settings: PlanSettings, choice: Choice) -> None:
     """Keeps a choice for later runs."""
-    _put(context, settings, _choice_name(program, context, settings), msgspec.json.encode(choice))
+    if (files := _files(context, settings)) is not None:
+        _put(files, context, _choice_name(program, context, settings), msgspec.json.encode(choice))
 
 
 def folder_of(context: Context) -> Path | None:
@@ -92,7 +96,8 @@ def _choice_name(program: Program, context: Context, settings: PlanSettings) -> 
     limit, _ = limit_bytes(context.config, context.local_ranks)
     config = {k: context.config[k] for k in ("pipeline.num_stages", "communication.transport", "cost_model.profile")}
     if config["cost_model.profile"]:
-        config["cost_model.profile"] = Path(config["cost_model.profile"]).read_bytes()
+        with contextlib.suppress(OSError):  # the search says what is wrong with it
+            config["cost_model.profile"] = Path(config["cost_model.profile"]).read_bytes()
     host = platform.node(), platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
     link = context.config.link
     return f"{_digest(fingerprint(program), program.name, program.variables, settings, config, host, link)}.choice"
@@ -124,31 +129,28 @@ def _code() -> tuple[str, ...]:
     return tf.__version__, platform.python_version(), stamp.hexdigest()
 
 
-def _get(context: Context, settings: PlanSettings, name: str) -> bytes | None:
+def _files(context: Context, settings: PlanSettings) -> KeptFiles | None:
     folder = folder_of(context)
-    if folder is None or settings.dump:  # who asks for dumps wants to see the passes run
-        return None
+    return None if folder is None or settings.dump else KeptFiles(folder)  # dumps are of passes that run
+
+
+def _get(files: KeptFiles, name: str) -> bytes | None:
     try:
-        return KeptFiles(folder).get(name)
+        return files.get(name)
     except OSError:
         return None  # writing says why
 
 
-def _put(context: Context, settings: PlanSettings, name: str, data: bytes) -> None:
-    folder = folder_of(context)
-    if folder is None or settings.dump:
-        return
+def _put(files: KeptFiles, context: Context, name: str, data: bytes) -> None:
     try:
-        KeptFiles(folder).put(name, data)
+        files.put(name, data)
     except OSError as error:
         if not context.plans_not_kept:
             context.plans_not_kept = True
             sys.stderr.write(f"whale: plans are not kept for later runs ({error}); plan_cache names another folder\n")
 
 
-def _say_and_forget(context: Context, name: str, program: Program) -> None:
-    folder = folder_of(context)
-    assert folder is not None
+def _say_and_forget(files: KeptFiles, name: str, program: Program) -> None:
     sys.stderr.write(f"whale: the plan that was kept of `{program.name}` is not legal, and is made anew\n")
     with contextlib.suppress(OSError):
-        KeptFiles(folder).remove(name)
+        files.remove(name)
