@@ -41,6 +41,17 @@ def test_run_takes_hosts_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == Options(3, "pkg.train", ("x",), as_module=True, hosts=hosts, verbose=True)
 
 
+def test_run_takes_what_horovodrun_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\n# b slots=9\nc:1\n")
+    line = ["-np", "3", "--hostfile", str(tmp_path / "hosts"), "--timeline-filename", str(tmp_path / "t.json")]
+    options = _options_of_run(monkeypatch, *line, "--verbose", "python3", "train.py", "-x")
+    assert options == Options(
+        3, "train.py", ("-x",), hosts=(Host("a", 2), Host("c", 1)), verbose=True, trace=str(tmp_path / "t.json")
+    )
+    options = _options_of_run(monkeypatch, "-np", "2", "-H", "a:1,b:1", "python", "-m", "pkg.train", "x")
+    assert options == Options(2, "pkg.train", ("x",), as_module=True, hosts=(Host("a", 1), Host("b", 1)))
+
+
 @pytest.mark.parametrize("text", ["", "a:0", "a:", "a:-1", ":2", "a,,b", "a b:1", "-x:1", "a:1,a:2"])
 def test_wrong_hosts(text: str) -> None:
     with pytest.raises(whale.ClusterError, match="next: "):

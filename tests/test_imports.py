@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.ir", "whale.rules", "whale.passes", "whale.planner", "whale.capture"}
     | {"whale.lowering", "whale.replicas", "whale_ops", "cost_model"},
     "whale.frontends": _TOP
-    | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"},
+    | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"}
+    | {"whale.launcher"},
     "whale.horovod": {"whale.frontends"},
     "whale.epl": {"whale.frontends"},
     "whale.launcher": {
@@ -77,7 +78,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "run_described", "ask", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
     + ("session", "tools", "measure"),
-    "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl"),
+    "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl", "launch"),
     "whale.frontends.tf1": ("taking", "*", "install"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),

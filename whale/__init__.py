@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from whale.frontends.giant import losses as losses
     from whale.frontends.giant import optimizers as optimizers
     from whale.frontends.keras.distribute import distribute as distribute
+    from whale.frontends.launch import launch as launch
     from whale.frontends.strategy.strategy import Strategy as Strategy
     from whale.frontends.tf1.monitored import MonitoredTrainingSession as MonitoredTrainingSession
     from whale.runtime.checkpoint.export import export as export
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "annotate": "whale.annotations",
     "init": "whale.frontends.start",
+    "launch": "whale.frontends.launch",
     "rank": "whale.runtime.run.context",
     "size": "whale.runtime.run.context",
     "local_rank": "whale.runtime.run.context",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from typing import Any
 
 from whale.cli.given import readable, writable
@@ -13,7 +14,8 @@ def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
     verb.add_argument("-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
-    verb.add_argument("--hosts", metavar="H:N,...", help="hosts and their numbers of ranks; this host unless given")
+    verb.add_argument("-H", "--hosts", metavar="H:N,...", help="hosts and their ranks; this host unless given")
+    verb.add_argument("--hostfile", metavar="FILE", help="the hosts as a file: a name and slots=N on each line")
     verb.add_argument(
         "--threads", type=int, metavar="K", help="threads per rank; unless given, the host's cores / ranks"
     )
@@ -29,6 +31,7 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument(
         "--trace",
+        "--timeline-filename",
         metavar="FILE",
         help="write where the time of all ranks goes, for ui.perfetto.dev or chrome://tracing",
     )
@@ -48,7 +51,7 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    verb.set_defaults(call=call)
+    verb.set_defaults(call=call, wrong=verb.error)
 
 
 def call(given: argparse.Namespace) -> int:
@@ -56,7 +59,11 @@ def call(given: argparse.Namespace) -> int:
     from whale.launcher.mpirun import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, Options, parse_hosts
     from whale.launcher.run import run
 
-    readable(given.plan, given.annotate)
+    readable(given.plan, given.annotate, given.hostfile)
+    if given.hostfile is not None and given.hosts is not None:
+        given.wrong("the hosts are given twice: by --hosts and by --hostfile")
+    hosts = given.hosts if given.hostfile is None else _hosts_of(given.hostfile)
+    _drop_python(given)
     writable(given.trace, "--trace")
     if given.plan is not None:
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
@@ -70,7 +77,7 @@ def call(given: argparse.Namespace) -> int:
             target=given.script,
             arguments=tuple(given.arguments),
             as_module=given.as_module,
-            hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
+            hosts=parse_hosts(hosts) if hosts is not None else (),
             threads=given.threads,
             verbose=given.verbose,
             trace=given.trace,
@@ -78,3 +85,22 @@ def call(given: argparse.Namespace) -> int:
             min_ranks=given.min_ranks,
         )
     )
+
+
+def _hosts_of(path: str) -> str:
+    """The hosts of a file as `--hosts` takes them: ``name slots=2`` (Open MPI, Horovod) or ``name:2`` on each line."""
+    with open(path) as file:
+        lines = [line.partition("#")[0].split() for line in file]
+    slots = [next((f":{word[6:]}" for word in words[1:] if word.startswith("slots=")), "") for words in lines]
+    return ",".join(words[0] + count for words, count in zip(lines, slots) if words)
+
+
+def _drop_python(given: argparse.Namespace) -> None:
+    """Takes `whale run -np 2 python train.py`, as mpirun and horovodrun want it, for the same without python."""
+    name = os.path.basename(given.script)
+    if given.as_module or not re.fullmatch(r"python(3(\.\d+)?)?", name) or not given.arguments:
+        return
+    given.script, *given.arguments = given.arguments
+    if given.script == "-m" and given.arguments:
+        given.as_module = True
+        given.script, *given.arguments = given.arguments

@@ -1,0 +1,89 @@
+"""``wh.launch``: calls a function on every rank of a new run, from a script or a notebook.
+
+python -m whale.frontends.launch FOLDER        one rank: reads the call there, leaves what it returned there
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whale.errors import ClusterError, InstallError
+from whale.launcher.mpirun import Options, parse_hosts
+from whale.launcher.run import run
+from whale.runtime.ranks.plain import pack, unpack
+from whale.started import RANK_VARIABLE
+
+_CALL = "call.pickle"
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 2,
+    *,
+    hosts: str | None = None,
+    threads: int | None = None,
+    verbose: bool = False,
+) -> list[Any]:
+    """Calls a function on every rank of a new run, as ``horovod.run`` does; ranks print as under `whale run`.
+
+    The function calls ``wh.init()`` itself. It may be one of a notebook's cells: it travels by value. Ranks of other
+    hosts need a temporary folder that all see (``TMPDIR``).
+
+    Args:
+      fn, args, kwargs: the call, the same on every rank.
+      np: number of ranks.
+      hosts: ``host1:2,host2:2``; this host unless given.
+      threads: of a rank; unless given, the host's cores divided by its ranks.
+      verbose: as `whale run -v`.
+
+    Returns:
+      What each rank returned, by rank: numbers, text, bytes, arrays, and lists, tuples, dicts and sets of them.
+
+    Raises:
+      InstallError: cloudpickle, which carries the function, is not installed.
+      ClusterError: the run cannot be started, or failed.
+    """
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise InstallError(
+            "wh.launch needs cloudpickle, which carries the function to the ranks",
+            given=f"none in {sys.executable}",
+            expected="cloudpickle 2.2 or newer",
+            action="pip install cloudpickle",
+        ) from None
+    with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
+        Path(folder, _CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+        where = parse_hosts(hosts) if hosts is not None else ()
+        options = Options(
+            np, "whale.frontends.launch", (folder,), as_module=True, hosts=where, threads=threads, verbose=verbose
+        )
+        code = run(options)
+        found = [Path(folder, f"{rank}.result") for rank in range(np)]
+        if code or not all(path.exists() for path in found):
+            raise ClusterError(
+                "the run of the function failed",
+                given=f"exit code {code}",
+                action="correct what the ranks say above",
+            )
+        return [unpack(path.read_bytes()) for path in found]
+
+
+def main() -> None:
+    """One rank."""
+    folder = Path(sys.argv[1])
+    fn, args, kwargs = pickle.loads((folder / _CALL).read_bytes())  # written by the user who started this
+    result = pack(fn(*args, **kwargs))
+    (folder / f"{os.environ[RANK_VARIABLE]}.result").write_bytes(result)
+
+
+if __name__ == "__main__":
+    main()
