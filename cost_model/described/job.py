@@ -46,7 +46,7 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
     tokens = plan.global_batch * model.sequence
     lines = [
         f"{model.parameters / 1e9:.2f} billion parameters on {plan.ranks} devices of {cluster.name}",
-        f"step       {_seconds(found.step_s)}",
+        f"step       {_seconds(found.step_s)}  ({_likely(cluster, found)})",
         f"  kernels  {_part(found.compute_s, found)}",
         f"  waits    {_part(found.exposed_communication_s, found)} for communication that nothing hides",
         f"  bubble   {_part(found.bubble_s, found)}",
@@ -67,6 +67,11 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
         lines.append(f"  {name:9}" + "".join(f"{size / 2**30:{width}.1f}" for size, width in zip(columns, widths)))
         first = stage
     return "\n".join(lines + too_large(cluster, found))
+
+
+def _likely(cluster: Cluster, found: Prediction) -> str:
+    low_s, high_s = found.spread.likely_s(Machines(cluster), found.step_s)
+    return f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
 
 
 def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:

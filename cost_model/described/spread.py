@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from cost_model.formulas.interval import ONE_HOST, SEVERAL_HOSTS, interval_s
+from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 
 Recompute = Literal["none", "selective", "full"]
@@ -105,6 +107,13 @@ class Spread(msgspec.Struct, frozen=True):
     def ranks(self) -> int:
         """Devices of all stages."""
         return sum(stage.ranks for stage in self.stages)
+
+    def likely_s(self, machines: Machines, step_s: float) -> tuple[float, float]:
+        """Between which seconds nine of ten such steps lie that are predicted to take `step_s` on these machines."""
+        used = {part.pool for stage in self.stages for part in stage.parts}
+        one_host = len({machines.pools[n].host.name for n in used}) == 1
+        one_host = one_host and self.ranks <= max(machines.pools[n].on_host for n in used)
+        return interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
 
     @property
     def batch(self) -> int:

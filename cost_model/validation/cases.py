@@ -9,15 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-import msgspec
-
 from cost_model.described.predict import Prediction, predict
 from cost_model.described.spread import Recompute
 from cost_model.described.stacks import stack
 from cost_model.described.transformer import Parallel, Transformer, padded_vocabulary
 from cost_model.machines import cluster
 from cost_model.machines.cluster import Cluster
-from whale.errors import ProgramError
+from cost_model.validation.division import Division, completed
+from whale.errors import PlanError, ProgramError
 
 GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
 FOLDER = Path(__file__).resolve().parent
@@ -57,43 +56,49 @@ def published_cluster(name: str) -> Cluster:
     return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
 
 
-def _megatron_plan(row: Mapping[str, str]) -> Parallel:
-    """The division of work in the columns that both tables of Megatron-LM have; the older one has no ``seqpar``."""
-    return Parallel(
-        tensor=int(row["tp"]),
-        pipeline=int(row["pp"]),
-        data=int(row["dp"] or 1),
-        chunks=int(row["vpp"] or 1),
-        micro_batch=int(row["mbs"]),
-        global_batch=int(row["gbs"]),
+def _megatron_row(row: Mapping[str, str]) -> Division:
+    """The division of work in the columns that the tables of Megatron-LM have; the older ones have no ``seqpar``."""
+    return Division(
+        sizes=tuple(_number(row[name]) for name in ("tp", "pp", "dp", "vpp", "mbs")),
+        devices=_number(row["gpus"]),
+        batch=int(row["gbs"]),
         recompute=_recompute(row["recompute"]),
         sequence_parallel=row.get("seqpar", "").strip().lower() in ("1", "true", "yes"),
+        zero=int(row.get("zero") or 0),
     )
 
 
 def _megatron(row: Mapping[str, str]) -> Case:
     """Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table 1."""
-    model, parallel = _model(row), _megatron_plan(row)
+    model, division = _model(row), _megatron_row(row)
+    parallel, assumed = completed(division, model, "megatron-2021", published_cluster("selene"))
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
     work = model.step_flops(parallel.global_batch, "full")
     seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
     return Case(
-        f"{row['params_B']}B {_plan(parallel)}", row["params_B"], seconds, model, parallel, "megatron-2021", "selene"
+        f"{row['params_B']}B {_plan(parallel)}{assumed}",
+        row["params_B"],
+        seconds,
+        model,
+        parallel,
+        "megatron-2021",
+        "selene",
     )
 
 
 def _korthikanti(row: Mapping[str, str]) -> Case:
     """Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 5."""
-    parallel = _megatron_plan(row)
-    label = f"{row['model']} {_plan(parallel)}"
-    return Case(label, row["model"], float(row["iter_s"]), _model(row), parallel, "megatron-2022", "selene")
+    model = _model(row)
+    parallel, assumed = completed(_megatron_row(row), model, "megatron-2022", published_cluster("selene"))
+    label = f"{row['model']} {_plan(parallel)}{assumed}"
+    return Case(label, row["model"], float(row["iter_s"]), model, parallel, "megatron-2022", "selene")
 
 
 def _megatron_zero(row: Mapping[str, str]) -> Case:
     """The same paper, table 2: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
     model = _model(row)
-    parallel = msgspec.structs.replace(_megatron_plan(row), zero=int(row["zero"]))
-    label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}"
+    parallel, assumed = completed(_megatron_row(row), model, "megatron-2021", published_cluster("selene"))
+    label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}{assumed}"
     return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, "megatron-2021", "selene")
 
 
@@ -102,30 +107,31 @@ def _model(row: Mapping[str, str]) -> Transformer:
     return Transformer(*(int(row[name]) for name in names))
 
 
+def _number(text: str) -> int | None:
+    """None: the field is blank."""
+    return int(text) if text.strip() else None
+
+
 def _recompute(text: str) -> Recompute:
     """`Parallel` refuses what is none."""
     return cast(Recompute, text.strip().lower() or "none")
 
 
 def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: str) -> Case:
-    tensor = int(row["tensor parallelism"])
+    names = ("tensor parallelism", "pipeline parallelism", "data parallelism")
+    tensor, pipeline, data = (_number(row[name]) for name in names)
     model = Transformer(
         layers=int(row["# layers"]),
         hidden=int(row["hidden size"]),
         heads=int(row["attention heads"]),
         sequence=int(row["sequence length"]),
-        vocabulary=padded_vocabulary(GPT2_VOCABULARY, tensor),
+        vocabulary=padded_vocabulary(GPT2_VOCABULARY, tensor or 1),
     )
-    parallel = Parallel(
-        tensor=tensor,
-        pipeline=int(row["pipeline parallelism"]),
-        data=int(row["data parallelism"]),
-        micro_batch=int(row["micro batch"]),
-        global_batch=int(row["global batch"]),
-        recompute=recompute,
-    )
+    sizes = (tensor, pipeline, data, 1, _number(row["micro batch"]))
+    division = Division(sizes, _number(row["# GPUs"]), int(row["global batch"]), recompute)
+    parallel, assumed = completed(division, model, software, published_cluster(where))
     size = row.get("Parameters (billion)") or f"h{model.hidden} L{model.layers}"
-    label = f"{size} {_plan(parallel)}"
+    label = f"{size} {_plan(parallel)}{assumed}"
     return Case(label, size, float(row["iteration time (ms)"]) / 1e3, model, parallel, software, where)
 
 
@@ -218,7 +224,7 @@ def read(path: Path) -> tuple[Published, list[Case]]:
         for row in rows:
             try:
                 cases.append(table.case(row))
-            except (KeyError, ValueError, TypeError) as error:
+            except (KeyError, ValueError, TypeError, PlanError) as error:
                 raise ProgramError(
                     f"line {rows.line_num} of {path} is no row of {table.name}",
                     given=f"{type(error).__name__}: {error}",

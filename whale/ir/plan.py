@@ -16,8 +16,7 @@ KIND, FORMAT_VERSION = "whale-program", "1.0"  # a new major number is refused; 
 
 # Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
 STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
-# Who carries out a reshard (`Reshard.backend`), where the accelerators do it themselves.
-DEVICE = "device"
+DEVICE = "device"  # who carries out a reshard (`Reshard.backend`), where the accelerators do it themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +101,7 @@ class Predicted:
     where: str
     step_s: float
     ranks: tuple[PredictedRank, ...]
+    likely_s: tuple[float, float] | None = None  # nine of ten steps; None: such steps were not compared
 
 
 @dataclass(frozen=True)

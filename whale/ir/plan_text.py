@@ -203,6 +203,9 @@ def _predicted(plan: Plan, found: Predicted) -> list[str]:
 def step_lines(found: Predicted) -> list[str]:
     """The step's time, and what each rank does in it."""
     out = [f"Predicted on {found.where}: {1e3 * found.step_s:.1f} ms a step"]
+    if found.likely_s is not None:
+        low_s, high_s = found.likely_s
+        out.append(f"  likely {1e3 * low_s:.1f} to {1e3 * high_s:.1f} ms, as nine of ten steps that were compared")
     for rank, ran in enumerate(found.ranks[:8]):
         out.append(
             f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "

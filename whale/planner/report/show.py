@@ -41,12 +41,14 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
     """One screen: model, cluster, step time by parts, a row per stage, the schedule, alternatives, one line to end."""
     model, machines, found = plan.evaluate()
     spread = plan.spread
+    low_s, high_s = spread.likely_s(machines, found.step_s)
     lines = [
         f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         f"cluster    {plan.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         f"plan       {spread.summary()}",
         f"predicted  {seconds_text(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
         + (f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device" if plan.transformer else ""),
+        f"likely     {seconds_text(low_s)} to {seconds_text(high_s)}, as nine of ten published steps",
         f"bound by   {bound_by(found)}",
         f"optimum    not below {seconds_text(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
         "",

@@ -100,7 +100,7 @@ class Prediction:
             return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
         try:
             table = read(path)
-            return kept(predict_plan(planned, table), f"{table.host} as `whale profile` measured it"), ""
+            return kept(predict_plan(planned, table), f"{table.host} as `whale profile` measured it", measured=True), ""
         except WhaleError as error:
             if self.profile is not None:
                 raise
@@ -209,7 +209,7 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     table = read(measured)
     planned = _described(model, ranks)
     found = predict_plan(planned, table)
-    text = "\n".join(step_lines(kept(found, f"{table.host} as `whale profile` measured it"))) + "\n"
+    text = "\n".join(step_lines(kept(found, f"{table.host} as `whale profile` measured it", measured=True))) + "\n"
     limits = machine(table, ranks).memory_bytes
     fits = True
     for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cost_model.captured.machine import Machine, cluster_machine, measured_machine
 from cost_model.captured.predict import CapturedPrediction, predict_ranks
 from cost_model.captured.table import Table
+from cost_model.formulas.interval import OWN_RUNS, interval_s
 from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, Predicted, PredictedRank
@@ -61,10 +62,11 @@ def machine(on: Table | Cluster, ranks: int, marks: Sequence[str] = (), counted_
     return measured_machine(on, ranks, marks, counted_from_bytes) if isinstance(on, Table) else cluster_machine(on)
 
 
-def kept(found: CapturedPrediction, where: str) -> Predicted:
-    """What a plan keeps of it."""
+def kept(found: CapturedPrediction, where: str, measured: bool = False) -> Predicted:
+    """What a plan keeps of it; `measured`: on a machine that `whale profile` measured, where steps were compared."""
     ranks = (
         PredictedRank(r.end_s, r.compute_s, r.exchange_s, round(r.peak_bytes), round(r.resident_bytes))
         for r in found.ranks
     )
-    return Predicted(where, found.step_s, tuple(ranks))
+    likely_s = interval_s(found.step_s, OWN_RUNS) if measured else None
+    return Predicted(where, found.step_s, tuple(ranks), likely_s)

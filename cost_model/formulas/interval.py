@@ -1,0 +1,30 @@
+"""Between which seconds a step lies that was predicted: as far apart as measured and predicted steps were.
+
+Factors are order statistics of measured / predicted, so that 90 % of measurements lie between them and as many below as
+above; `tests/cost_model/test_interval.py` finds them again in the tables. They say nothing of what no table has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+PART = 0.9  # of measurements that lie in the interval
+# Published steps of described models (`cost_model/validation`), on one host (71 rows) and on several (83 rows).
+ONE_HOST = (0.904, 1.138)
+SEVERAL_HOSTS = (0.963, 1.583)
+# This project's own runs of captured programs, on a machine that others used as well (36 rows, docs/predictions.md).
+OWN_RUNS = (0.58, 1.337)
+
+
+def interval_s(step_s: float, factors: tuple[float, float]) -> tuple[float, float]:
+    """The shortest and the longest step that is likely."""
+    return step_s * factors[0], step_s * factors[1]
+
+
+def calibrated(ratios: Sequence[float]) -> tuple[float, float]:
+    """Factors of measured / predicted between which the next one lies with a probability of `PART`."""
+    ordered, count = sorted(ratios), len(ratios)
+    below = (1 - PART) / 2 * (count + 1)
+    low = max(0, math.floor(below) - 1)
+    return ordered[low], ordered[count - 1 - low]

@@ -1,0 +1,111 @@
+"""A published row's division of work, of which a part may not be published: the best legal one is assumed, and said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cost_model.described.job import too_large
+from cost_model.described.predict import predict
+from cost_model.described.spread import Recompute
+from cost_model.described.stacks import stack
+from cost_model.described.transformer import Parallel, Transformer
+from cost_model.machines.cluster import Cluster
+from whale.errors import PlanError, WhaleError
+
+NAMES = ("t", "p", "d", "v", "b")  # as labels have them
+TENSORS = (1, 2, 4, 8)  # that are assumed where a row names none: no more than a host has devices
+MOST_CHUNKS, MOST_ROWS = 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What a row says; None: its field is blank.
+
+    Attributes:
+        sizes: tensor, pipeline, data, chunks of a stage, rows of a micro-batch.
+        devices: of the job.
+    """
+
+    sizes: tuple[int | None, ...]
+    devices: int | None
+    batch: int
+    recompute: Recompute
+    sequence_parallel: bool = False
+    zero: int = 0
+
+
+def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Parallel, str]:
+    """The division, and text that says what of it was assumed (empty: nothing).
+
+    Raises:
+        PlanError: nothing that fits into memory completes the row.
+    """
+    tensor, pipeline, data, chunks, rows = row.sizes
+    if None not in (tensor, pipeline, rows) and row.devices is not None and data is None:
+        data = row.devices // (tensor * pipeline)  # type: ignore[operator]
+    if None not in (tensor, pipeline, data, rows) and (chunks is not None or pipeline == 1):
+        return _parallel(row, (tensor, pipeline, data, chunks or 1, rows)), ""
+    best: tuple[float, Parallel] | None = None
+    for sizes in _legal(row, model):
+        try:
+            parallel = _parallel(row, sizes)
+            found = predict(model, parallel, stack(software), where)
+        except WhaleError:
+            continue
+        if (best is None or found.step_s < best[0]) and not too_large(where, found):
+            best = found.step_s, parallel
+    if best is None:
+        raise PlanError(
+            "no division of work completes the row",
+            given=", ".join(f"{name} {value or '(blank)'}" for name, value in zip(NAMES, row.sizes)),
+            expected="sizes that divide the devices, the layers and the batch, and fit into memory",
+        )
+    p = best[1]
+    chosen = zip(NAMES, row.sizes, (p.tensor, p.pipeline, p.data, p.chunks, p.micro_batch))
+    return p, " (assumed: " + " ".join(f"{name}{value}" for name, known, value in chosen if known is None) + ")"
+
+
+def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Parallel:
+    tensor, pipeline, data, chunks, rows = (int(size or 1) for size in sizes)
+    return Parallel(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        chunks=chunks,
+        micro_batch=rows,
+        global_batch=row.batch,
+        recompute=row.recompute,
+        sequence_parallel=row.sequence_parallel,
+        zero=row.zero,
+    )
+
+
+def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
+    """All sizes that a row leaves open: those that divide its devices, the layers, the heads and the batch."""
+    tensors, pipelines, datas, chunks, rows = row.sizes
+
+    def choices(known: int | None, of: range | tuple[int, ...]) -> tuple[int, ...]:
+        return (known,) if known is not None else tuple(of)
+
+    for tensor, pipeline in itertools.product(
+        choices(tensors, TENSORS), choices(pipelines, range(1, model.layers + 1))
+    ):
+        if model.heads % tensor or model.layers % pipeline:
+            continue
+        if row.devices is not None:
+            data, left = divmod(row.devices, tensor * pipeline)
+            if left or datas not in (None, data):
+                continue
+        elif datas is None:
+            raise PlanError("a row names neither its devices nor its replicas", expected="one of them")
+        else:
+            data = datas
+        for each in choices(rows, tuple(2**i for i in range(MOST_ROWS.bit_length()))):
+            if data < 1 or row.batch % (data * each):
+                continue
+            count = row.batch // (data * each)
+            for own in choices(chunks, range(1, MOST_CHUNKS + 1)):
+                if model.layers % (pipeline * own) == 0 and (own == 1 or (pipeline > 1 and count % pipeline == 0)):
+                    yield tensor, pipeline, data, own, each
