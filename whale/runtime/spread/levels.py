@@ -143,7 +143,11 @@ class Levels:
     def _completed(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
         """The model's plan for what ranks with other coordinates run."""
         level = len(at)
-        model, program = self.plan((0,) * level), seen_along(self.program(at), self.axes[level].name)
+        first = (0,) * level
+        model = self.plan(first)
+        if self._rows_of(at) == self._rows_of(first) and _is_alike(self.program(at), self.program(first)):
+            return replace(model, batch_inputs=settings.batch.inputs or ())
+        program = seen_along(self.program(at), self.axes[level].name)
         # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
         known = model.strategies[""]
         whole = {
@@ -153,10 +157,10 @@ class Levels:
         }
         found = complete_plan(program, settings, model, whole)
         for graph, body in (("", program), *program.functions.items()):
-            mine, first = found.strategies.get(graph, {}), model.strategies.get(graph, {})
+            mine, theirs = found.strategies.get(graph, {}), model.strategies.get(graph, {})
             for node in body.nodes:
-                if AXIS in node.attrs and node.name in mine and node.name in first:
-                    self._refuse_unlike(node.name, mine[node.name], first[node.name], at)
+                if AXIS in node.attrs and node.name in mine and node.name in theirs:
+                    self._refuse_unlike(node.name, mine[node.name], theirs[node.name], at)
         return found
 
     def _refuse_unlike(self, name: str, mine: Strategy, first: Strategy, at: tuple[int, ...]) -> None:
@@ -207,6 +211,9 @@ class Levels:
             return ()
         first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
         return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
+
+    def _rows_of(self, at: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [sizes_of(b) for b in self._of_ranks(at)]
 
     def with_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
         """``lowered``, what the rank at ``at`` runs, that takes whole batches, of which it cuts its group's rows.
@@ -277,6 +284,19 @@ class Levels:
                     if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
                         found.add(key)
         return found
+
+
+def _is_alike(one: Program, other: Program) -> bool:
+    """Whether what two coordinates run differs in values only, and not in what there is, and of which types."""
+    if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
+        return False
+    same = all(
+        a.name == b.name and a.op == b.op and a.inputs == b.inputs and a.outputs == b.outputs and a.scope == b.scope
+        for a, b in zip(one.nodes, other.nodes)
+    )
+    return same and one.outputs == other.outputs and all(
+        _is_alike(body, other.functions[name]) for name, body in one.functions.items()
+    )  # fmt: skip
 
 
 def levels_of(program: Program, plan: Plan, settings: PlanSettings) -> Levels:
