@@ -51,11 +51,12 @@ def exchange_cost(moved: int, parts: int, reads: bool) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int) -> float:
+def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int, unknown_rows: int = 1) -> float:
     """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change.
 
     Args:
       tensor: the whole of it; parts: size of the mesh axis.
+      unknown_rows: how many there may be where only the run knows.
     """
     if source == wanted:
         return 0.0
@@ -71,7 +72,7 @@ def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts:
         return inf  # sizes that only the run knows can be gathered or reduced whole, nothing finer
     if isinstance(source, Split) and isinstance(wanted, Partial):
         wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
-    return move_cost(source, wanted, max(1, tensor.bytes), parts)
+    return move_cost(source, wanted, max(1, tensor.bytes) * (1 if tensor.is_static else unknown_rows), parts)
 
 
 def _fits(wanted: Split, shape: Dims | None) -> bool:

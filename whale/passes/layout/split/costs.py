@@ -76,14 +76,14 @@ def tensor_forms(
             if ref in fetched:
                 readers.append((None, (fetched[ref],)))
             tensor = region.program.type_of(ref)
-            price = partial(_price, tensor, region.parts)
+            price = partial(_price, tensor, region.parts, region.unknown_rows)
             found.append(TensorForms(forms, number[producer.name] if chosen else None, tuple(readers), price, tensor))
     return found
 
 
-def _price(tensor: TensorType, parts: int, source: Placement, wanted: Placement) -> float:
+def _price(tensor: TensorType, parts: int, unknown_rows: int, source: Placement, wanted: Placement) -> float:
     if source == wanted:
         return 0.0
     if tensor.dtype in UNMOVABLE:
         return math.inf
-    return change_cost(tensor, source, wanted, parts)
+    return change_cost(tensor, source, wanted, parts, unknown_rows)

@@ -32,6 +32,7 @@ class SplitRegion:
       context: how activations around these are to lie.
       read: as ``weights``, of those as well.
       carriers: the tensors under these scopes in which the sequence stands.
+      unknown_rows: the most rows that a tensor may have of which only the run knows how many: ids that are taken once.
       group: node -> the ranks that divide it; groups: all of these, and that of all ranks.
     """
 
@@ -42,6 +43,8 @@ class SplitRegion:
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
         lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
         self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
+        ids = [program.type_of(n.inputs[0]) for n in program.nodes if n.op == "Unique"]
+        self.unknown_rows = max((t.elements for t in ids if t.is_static), default=1)
         everyone = frozenset(range(parts))
         self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
         self.read = self._weights()
