@@ -39,8 +39,8 @@ classes, ranks = options.classes, wh.size()
 with wh.replica():
     features = tf.Variable(tf.random.stateless_normal([INPUTS, WIDTH], [1, 2], stddev=0.1))
 with wh.split():
-    weights = tf.Variable(tf.random.stateless_normal([WIDTH, classes], [3, 4], stddev=0.1))
-    moments = [tf.Variable(tf.zeros([WIDTH, classes]), trainable=False) for _ in range(2)]
+    weights = tf.Variable(lambda: tf.random.stateless_normal([WIDTH, classes], [3, 4], stddev=0.1))
+    moments = [tf.Variable(lambda: tf.zeros([WIDTH, classes]), trainable=False) for _ in range(2)]
 
 
 @wh.function
