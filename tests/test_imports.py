@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.passes": ("settings", "dump", "facts", "normalise", "layout", "exchange", "memory", "judge", "in_time")
     + ("lay_out", "order"),
     "whale.passes.normalise": ("folding", "*"),
-    "whale.planner": ("described", "search", "captured", "report", "run_described", "ask", "offers"),
+    "whale.planner": ("described", "search", "captured", "report", "run_described", "ask", "why", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
     + ("session", "tools", "measure"),
     "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl", "launch"),

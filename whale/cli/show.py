@@ -39,7 +39,15 @@ def add_to(verbs: Any) -> None:
         "described model's, and what else would cost.",
     )
     verb.add_argument("plan", help="the plan's JSON file")
-    verb.add_argument("what", metavar="OP", help="an operation's name; a layer's number, from 0, for a described model")
+    verb.add_argument(
+        "what",
+        metavar="OP",
+        help="an operation's name; for a described model a layer's number, from 0, or a question: tensor=4 (why not), "
+        "stage=2, device=t4, batch=512 (what if), a host's name and count, a network's and kind",
+    )
+    verb.add_argument(
+        "--budget", type=float, default=8.0, metavar="S", help="seconds for a question's search (default 8)"
+    )
     verb.set_defaults(call=_explain)
     verb = verbs.add_parser("diff", help="compare two plans", description="What differs between two saved plans.")
     verb.add_argument("plan", help="a plan's JSON file")
@@ -171,12 +179,10 @@ def _explained(given: argparse.Namespace) -> int:
         print("\n".join(explained_of_plan(_captured(data, given.plan), given.what)))
         return 0
     from whale.planner.report.show import explain
+    from whale.planner.why import answer
 
-    if not given.what.isdigit():
-        raise PlanError(
-            "a described model's plan has layers", given=given.what, expected="a number from 0", action="give the layer"
-        )
-    print(explain(planfile.loads(data, given.plan), int(given.what)))
+    plan = planfile.loads(data, given.plan)
+    print(explain(plan, int(given.what)) if given.what.isdigit() else answer(plan, given.what, given.budget))
     return 0
 
 

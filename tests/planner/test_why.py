@@ -1,0 +1,65 @@
+"""Questions to a described plan: why not otherwise, and what if something were otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost_model.machines import cluster
+from whale.errors import PlanError, WhaleError
+from whale.planner import ask
+from whale.planner.report.planfile import PlanFile
+from whale.planner.why import answer
+
+WHERE = cluster.parse(
+    "name: two\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
+    "- {name: new, devices: [{type: a100-sxm-40gb, count: 2}], networks: {f: {nics: 1}}}\n"
+    "- {name: old, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}\n"
+)
+BUDGET_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanFile:
+    model, _ = ask.describe("gpt:layers=4,hidden=2048,heads=16,sequence=1024,vocabulary=30720")
+    return ask.plan(WHERE, 32, model, limits=ask.limits([], BUDGET_S))
+
+
+def test_each_axis_is_answered_by_its_difference_or_why_it_cannot_be(plan: PlanFile) -> None:
+    slower = answer(plan, "stages=4", BUDGET_S)
+    assert slower.startswith("stages=4: 4 pipeline") and "+" in slower and "ms (" in slower
+    assert "infeasible: 16 heads are not divisible by 3" in answer(plan, "tensor=3", BUDGET_S)
+    assert "infeasible: 4 layers are not enough for 8 stages" in answer(plan, "stages=8", BUDGET_S)
+
+
+def test_stages_and_kinds_of_devices(plan: PlanFile) -> None:
+    assert "layers" in answer(plan, "stage=0", BUDGET_S) and "slowest" in answer(plan, "stage=0", BUDGET_S)
+    lines = answer(plan, "device=t4", BUDGET_S).splitlines()
+    assert (
+        lines[0].endswith("of 2 are used")
+        and "without t4: " in lines[1]
+        and "t4 alone: " in lines[2]
+        and "+" in lines[2]
+    )
+
+
+def test_what_if_the_batch_the_hosts_or_the_network_were_others(plan: PlanFile) -> None:
+    assert "rows/s instead of" in answer(plan, "batch=64", BUDGET_S)
+    more = answer(plan, "new=8", BUDGET_S)
+    assert more.startswith("new=8: ") and ": -" in more and "compute -" in more
+    assert answer(plan, "f=ethernet-10g", BUDGET_S).startswith("f=ethernet-10g: ")
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("colour=4", "there are new, old, f"),
+        ("stage=99", "there is no such stage"),
+        ("device=h100", "no such device"),
+        ("f=ethernet-1", "ethernet-10g"),
+        ("tensor=", "no answer"),
+    ],
+)
+def test_what_is_no_question(plan: PlanFile, question: str, words: str) -> None:
+    with pytest.raises(WhaleError, match=words) as error:
+        answer(plan, question, BUDGET_S)
+    assert isinstance(error.value, PlanError) or "ethernet" in words

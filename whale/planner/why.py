@@ -1,0 +1,149 @@
+"""Questions to the plan of a described model: why not something else, what if something were otherwise.
+
+Each is answered by the search with that fixed, or on what would be there, and by the difference in the step's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from cost_model.hardware import catalogue
+from cost_model.machines.cluster import Cluster
+from cost_model.machines.pools import Machines
+from whale.errors import PlanError, WhaleError
+from whale.ir.plan_text import human_bytes
+from whale.planner import ask
+from whale.planner.report.planfile import PlanFile
+from whale.planner.report.show import against, seconds_text
+
+FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
+FORMS = (
+    "a layer's number, stage=N, device=KIND, "
+    + ", ".join(f"{name}=..." for name in FIXED)
+    + ", batch=ROWS, HOST=COUNT, NETWORK=KIND"
+)
+
+
+def answer(plan: PlanFile, question: str, budget_s: float) -> str:
+    """The answer to `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and kind.
+
+    Raises:
+        PlanError: that is none of these.
+    """
+    name, equals, value = question.partition("=")
+    hosts = {host.name for host in plan.cluster.hosts}
+    if not equals or not value:
+        raise _unknown(plan, question)
+    if name == "stage":
+        return _stage(plan, question, value)
+    if name == "device":
+        return _device(plan, value, budget_s)
+    if name in FIXED or name.endswith(".split"):
+        return _line(question, plan, lambda: _again(plan, budget_s, fixed=[question]))
+    if name == "batch" and value.isdigit():
+        return _line(question, plan, lambda: _again(plan, budget_s, batch=int(value)))
+    where: Cluster | None = None
+    if name in hosts and value.isdigit() and int(value):
+        where = _with_hosts(plan.cluster, name, int(value))
+    elif name in plan.cluster.networks:
+        where = _with_network(plan.cluster, name, value)
+    if where is not None:
+        return _line(question, plan, lambda: _again(plan, budget_s, cluster=where))
+    raise _unknown(plan, question)
+
+
+def _unknown(plan: PlanFile, question: str) -> PlanError:
+    names = [host.name for host in plan.cluster.hosts] + list(plan.cluster.networks)
+    return PlanError(
+        "the plan has no answer to that", given=question, expected=f"{FORMS}; there are {', '.join(names)}"
+    )
+
+
+def _again(
+    plan: PlanFile,
+    budget_s: float,
+    fixed: list[str] | None = None,
+    batch: int | None = None,
+    cluster: Cluster | None = None,
+) -> PlanFile:
+    """A plan of the same model with something fixed, another batch, or other devices."""
+    limits = ask.limits(fixed or [], budget_s)
+    where, rows = cluster or plan.cluster, batch or plan.batch
+    return ask.plan(where, rows, plan.transformer, plan.table, plan.software, limits)
+
+
+def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
+    """What that would do to the step, by parts, or why it cannot be."""
+    try:
+        found = other()
+    except WhaleError as error:
+        reason = error.facts.get("reason") or "; ".join([error.message, *filter(None, [error.facts.get("nearest")])])
+        return f"{words}: infeasible: {reason.removeprefix('infeasible: ')}"
+    rows = ""
+    if found.batch != plan.batch:
+        before, after = (one.batch / one.predicted.step_s for one in (plan, found))
+        rows = f"; {after:,.1f} rows/s instead of {before:,.1f} ({after / before - 1:+.1%})"
+    if found.spread == plan.spread and found.cluster == plan.cluster:
+        return f"{words}: the plan is so already{rows}"
+    return f"{words}: {found.spread.summary()}: {against(found, plan).partition('; without')[0]}{rows}"
+
+
+def _stage(plan: PlanFile, question: str, value: str) -> str:
+    """What a stage takes, beside the slowest one, and what its layers and ranks are."""
+    _, machines, found = plan.evaluate()
+    stages = plan.spread.stages
+    if not value.isdigit() or int(value) >= len(stages):
+        raise PlanError("there is no such stage", given=question, expected=f"stage=0 to stage={len(stages) - 1}")
+    index = int(value)
+    each = [sum(cost.forward_s) + sum(cost.backward_s) for cost in found.stages]
+    slowest = max(range(len(each)), key=lambda i: each[i])
+    cost, stage = found.stages[index], stages[index]
+    ranges = ", ".join(f"{low}-{high - 1}" for low, high in stage.layers)
+    lines = [f"stage {index}: layers {ranges}, {plan.spread.recompute_of(stage)} recompute"]
+    for part, used in zip(stage.parts, cost.memory):
+        pool = machines.pools[part.pool]
+        room = pool.memory_bytes - used.total_bytes
+        lines.append(
+            f"  on {part.replicas} x {part.tensor} {pool.name}, {part.rows} rows each; {human_bytes(room)} left"
+        )
+    rest = f"{each[index] / each[slowest]:.0%} of stage {slowest}, the slowest" if index != slowest else "the slowest"
+    lines.append(f"  a micro-batch: {seconds_text(each[index])}, {rest}; of it sends {seconds_text(cost.send_s)}")
+    lines.append(
+        f"  after the last one: sum of gradients {seconds_text(cost.reduce_s)}, update {seconds_text(cost.update_s)}"
+    )
+    return "\n".join(lines)
+
+
+def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
+    """How many devices of a kind the plan uses, and what it costs to have none of them, or nothing else."""
+    pools = Machines(plan.cluster).pools
+    own = [pool for pool in pools if kind in (pool.device.name, pool.entry.type, pool.host.name, pool.name)]
+    if not own:
+        known = ", ".join(dict.fromkeys(pool.device.name for pool in pools))
+        raise PlanError("the cluster has no such device", given=kind, expected=known)
+    numbers = {pool.number for pool in own}
+    used = sum(part.ranks for stage in plan.spread.stages for part in stage.parts if part.pool in numbers)
+    lines = [f"{kind}: {used} of {sum(pool.devices for pool in own)} are used"]
+    entries = {id(pool.entry) for pool in own}
+    for words, keep in ((f"without {kind}", False), (f"{kind} alone", True)):
+        hosts = []
+        for host in plan.cluster.hosts:
+            left = [entry for entry in host.devices if (id(entry) in entries) == keep]
+            hosts += [msgspec.structs.replace(host, devices=left)] if left else []
+        if hosts and len(own) < len(pools):
+            cluster = msgspec.structs.replace(plan.cluster, hosts=hosts)
+            lines.append("  " + _line(words, plan, lambda cluster=cluster: _again(plan, budget_s, cluster=cluster)))  # type: ignore[misc]
+    return "\n".join(lines)
+
+
+def _with_hosts(cluster: Cluster, name: str, count: int) -> Cluster:
+    hosts = [msgspec.structs.replace(h, count=count) if h.name == name else h for h in cluster.hosts]
+    return msgspec.structs.replace(cluster, hosts=hosts)
+
+
+def _with_network(cluster: Cluster, name: str, kind: str) -> Cluster:
+    catalogue.network(kind)  # an unknown kind is an error that names the nearest one
+    other = msgspec.structs.replace(cluster.networks[name], type=kind)
+    return msgspec.structs.replace(cluster, networks={**cluster.networks, name: other})
