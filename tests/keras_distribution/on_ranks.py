@@ -19,8 +19,8 @@ _TRANSFORMER: Layouts = {
     ".*(query|key|value)/kernel": (None, "model", None),
     ".*(query|key|value)/bias": ("model", None),
     ".*attention_output/kernel": ("model", None, None),
-    ".*up/kernel": (None, "model"),
-    ".*down/kernel": ("model", None),
+    ".*up/kernel": ("batch", "model"),
+    ".*down/kernel": ("model", "batch"),
     "up/kernels": (None, "model"),  # fits nothing, which is told
 }
 
@@ -97,7 +97,7 @@ def main() -> None:
         parts = getattr(v._value, "_whale_parts", None)
         wanted = asked[v.path]
         if wanted is not None:
-            found = None if parts is None else [parts.placement.dim, list(parts.of_rank(rank).shape)]
+            found = None if parts is None else list(parts.of_rank(rank).shape)
             lie[v.path] = {"wanted": list(wanted.axes), "found": found, "shape": list(v.shape)}
     values = {f"weight {i}": w for i, w in enumerate(made.get_weights())}
     values |= {f"history {k}": np.array(v) for k, v in history.history.items()}

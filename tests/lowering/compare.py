@@ -9,12 +9,11 @@ import numpy as np
 
 from tests.interpreter import Outcome, run
 from whale.ir.layout import Split
-from whale.ir.mesh import chain, mesh_of
+from whale.ir.mesh import Tiles, mesh_of, tiles_of
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import own_variables
 from whale.runtime.spread.mesh import lower_mesh
 
 LIMIT = 1e-12
@@ -98,12 +97,15 @@ def assert_equal_mesh(
 ) -> Outcome:
     """``assert_equal_runs`` for a plan of two mesh axes: all ranks of all groups."""
     assert plan.inner is not None and plan_from_json(plan.to_json()) == plan
-    levels = list(chain(plan))
-    mesh = mesh_of(plan, range(plan.ranks))
+    tiles, mesh = tiles_of(plan), mesh_of(plan, range(plan.ranks))
 
     def held_by(rank: int, name: str, value: np.ndarray) -> np.ndarray:
-        level = next((k for k, p in enumerate(levels) if name in own_variables(p)), None)
-        return value if level is None else own_part(plan, name, value, mesh.coordinates(rank)[level])
+        lies = tiles.get(name, Tiles())
+        along = dict(zip((a.name for a in mesh.axes), mesh.coordinates(rank)))
+        at = [along[axis] for axis in lies.axes]
+        for cut, coordinate in zip(lies.cuts_at(at), at):
+            value = np.take(value, cut.indices(coordinate), axis=cut.dim)
+        return value
 
     inputs, variables = feeds_of(program)
     inputs.update(feeds or {})

@@ -1,10 +1,19 @@
-"""Ranks in a grid of named axes."""
+"""Ranks in a grid of named axes, and variables that lie over several of them: cut over one after the other.
+
+Axis, Mesh     the grid
+chain          the plans of all axes
+Tiles          the parts of a variable; tiles_of: those of a plan's variables
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
+from whale.ir.crossing import Span, block_of
+from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 
 # Attribute of communication ops until they name ranks: the axis along which they communicate.
@@ -49,10 +58,14 @@ class Mesh:
                 offsets = [offset + i * step for offset in offsets for i in range(axis.size)]
         return tuple(self.ranks[first + offset] for offset in offsets)
 
-    def with_last(self, axis: str) -> tuple[int, ...]:
-        """All ranks, those that differ in the coordinate of one axis only next to each other."""
-        groups = dict.fromkeys(self.along(rank, axis) for rank in self.ranks)
-        return tuple(rank for group in groups for rank in group)
+    def with_last(self, *axes: str) -> tuple[int, ...]:
+        """All ranks; those that differ in the coordinates of these axes only are next to each other, in their order."""
+
+        def key(rank: int) -> tuple[list[int], list[int]]:
+            at = dict(zip((a.name for a in self.axes), self.coordinates(rank)))
+            return [at[name] for name in at if name not in axes], [at[name] for name in axes]
+
+        return tuple(sorted(self.ranks, key=key))
 
 
 def coordinates_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -89,3 +102,109 @@ def moved_along(plan: Plan) -> list[int]:
         return [own]
     inside = moved_along(plan.inner)  # in the first group of this axis
     return [own, *(round(plan.inner_bytes * n / (sum(inside) or 1)) for n in inside)]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of a variable, with an index and an extent for each dimension.
+
+    Attributes:
+      begin: in the whole value; size: its shape.
+      place: the tile that holds it; start: its first indices there.
+    """
+
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+    place: int
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The parts of a variable that lies over some axes; without axes, one part that everybody holds.
+
+    Tiles are numbered by their coordinates along the axes, those of the last one running fastest.
+
+    Attributes:
+      axes: names of mesh axes, outermost first; cuts: over each of them, of what the cuts before have left at their
+        first coordinates (see ``cuts_at``).
+    """
+
+    axes: tuple[str, ...] = ()
+    cuts: tuple[Split, ...] = ()
+
+    def __str__(self) -> str:
+        if len(self.cuts) > 1:
+            return ", ".join(f"{cut} over {axis}" for axis, cut in zip(self.axes, self.cuts))
+        return str(self.cuts[0]) if self.cuts else "B"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many parts each axis makes."""
+        return tuple(len(cut.sizes) for cut in self.cuts)
+
+    @property
+    def count(self) -> int:
+        """The number of tiles."""
+        return prod(self.sizes)
+
+    def along(self, axis: str) -> Split | None:
+        """The cut over one axis; None: it does not divide."""
+        return dict(zip(self.axes, self.cuts)).get(axis)
+
+    def cuts_at(self, at: Sequence[int]) -> tuple[Split, ...]:
+        """The cuts at the coordinates of a tile: what is left of a dimension may be less than at the first ones."""
+        found: list[Split] = []
+        left: dict[int, int] = {}
+        for cut, coordinate in zip(self.cuts, at):
+            found.append(cut_of(cut, left.get(cut.dim, cut.extent)))
+            left[cut.dim] = found[-1].local(coordinate)
+        return tuple(found)
+
+    def spans(self, shape: Sequence[int], place: int) -> tuple[Span, ...]:
+        """What a tile holds of each dimension of a tensor of ``shape``; empty where it holds nothing."""
+        at = coordinates_of(place, self.sizes)
+        found = block_of(shape, self.cuts_at(at), at)
+        return found if found is not None else tuple(Span(1, n, 0, 0) for n in shape)
+
+    def local_shape(self, shape: Sequence[int], place: int) -> tuple[int, ...]:
+        """The shape of a tile."""
+        found = list(shape)
+        at = coordinates_of(place, self.sizes)
+        for cut, coordinate in zip(self.cuts_at(at), at):
+            found[cut.dim] = cut.local(coordinate)
+        return tuple(found)
+
+    def regions(self, shape: Sequence[int], place: int) -> Iterator[Region]:
+        """The rectangles that a tile consists of; those without elements are left out."""
+        spans = self.spans(shape, place)
+        if any(s.count == 0 for s in spans):
+            return
+        for runs in product(*(range(s.blocks) for s in spans)):
+            begin = tuple(b * s.run + s.first for b, s in zip(runs, spans))
+            start = tuple(b * s.count for b, s in zip(runs, spans))
+            yield Region(begin, tuple(s.count for s in spans), place, start)
+
+
+def one_axis(cut: Split, axis: str = "") -> Tiles:
+    """The tiles of a variable that one axis divides."""
+    return Tiles((axis,), (cut,))
+
+
+def tiles_of(plan: Plan) -> dict[str, Tiles]:
+    """How the variables lie that the axes of a plan divide, by handle node; of stages, each over its own group's."""
+    found: dict[str, Tiles] = {}
+    for other in reversed(plan.others):
+        found.update(tiles_of(other))
+    own: dict[str, Tiles] = {}
+    for i, level in enumerate(chain(plan)):
+        for name, placement in level.variables.items():
+            if isinstance(placement, Split):
+                before = own.get(name, Tiles())
+                own[name] = Tiles((*before.axes, level.axis or f"axis_{i}"), (*before.cuts, placement))
+    return found | own
+
+
+def cut_of(cut: Split, extent: int) -> Split:
+    """``cut``, made for the first coordinates of earlier axes, where a dimension has ``extent`` indices."""
+    return cut if cut.extent == extent else split(cut.dim, even_sizes(extent, len(cut.sizes)))

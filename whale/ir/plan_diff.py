@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whale.ir.mesh import tiles_of
 from whale.ir.plan import Plan, Reshard
 from whale.ir.plan_explain import layout_of
 from whale.ir.plan_text import human_bytes
@@ -24,7 +25,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         lines.insert(0, "  the programs of that name are not equal")
     mine, theirs = ({b.name: str(b.placement) for b in p.batch_inputs} for p in (one, other))
     lines += _changed("batch", mine, theirs)
-    mine, theirs = ({n: str(p) for n, p in q.variables.items()} for q in (one, other))
+    mine, theirs = ({n: str(tiles) for n, tiles in tiles_of(q).items()} for q in (one, other))
     lines += _changed("variable", mine, theirs, "whole")
     mine, theirs = ({n: layout_of(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other))
     shared = mine.keys() & theirs.keys()

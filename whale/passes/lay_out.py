@@ -176,8 +176,8 @@ def _state(program: Program, settings: PlanSettings, inside: Collection[str]) ->
     Raises:
       PlanError: the run cannot hold variables that lie split.
     """
-    zero = settings.zero
-    state = state_at_rest(program, settings.size, zero.min_bytes, inside, settings.split.known, zero.level >= 3)
+    zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
+    state = state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)
     if state and not settings.split.at_rest:
         raise PlanError(
             "variables cannot lie split in a session with stages, or whose plan auto_parallel chooses",

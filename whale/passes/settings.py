@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whale.ir.layout import Placement
-from whale.ir.mesh import Axis
+from whale.ir.mesh import Axis, Tiles
 from whale.ir.plan import BatchInput
 
 
@@ -41,16 +41,16 @@ class SplitSettings:
     Attributes:
       ranks: how many ranks divide tensors together, where there is no ``mesh``; 0: all.
       scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
-      known: placements that the run's variables have already, by handle node.
-      known_axes: the axes of the mesh on which these lie so; "tensor" where it is not said.
+      tiles: how the run's variables lie already, over all axes, by handle node.
+      known: of that, what concerns the axis that is planned.
       at_rest: variables that are not known yet may lie split between steps.
       state_only: of these, only what optimizers keep.
     """
 
     ranks: int = 0
     scopes: bool = True
+    tiles: Mapping[str, Tiles] = field(default_factory=dict)
     known: Mapping[str, Placement] = field(default_factory=dict)
-    known_axes: Mapping[str, str] = field(default_factory=dict)
     at_rest: bool = True
     state_only: bool = False
 
@@ -62,12 +62,14 @@ class ZeroSettings:
     Attributes:
       level: 0 nothing; from 1 on the state of optimizers; from 3 on weights as well.
       min_bytes: smaller variables stay whole.
+      avoid: dimensions of variables (by handle node) that later axes of the mesh divide.
       ahead: how many weights may be gathered while another is used (level 3).
     """
 
     level: int = 0
     min_bytes: int = 0
     ahead: int = 1
+    avoid: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tests.passes.layout.split.test_divide import carried, classifier, scoped
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.layout import split
-from whale.ir.mesh import Axis, chain, moved_along
+from whale.ir.mesh import Axis, chain, moved_along, tiles_of
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan, human_bytes
 from whale.ir.program import Program, Ref
@@ -39,7 +39,7 @@ def run_mesh(program: Program, groups: int, per_group: int, **changes: object) -
 def test_two_layers(groups: int, per_group: int) -> None:
     plan, spread = run_mesh(scoped(mlp(12, 12, 24, 6)), groups, per_group)
     assert plan.split_flops_fraction == 1.0 and plan.inner.split_flops_fraction == 1.0
-    assert plan.variables == plan.inner.variables and plan.variables["w1"].dim == 1
+    assert not plan.variables and plan.inner.variables["w1"].dim == 1
     text = format_plan(plan)
     assert f"Mesh data={groups},tensor={per_group}: " in text and "Split variables  " in text
     assert f"Along tensor, in each group of {per_group} ranks" in text
@@ -62,7 +62,7 @@ def test_a_classifier_beside_divided_rows(words: int) -> None:
     """Outside of the scope rows are divided over all ranks, inside the classes over the ranks of a group."""
     plan, _ = run_mesh(classifier(16, 32, 4000, "split_0", words), 2, 2)
     assert plan.inner.expanded == ("entropy",)
-    assert plan.variables["w"].sizes == (2000, 2000)
+    assert tiles_of(plan)["w"].cuts[0].sizes == (2000, 2000)
     if not words:
         layer = plan.inner.strategies[""]["layer"]
         assert str(layer.inputs[0]) == "S(0)[4,4]"
@@ -144,8 +144,24 @@ def two_scopes() -> Program:
 def test_three_axes(shares: tuple[int, ...]) -> None:
     plan = run_axes(two_scopes(), ("data", 2), ("tensor", 2), ("expert", 2), batch__shares=shares)
     assert [p.axis for p in chain(plan)] == ["data", "tensor", "expert"]
-    assert plan.ranks == 8 and {"w1", "w2"} <= set(plan.variables)
+    assert plan.ranks == 8 and {"w1", "w2"} <= set(tiles_of(plan))
     assert set(plan.inner.inner.variables) == {"w2"}
+
+
+@pytest.mark.parametrize("hidden", [24, 20], ids=["even", "uneven"])
+def test_a_scope_over_two_axes_divides_a_weight_over_both(hidden: int) -> None:
+    plan = run_axes(scoped(mlp(12, 12, hidden, 8), "split_0(axis=data+tensor)"), ("data", 3), ("tensor", 2))
+    assert tiles_of(plan)["w1"].count == tiles_of(plan)["w2"].count == 6
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_state_of_what_an_axis_divides_is_divided_over_the_rows_as_well(level: int) -> None:
+    """The optimizer's, and at level 3 the weights themselves: along the dimension that the scope leaves."""
+    program = scoped(mlp(12, 12, 24, 8))
+    plan = run_axes(program, ("data", 2), ("tensor", 2), zero__level=level)
+    tiles = tiles_of(plan)
+    weights = {name: found.axes for name, found in tiles.items() if name in ("w1", "w2")}
+    assert set(weights.values()) == {("data", "tensor") if level == 3 else ("tensor",)}
 
 
 def test_four_axes_of_which_neighbours_that_divide_rows_are_one() -> None:
@@ -177,5 +193,5 @@ def test_loops(talks: bool, shares: tuple[int, ...]) -> None:
 
 def test_what_is_divided_goes_through_loops_and_branches() -> None:
     plan = run_axes(carried(), ("data", 2), ("tensor", 2))
-    assert set(plan.variables) == {"w1", "w2"}
+    assert set(tiles_of(plan)) == {"w1", "w2"}
     assert plan.inner.strategies[""]["loop"].outputs[1] == split(1, (12, 12))

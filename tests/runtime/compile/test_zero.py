@@ -15,6 +15,7 @@ import tensorflow as tf
 import whale as wh
 from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
+from whale.ir.mesh import tiles_of
 from whale.ir.plan_text import format_plan
 from whale.rules.graph import USE
 from whale.runtime.run.context import current
@@ -99,7 +100,7 @@ def test_weights_are_gathered_for_each_use_and_not_before(ranks: Start) -> None:
     # The first kernel is used in the forward product only, the second one in the backward product too.
     assert sorted(gathered.values()) == [1, 1, 1, 2], gathered
     for v in (*model.weights, *model.optimizer.variables[2:]):
-        assert getattr(v, "value", v)._whale_parts.placement.dim == 0
+        assert getattr(v, "value", v)._whale_parts.tiles.cuts[0].dim == 0
     program = model.step._step(batch(0), {}).compiled.program
     paced = [n for n in program.nodes if USE in n.attrs and n.controls]
     assert len(paced) == 1  # of three products, the third waits for the first
@@ -184,7 +185,7 @@ def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_groups_of_ranks_have_state_that_lies_split_within_them(ranks: Start, level: int) -> None:
+def test_on_a_mesh_state_lies_over_all_axes(ranks: Start, level: int) -> None:
     def losses(function: Any, scope: Callable[[], Any]) -> tuple[list[float], Any]:
         tf.keras.utils.set_random_seed(1)
         layers = [tf.keras.layers.Dense(16, "tanh", dtype="float64") for _ in range(3)]
@@ -205,7 +206,7 @@ def test_groups_of_ranks_have_state_that_lies_split_within_them(ranks: Start, le
             return loss
 
         x = tf.random.stateless_normal((ROWS, 16), (1, 2), dtype=tf.float64)
-        return [float(step(x)) for _ in range(3)], step.plan(x).variables if function is wh.function else {}
+        return [float(step(x)) for _ in range(3)], tiles_of(step.plan(x)) if function is wh.function else {}
 
     wanted, _ = losses(tf.function, contextlib.nullcontext)
     ranks(4, **{"zero.level": level, "zero.min_bytes": 0, "split.ranks": 2})
@@ -213,7 +214,10 @@ def test_groups_of_ranks_have_state_that_lies_split_within_them(ranks: Start, le
     np.testing.assert_allclose(found, wanted, rtol=1e-13)
     # Two moments of six weights; at level 3 the weights as well.
     assert len(placed) >= (12 if level == 1 else 18)
-    assert all(isinstance(p, Split) and len(p.sizes) == 2 for p in placed.values())
+    # All matrices do, be it because their layer is under a split scope; of that layer's bias one axis divides all.
+    over_both = [tiles for tiles in placed.values() if tiles.count == 4]
+    assert len(over_both) >= (10 if level == 1 else 15)
+    assert all(tiles.axes == ("data", "tensor") for tiles in over_both)
 
 
 def test_small_state_stays_whole(ranks: Start) -> None:

@@ -19,6 +19,7 @@ from tests.zoo.catalogue import case_named
 from whale.config import parse_mesh
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
+from whale.ir.mesh import one_axis
 from whale.ir.plan import Plan
 from whale.runtime.run.start import check_replicas
 from whale.runtime.variables import split_variable
@@ -185,7 +186,7 @@ def test_an_embedding_whose_vocabulary_is_split(ranks: Callable[..., None], spar
 def test_a_part_does_not_lie_in_the_whole_ones_memory(dim: int) -> None:
     """A variable of it would hold on to all of that."""
     whole = tf.ones((4, 4))
-    parts = [split_variable.cut(whole, Split(dim, (2, 2)), i) for i in range(2)]
+    parts = [split_variable.cut(whole, one_axis(Split(dim, (2, 2))), i) for i in range(2)]
     assert not any(np.shares_memory(memoryview(whole), memoryview(part)) for part in parts)  # type: ignore[arg-type]
 
 
@@ -286,7 +287,7 @@ def test_layers_over_axes_of_their_own(ranks: Callable[..., None], mesh: str, ro
     np.testing.assert_allclose(found, loss, rtol=1e-12)
     np.testing.assert_allclose(model.one.numpy(), alone.one.numpy(), rtol=1e-12)
     np.testing.assert_allclose(model.two.numpy(), alone.two.numpy(), rtol=1e-12)
-    assert len(model.one._whale_parts.placement.sizes) == sizes["tensor"]
-    assert len(model.two._whale_parts.placement.sizes) == sizes["expert"]
+    assert len(model.one._whale_parts.tiles.cuts[0].sizes) == sizes["tensor"]
+    assert len(model.two._whale_parts.tiles.cuts[0].sizes) == sizes["expert"]
     evaluated = wh.function(lambda x: model.loss(x, nothing, nothing))(tf.constant(x))
     np.testing.assert_allclose(evaluated, alone.loss(tf.constant(x), nothing, nothing), rtol=1e-12)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.runtime.variables.test_deferred import INPUTS, OUTPUTS, V1_NAMES, raw, v1_initializers
-from whale.errors import PlanError, ProgramError
+from whale.errors import ProgramError
 from whale.runtime.session.variables import SessionVariables
 
 Start = Callable[..., None]
@@ -75,25 +75,22 @@ def settled(session: wh.Session) -> SessionVariables:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", [3, "2x2"])
+@pytest.mark.parametrize("how", [3, "data=2,tensor=2", "tensor=2,data=2", "2x2 zero"])
 def test_a_session_trains_what_lies_split(ranks: Start, tmp_path: Path, how: int | str) -> None:
     wanted = Net().story(v1.Session, str(tmp_path / "alone"))
     if isinstance(how, int):
         ranks(3, **{"zero.level": how, "zero.min_bytes": 0})
         net = Net()
+    elif how == "2x2 zero":
+        ranks(4, **{"split.ranks": 2, "zero.level": 1, "zero.min_bytes": 0})
+        net = Net(wh.split)
     else:
-        ranks(4, **{"split.ranks": 2})
+        ranks(4, mesh=how)
         net = Net(wh.split)
     found = net.story(wh.Session, str(tmp_path / "spread"))
     for value, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-10, atol=1e-12)
     assert not list(tmp_path.glob("*part-*"))
-
-
-def test_a_session_has_tensors_on_the_last_axis(ranks: Start, tmp_path: Path) -> None:
-    ranks(4, mesh="tensor=2,data=2")
-    with pytest.raises(PlanError, match=r"last axis of a mesh(.|\n)*of the axes tensor, data"):
-        Net(wh.split).story(wh.Session, str(tmp_path / "spread"))
 
 
 @pytest.mark.core

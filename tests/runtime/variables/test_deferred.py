@@ -12,6 +12,7 @@ import tensorflow as tf
 import whale as wh
 import whale.runtime.variables.partial_initializers as initial_values
 from whale.ir.layout import even_sizes, split
+from whale.ir.mesh import one_axis
 from whale.runtime.variables.deferred import deferred_of, restore_from
 from whale.runtime.variables.initializer_recording import record
 from whale.runtime.variables.partial_initializers import Initial, uniform_value
@@ -42,7 +43,7 @@ def test_parts_of_an_initial_value_are_those_of_the_whole(name: str) -> None:
             whole = np.asarray(initializer(shape, dtype=dtype))
             for dim, size in enumerate(shape):
                 placement = split(dim, even_sizes(size, 3))
-                parts = [np.asarray(initial.part(placement, i)) for i in range(3)]
+                parts = [np.asarray(initial.part(one_axis(placement), i)) for i in range(3)]
                 assert (raw(np.concatenate(parts, dim)) == raw(whole)).all(), (shape, dtype, dim)
 
 
@@ -55,7 +56,7 @@ def test_a_large_part_is_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
             whole = (draw(shape, (1, 2)) * 0.3 + 0.1).numpy()
             for dim, size in enumerate(shape):
                 placement = split(dim, even_sizes(size, 3))
-                parts = [initial.part(placement, i).numpy() for i in range(3)]
+                parts = [initial.part(one_axis(placement), i).numpy() for i in range(3)]
                 np.testing.assert_array_equal(np.concatenate(parts, dim), whole)
 
 
@@ -63,13 +64,13 @@ def test_a_part_in_runs_is_each_run_s_part() -> None:
     initial = record(lambda: tf.random.stateless_normal((24, 64), (1, 2)))
     assert isinstance(initial, Initial)
     placement = split(0, (5, 3), 3)
-    np.testing.assert_array_equal(initial.part(placement, 1), initial.whole().numpy()[placement.indices(1)])
+    np.testing.assert_array_equal(initial.part(one_axis(placement), 1), initial.whole().numpy()[placement.indices(1)])
 
 
 def test_tensors_of_equal_elements_are_made_again() -> None:
     zeros = uniform_value(tf.zeros((100, 20)))
     assert zeros is not None
-    assert np.asarray(zeros.part(split(0, (60, 40)), 1)).shape == (40, 20)
+    assert np.asarray(zeros.part(one_axis(split(0, (60, 40))), 1)).shape == (40, 20)
     assert uniform_value(tf.concat([tf.zeros((100, 20)), [[-0.0] * 20]], 0)) is None
 
 

@@ -15,8 +15,10 @@ import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError
 from whale.frontends.keras.replacing import replace_function, replace_method
-from whale.ir.layout import B, Placement, even_sizes, split
+from whale.ir.layout import even_sizes, split
+from whale.ir.mesh import Tiles
 from whale.passes.facts.patterns import nearest
+from whale.passes.facts.stages import DATA, TENSOR
 from whale.runtime.run.context import Context, current, running
 
 
@@ -163,7 +165,7 @@ def _initialize(original: Callable[..., None], variable: Any, value: Any) -> Non
     layout = distribution._layout_map[variable.path]
     if layout is not None:
         variable._layout = layout
-        variable._value._whale_placement = _placement(variable, layout, distribution, context)
+        variable._value._whale_tiles = _tiles(variable, layout, distribution, context)
 
 
 def _distribution() -> Any:
@@ -172,24 +174,14 @@ def _distribution() -> Any:
     return global_state.get_global_attribute("distribution")
 
 
-def _placement(variable: Any, layout: Any, distribution: Any, context: Context) -> Placement:
-    """How the ranks hold a variable with axes as (None, "model").
-
-    Raises:
-      PlanError: it is divided over two axes, or over the batch's beside another one.
-    """
+def _tiles(variable: Any, layout: Any, distribution: Any, context: Context) -> Tiles:
+    """How the ranks hold a variable with axes as (None, "model") or ("batch", "model")."""
     groups, group = _mesh(distribution, context)
     sizes = dict(zip(distribution.device_mesh.axis_names, distribution.device_mesh.shape))
-    divided = [(dim, axis) for dim, axis in enumerate(layout.axes) if axis is not None and sizes[axis] > 1]
-    if not divided:
-        return B
-    (dim, axis), *more = divided
-    if more or (axis == distribution.batch_dim_name and group > 1):
-        raise PlanError(
-            "a variable cannot lie as the LayoutMap says",
-            op=variable.path,
-            given=f"axes {tuple(layout.axes)} of a mesh {sizes}",
-            expected="one dimension divided, over the axis that is not the batch's, or over the batch's if it is alone",
-            action="change the layout of this variable",
-        )
-    return split(dim, even_sizes(int(variable.shape[dim]), group if group > 1 else groups))
+    batch = distribution.batch_dim_name
+    divided = [(axis, dim) for dim, axis in enumerate(layout.axes) if axis is not None and sizes[axis] > 1]
+    divided.sort(key=lambda found: found[0] != batch)  # the batch's axis is the first one of the ranks' mesh
+    cuts = tuple(
+        split(dim, even_sizes(int(variable.shape[dim]), groups if axis == batch else group)) for axis, dim in divided
+    )
+    return Tiles(tuple(DATA if axis == batch else TENSOR for axis, _ in divided), cuts)

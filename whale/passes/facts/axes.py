@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import prod
 
 from whale.errors import PlanError
-from whale.ir.layout import Split
-from whale.ir.mesh import Axis, format_axes
+from whale.ir.layout import B, Placement
+from whale.ir.mesh import Axis, Tiles, format_axes
 from whale.ir.program import Program
 from whale.passes.facts.scopes import all_paths, axes_of_part, without_axis
 from whale.passes.facts.stages import DATA, TENSOR
@@ -37,7 +37,7 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
       PlanError: the ranks do not fill the mesh.
     """
     used = set(named_axes(all_paths(program)))
-    used |= {settings.split.known_axes.get(n, TENSOR) for n, p in settings.split.known.items() if isinstance(p, Split)}
+    used |= {axis or TENSOR for tiles in settings.split.tiles.values() for axis in tiles.axes}
     given = settings.mesh or _of_groups(settings)  # a program without stages divides rows over their axis
     axes = _completed(given, used, settings.size)
     return _merged(axes, used)
@@ -96,6 +96,19 @@ def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
     if len(found) > 1:
         return tuple(found)
     return (Axis(found[0].name if found else ALL, prod(a.size for a in axes)),)
+
+
+def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
+    """How variables that earlier programs have fixed lie over one axis, by handle node.
+
+    Args:
+      alone: whether it is the only axis of the program, whatever it was called where they were fixed.
+    """
+    found: dict[str, Placement] = {}
+    for name, lying in tiles.items():
+        only = lying.cuts[0] if alone and len(lying.cuts) == 1 else None
+        found[name] = only or lying.along(axis) or B
+    return found
 
 
 def seen_along(program: Program, axis: str) -> Program:

@@ -17,6 +17,7 @@ nodes of an update that every rank would run alike, whole, get the state's layou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
@@ -36,6 +37,7 @@ def state_at_rest(
     taken: Collection[str],
     known: Mapping[str, Placement],
     weights: bool = False,
+    avoid: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> dict[str, Split]:
     """Placements of the variables that lie split between steps, by handle node.
 
@@ -45,6 +47,7 @@ def state_at_rest(
       taken: variables whose layout something else decides.
       known: placements that earlier programs of the run have fixed; what is updated together with one lies like it.
       weights: whether the variables that a model reads lie split as well.
+      avoid: dimensions of variables along which later axes of the mesh divide them.
 
     Raises:
       PlanError: a weight that is to lie split cannot.
@@ -62,10 +65,11 @@ def state_at_rest(
             continue
         if all(n.op == "VarIsInitializedOp" for name in group for n, _ in program.consumers.get(Ref(name), ())):
             continue
-        placement = _common(program, [variables[name] for name in group], parts, min_bytes, known)
+        later = {dim for name in group for dim in avoid.get(name, ())}
+        placement = _common(program, [variables[name] for name in group], parts, min_bytes, known, later)
         if placement is not None:
             found.update((name, placement) for name in group if name not in known)
-        elif is_weight:
+        elif is_weight and not later:
             _refuse_whole(program, [variables[name] for name in group if name not in known], parts, min_bytes)
     return found
 
@@ -134,9 +138,17 @@ def is_model(program: Program, node: Node) -> bool:
 
 
 def _common(
-    program: Program, variables: list[Variable], parts: int, min_bytes: int, known: Mapping[str, Placement]
+    program: Program,
+    variables: list[Variable],
+    parts: int,
+    min_bytes: int,
+    known: Mapping[str, Placement],
+    later: Collection[int],
 ) -> Split | None:
-    """The layout that all of them can have, along the first dimension that allows one; None: they stay whole."""
+    """The layout that all of them can have, along the first dimension that allows one; None: they stay whole.
+
+    What ``later`` axes divide is cut along other dimensions: the exchanges of one axis then pass by the other.
+    """
     given = {known[v.node] for v in variables if v.node in known}
     if len(given) > 1 or B in given:
         return None
@@ -148,6 +160,8 @@ def _common(
     shape = types[0].shape or ()
     cuts = [split(dim, even_sizes(size, parts)) for dim, size in enumerate(shape) if size is not None and size >= parts]
     for cut in cuts:
+        if cut.dim in later:
+            continue
         if given <= {cut} and all(_can_lie(program, v.node, cut, parts) for v in variables):
             return cut
     return None

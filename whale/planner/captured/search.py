@@ -23,6 +23,7 @@ from whale.ir.layout import Split, proportional_sizes
 from whale.ir.mesh import Axis
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
+from whale.passes.facts.axes import known_along
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.memory.step_bytes import step_bytes
@@ -244,7 +245,8 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
         if not settings.batch.local and not settings.batch.shares:
             found[1:1] = _by_speed(program, settings, ground, rows, speeds)
     if settings.zero.level == 0 and settings.split.at_rest and not settings.exchange.wire_dtype:
-        if state_at_rest(program, settings.size, settings.zero.min_bytes, (), settings.split.known, False):
+        known = known_along(settings.split.tiles, "", alone=True)
+        if state_at_rest(program, settings.size, settings.zero.min_bytes, (), known, False):
             found.append(Choice("data parallel, optimizer's state divided", zero=1))
     if not settings.batch.local:
         price = rated_machine(ground.rates).operations[0]

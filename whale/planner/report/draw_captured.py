@@ -10,6 +10,7 @@ from typing import Any
 
 from cost_model.captured.predict import CapturedPrediction, Span, Timeline
 from whale.ir.layout import Partial, Split, Strategy
+from whale.ir.mesh import tiles_of
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
@@ -105,7 +106,7 @@ def _summary(plan: Plan) -> str:
         return (
             f"{len(plan.stage_groups)} stages, {plan.micro_batches} micro-batches, schedule {plan.schedule or 'none'}"
         )
-    split = [p for p in plan.variables.values() if isinstance(p, Split)]
+    split = tiles_of(plan)
     text = f"{plan.split_flops_fraction:.0%} of products and convolutions divided"
     if plan.inner is not None:
         text += f", {plan.size} groups of {plan.inner.size} ranks"

@@ -38,7 +38,7 @@ def apart(holders: Iterable[Any]) -> str:
         name = getattr(holder, "path", None) or getattr(variable, "name", "").partition(":")[0]
         if lies_split(variable):
             parts = variable._whale_parts
-            if not parts.is_assigned and (len(parts.placement.sizes) > 1 or parts.group):
+            if not parts.is_assigned and (parts.tiles.count > 1 or parts.group):
                 return f"the variable {name!r} lies split over the ranks"
         home = getattr(variable, "_whale_home", None)
         if home is not None and home.ranks is not None:

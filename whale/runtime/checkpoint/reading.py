@@ -21,6 +21,7 @@ from whale.runtime.variables.checkpoint_regions import (
     own_regions,
     restored_by_pieces,
     slice_spec,
+    spec_of,
     variable_of,
 )
 from whale.runtime.variables.deferred import deferred_of, restore_from
@@ -96,7 +97,7 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         values = tf.raw_ops.RestoreV2(
             prefix=path,
             tensor_names=[key for _, key, _ in wanted],
-            shape_and_slices=[region.spec(variable.shape) for variable, _, region in wanted],
+            shape_and_slices=[spec_of(region, variable.shape) for variable, _, region in wanted],
             dtypes=[variable.dtype for variable, _, _ in wanted],
         )
         read = dict(zip(((key, region) for _, key, region in wanted), values))

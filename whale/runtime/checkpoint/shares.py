@@ -17,7 +17,7 @@ from tensorflow.python.training.saving.saveable_object_util import SaveableCompa
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.random_state import STATE_KEY, random_state
 from whale.runtime.run.context import Context
-from whale.runtime.variables.checkpoint_regions import holders, lies_split, region_value, regions, variable_of
+from whale.runtime.variables.checkpoint_regions import holders, lies_split, region_value, regions, spec_of, variable_of
 from whale.runtime.variables.deferred import deferred_of
 from whale.runtime.variables.partial_initializers import Initial
 
@@ -104,7 +104,7 @@ def _entries_of_pieces(key: str, variable: Any, context: Context) -> list[Entry]
     return [
         Entry(
             key,
-            region.spec(variable.shape),
+            spec_of(region, variable.shape),
             holders(variable, region, context),
             _bytes(region.size, variable.dtype),
             partial(region_value, variable, region, context),

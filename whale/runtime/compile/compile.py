@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from whale.ir.layout import Placement
+from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.program import Program
@@ -66,9 +66,8 @@ def compile_program(
     program: Program,
     context: Context,
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    variables: Mapping[str, Placement] | None = None,
+    variables: Mapping[str, Tiles] | None = None,
     marked: Callable[[], Program] | None = None,
-    axes: Mapping[str, str] = MappingProxyType({}),
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
 
@@ -76,7 +75,6 @@ def compile_program(
       local: inputs of which this rank is given its own rows only, with the rows of every rank.
       variables: how variables lie that earlier programs have fixed, by handle node; None: all lie whole, whatever the
         scopes say, because this run cannot hold them split.
-      axes: over which axes of the mesh those lie that lie split, by handle node.
       marked: captures the program with its gradients marked; None: it cannot.
 
     Raises:
@@ -86,7 +84,7 @@ def compile_program(
     """
     number, context.programs = context.programs, context.programs + 1
     clock = _Clock(context)
-    settings = _settings(program, context, variables).but(split__known_axes=axes)
+    settings = _settings(program, context, variables)
     captured, program = program, normalise(program, settings)
     clock.lap("normalise")
 
@@ -165,9 +163,9 @@ class _Clock:
         self._start_ns = now_ns
 
 
-def _settings(program: Program, context: Context, variables: Mapping[str, Placement] | None) -> PlanSettings:
+def _settings(program: Program, context: Context, variables: Mapping[str, Tiles] | None) -> PlanSettings:
     """How the program is to be planned."""
-    found = settings_of(context).but(split__known=variables or {}, split__at_rest=variables is not None)
+    found = settings_of(context).but(split__tiles=variables or {}, split__at_rest=variables is not None)
     # A step that is traced while a pipeline is entered belongs to it as well.
     return found.but(time__micro_batches=one_number(context, all_paths(program).union(context.scopes[-1:])))
 

@@ -36,8 +36,7 @@ from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import refuse_lone_writes, with_equal_replicas
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
-from whale.runtime.variables.given_placements import refuse_other_placements
-from whale.runtime.variables.owner import axes_of_parts
+from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
@@ -159,14 +158,13 @@ def _compiled(
     if context.config["offload.level"] and context.dry is None:
         compute_device(context.config)  # refused before anything is sent
     layouts = context.variables.layouts(captured.variables)
-    axes = axes_of_parts(captured.variables)
-    compiled = compile_program(captured.program, context, local, layouts, marked, axes)
+    compiled = compile_program(captured.program, context, local, layouts, marked)
+    uses = uses_of(compiled.program, compiled.plan)
     if context.dry is None and context.size > 1:
-        refuse_other_placements(captured.variables, layouts, compiled.plan.variables)
+        planned = {node: use.tiles for node, use in uses.items() if use.tiles is not None}
+        refuse_other_tiles(captured.variables, layouts, planned)
     with span(context.trace, "send variables", "compile"):
-        uses = uses_of(compiled.program, compiled.plan)
-        plan = compiled.plan
-        context.variables.adopt(captured.variables, context, plan.variables, uses, plan.offloaded)
+        context.variables.adopt(captured.variables, context, uses, compiled.plan.offloaded)
         context.variables.classify(captured.variables, compiled.kinds)
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"), no_garbage_collection():

@@ -15,11 +15,12 @@ from tensorflow.python.eager import context as tf_context
 
 from whale.errors import CheckpointError
 from whale.ir.layout import even_sizes, split
+from whale.ir.mesh import Region, one_axis
 from whale.ir.program import Program, prune
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.variables import SessionVariables
-from whale.runtime.variables.checkpoint_regions import Region, regions_of
+from whale.runtime.variables.checkpoint_regions import regions_of, spec_of
 
 # Name in the checkpoint, slice, and what reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
@@ -118,21 +119,22 @@ def _parts(key: str, name: str, held: SessionVariables) -> list[tuple[int, _Part
         size, shape = held.context.size, initial.shape
         if not initial.is_divisible or not shape or shape[0] < size:
             return [(0, (key, "", initial.whole))]
-        even = split(0, even_sizes(shape[0], size))
+        even = one_axis(split(0, even_sizes(shape[0], size)))
 
         def made(place: int) -> tf.Tensor:
             return initial.part(even, place).read_value()
 
-        return [(p.place, (key, p.spec(shape), partial(made, p.place))) for p in regions_of(even, shape)]
-    placement, held_type = held.layout(name)
+        return [(p.place, (key, spec_of(p, shape), partial(made, p.place))) for p in regions_of(even, shape)]
+    tiles, held_type = held.layout(name)
     shape = tuple(n or 0 for n in held_type.shape or ())
 
     def read(region: Region) -> np.ndarray:
-        position = held.context.ranks.index(region.place)
+        position = held.context.ranks.index(held.holder(name, region.place))
         part = held.read(name, position, tf.as_dtype(held_type.dtype))
-        return part[(slice(None),) * region.dim + (slice(region.start, region.start + region.size[region.dim]),)]
+        return part[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))]
 
-    return [(p.place, (key, p.spec(shape), partial(read, p))) for p in regions_of(placement, shape)]
+    regions = regions_of(tiles, shape)
+    return [(held.holder(name, p.place), (key, spec_of(p, shape), partial(read, p))) for p in regions]
 
 
 def _variable(tensor: tf.Tensor) -> str | None:

@@ -324,11 +324,10 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
-        axes = dict.fromkeys(known or (), self._variables.axis)
-        compiled = compile_program(program, self._whale, parts, known, axes=axes)
+        compiled = compile_program(program, self._whale, parts, known)
         load_ops(compiled.ranks)
         self._uses[key] = self._present.uses(compiled)
-        self._layouts[key] = self._variables.wanted(compiled)
+        self._layouts[key] = self._variables.wanted(compiled, self._uses[key])
         on_host = {name for name, (_, _, there) in self._layouts[key].items() if there}
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host

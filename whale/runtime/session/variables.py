@@ -18,8 +18,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import PlanError, ProgramError
-from whale.ir.layout import B, Placement, Split
-from whale.ir.mesh import chain
+from whale.ir.mesh import Tiles
 from whale.ir.program import Node, Program, Ref, Variable, prune
 from whale.ir.values import TensorType, numpy_dtype
 from whale.passes.facts.stages import has_stages
@@ -29,13 +28,13 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.names import name_of, rank_prefix
 from whale.runtime.session.ranks_graph import RanksGraph
-from whale.runtime.spread.levels import own_variables
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
 from whale.runtime.variables.split_variable import cut
+from whale.runtime.variables.stage_variables import Use
 
 _TOGETHER_BYTES = 64 << 20
-Layout = tuple[Placement, TensorType, bool]  # the last: in the host's memory beside an accelerator
+Layout = tuple[Use, TensorType, bool]  # the last: in the host's memory beside an accelerator
 _INITIAL = "_whale_initial"  # what ranks compare of an assignment that waits
 
 
@@ -162,36 +161,6 @@ def _unseeded(seed: int, variable: int, number: int) -> tuple[int, int]:
     return seed, (variable << 32) + number
 
 
-def _last_axis(compiled: Compiled) -> str:
-    """The axis over which a run's variables lie split.
-
-    Raises:
-      PlanError: it is one whose ranks have no neighbouring numbers.
-    """
-    *_, last = chain(compiled.plan)
-    for axis in chain(compiled.plan):
-        if axis.inner is not None and own_variables(axis):
-            raise PlanError(
-                "a session's variables can lie split over the last axis of a mesh only",
-                op=next(iter(own_variables(axis))),
-                given=f"a split over {axis.axis}, of the axes {', '.join(p.axis for p in chain(compiled.plan))}",
-                expected=f"the axis {axis.axis} as the last one",
-                action="change the order of the axes, or write the step as a wh.function",
-            )
-    return last.axis
-
-
-def _array(initial: Initial, placement: Placement, rank: int) -> np.ndarray:
-    """What a rank holds of an initial value; nothing else refers to its memory."""
-    with tf_context.eager_mode():
-        if isinstance(placement, Split):
-            part = initial.part(placement, rank % len(placement.sizes)).read_value()
-        else:
-            part = initial.whole()
-    found: np.ndarray = part._numpy_internal()
-    return found
-
-
 class SessionVariables:
     """What this process's ranks hold of a session's variables.
 
@@ -203,9 +172,9 @@ class SessionVariables:
         self.context, self._ranks_graph = context, ranks_graph
         self._inner, self._graph = ranks_graph.session, ranks_graph.graph
         self._held: dict[str, Initial] = {}
-        self._split: dict[str, Split] = {}
+        self._split: dict[str, Tiles] = {}
+        self._order: dict[str, Sequence[int]] = {}  # of the ranks that have the tiles
         self.on_host: set[str] = set()  # names of those that lie in the host's memory beside an accelerator
-        self.axis = ""  # of the mesh, over which these lie
         self._types: dict[str, TensorType] = {}
         self._runs: Counter[str] = Counter()  # of random ops
         self._seeds = 0
@@ -216,9 +185,17 @@ class SessionVariables:
         """The value that a variable waits for."""
         return self._held.get(name)
 
-    def layout(self, name: str) -> tuple[Split, TensorType]:
+    def layout(self, name: str) -> tuple[Tiles, TensorType]:
         """Of a variable that lies split."""
         return self._split[name], self._types[name]
+
+    def holder(self, name: str, place: int) -> int:
+        """The first rank that has a tile."""
+        return self._order[name][place]
+
+    def place(self, name: str, rank: int) -> int:
+        """The tile that a rank has of a variable that lies split."""
+        return self._order[name].index(rank) % self._split[name].count
 
     def read(self, name: str, position: int, dtype: tf.DType) -> np.ndarray:
         """What this process's rank number ``position`` holds of a variable."""
@@ -236,7 +213,7 @@ class SessionVariables:
         """The assignments of a captured run of ``graph`` that wait."""
         return waiting_in(program, graph) if self.context.may_divide_variables else Waiting({})
 
-    def known(self, program: Program) -> dict[str, Placement] | None:
+    def known(self, program: Program) -> dict[str, Tiles] | None:
         """Handle nodes of a captured program's variables that lie split -> how; None: its variables have to lie whole.
 
         Raises:
@@ -244,7 +221,7 @@ class SessionVariables:
         """
         used = [v for v in program.variables if _is_used(program, v)]
         named = ((v, self._split.get(name_of(program.by_name[v.node]))) for v in used)
-        found: dict[str, Placement] = {v.node: placement for v, placement in named if placement is not None}
+        found = {v.node: tiles for v, tiles in named if tiles is not None}
         config = self.context.config
         if not has_stages(program) and not config["auto_parallel"]:
             return found
@@ -271,13 +248,12 @@ class SessionVariables:
                     action="read the variable in a run of its own",
                 )
 
-    def wanted(self, compiled: Compiled) -> dict[str, Layout]:
-        """Names of the variables that a run reads or writes -> how its plan has them."""
-        program, placed = compiled.program, compiled.plan.variables
-        self.axis = _last_axis(compiled) if placed else self.axis
+    def wanted(self, compiled: Compiled, uses: Mapping[str, Use]) -> dict[str, Layout]:
+        """Names of the variables that a run reads or writes -> how it uses them, and their types."""
+        program = compiled.program
         used = [v for v in program.variables if _is_used(program, v)]
         found = ((v, name_of(program.by_name[v.node]), v.node in compiled.plan.offloaded) for v in used)
-        return {name: (placed.get(v.node, B), v.type, there or name in self.on_host) for v, name, there in found}
+        return {name: (uses[name], v.type, there or name in self.on_host) for v, name, there in found}
 
     def wait(self, waiting: Waiting, paths: Mapping[tf.Tensor, str]) -> None:
         """Takes note of what a run assigned. Collective between processes where it draws without seeds."""
@@ -298,12 +274,13 @@ class SessionVariables:
     def settle(self, wanted: Mapping[str, Layout]) -> list[str]:
         """Lets variables lie as a run has them. Returns the names of those that lie otherwise than before."""
         moved = []
-        for name, (placement, held, on_host) in wanted.items():
-            if isinstance(placement, Split) and name not in self._split:
+        for name, (use, held, on_host) in wanted.items():
+            if use.tiles is not None and name not in self._split:
                 moved.append(name)
-                self._split[name], self._types[name] = placement, held
+                self._split[name], self._types[name] = use.tiles, held
+                self._order[name] = use.place or range(self.context.size)
                 if name not in self._held:
-                    self._cut(name, placement, held)
+                    self._cut(name, held)
             if on_host and name not in self.on_host:
                 moved.append(name)
                 self._to_host(name, tf.as_dtype(held.dtype))
@@ -327,13 +304,13 @@ class SessionVariables:
         self._assign(made for name in names for made in self._made(name))
 
     def _made(self, name: str) -> Iterator[tuple[str, int, np.ndarray]]:
-        initial, placement = self._held.pop(name), self._split.get(name, B)
+        initial, divided = self._held.pop(name), name in self._split
         # What can only be computed whole is computed by one process after the other.
-        whole = isinstance(placement, Split) and not initial.is_divisible and self.context.between_processes
+        whole = divided and not initial.is_divisible and self.context.between_processes
         for turn in range(self.context.size if whole else 1):
             for position, rank in enumerate(self.context.ranks):
                 if not whole or turn == rank:
-                    yield name, position, _array(initial, placement, rank)
+                    yield name, position, self._first_value(name, initial, rank)
             if whole:
                 purpose = f"the first value of {name!r}, which can only be computed whole, by one rank after the other"
                 self.context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, purpose)
@@ -362,14 +339,24 @@ class SessionVariables:
                 run()
         run()
 
-    def _cut(self, name: str, placement: Split, held: TensorType) -> None:
+    def _first_value(self, name: str, initial: Initial, rank: int) -> np.ndarray:
+        """What a rank holds of an initial value; nothing else refers to its memory."""
+        with tf_context.eager_mode():
+            if name in self._split:
+                part = initial.part(self._split[name], self.place(name, rank)).read_value()
+            else:
+                part = initial.whole()
+        found: np.ndarray = part._numpy_internal()
+        return found
+
+    def _cut(self, name: str, held: TensorType) -> None:
         """Of a whole value every rank keeps its part."""
         dtype, shape = tf.as_dtype(held.dtype), held.shape
         for position, rank in enumerate(self.context.ranks):
             with self._graph.as_default():
                 handle = self.handle(name, position, dtype)
                 whole = tf.ensure_shape(gen_resource_variable_ops.read_variable_op(handle, dtype), shape)
-                part = cut(whole, placement, rank % len(placement.sizes))
+                part = cut(whole, self._split[name], self.place(name, rank))
                 assign = gen_resource_variable_ops.assign_variable_op(handle, part)
             self._inner.run(assign)
 

@@ -14,13 +14,13 @@ from typing import Any
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import B, Placement, Split, Strategy, split
-from whale.ir.mesh import AXIS, Axis, chain
+from whale.ir.mesh import AXIS, Axis, chain, cut_of
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
 from whale.lowering.local import localise
 from whale.passes.exchange.joint_sums import axes_of_sum, join_sums, sums_to_join
-from whale.passes.facts.axes import seen_along
+from whale.passes.facts.axes import known_along, seen_along
 from whale.passes.lay_out import expand
 from whale.passes.layout.model import same_kind
 from whale.passes.order import complete_plan, make_plan
@@ -85,7 +85,6 @@ class Levels:
                     inner=inner,
                     inner_bytes=sum(n * self._bytes((*first, c)) for c, n in self._classes(first)),
                     repeats=self._repeats(first, own),
-                    variables={**own.variables, **inner.variables},
                 )
         assert found is not None
         return found
@@ -127,9 +126,7 @@ class Levels:
                 found = self._completed(at, settings)
             elif level < len(self.models):
                 found = self.models[level]
-                found = replace(
-                    found, inner=None, batch_inputs=settings.batch.inputs or (), variables=own_variables(found)
-                )
+                found = replace(found, inner=None, batch_inputs=settings.batch.inputs or ())
             else:
                 found = make_plan(seen_along(self.program(at), self.axes[level].name), settings)
                 self.models.append(found)
@@ -148,6 +145,7 @@ class Levels:
         if self._rows_of(at) == self._rows_of(first) and _is_alike(self.program(at), self.program(first)):
             return replace(model, batch_inputs=settings.batch.inputs or ())
         program = seen_along(self.program(at), self.axes[level].name)
+        model = _of_parts_here(model, program)
         # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
         known = model.strategies[""]
         whole = {
@@ -178,9 +176,10 @@ class Levels:
         """For the axis after these coordinates. Within a group, statistics and random numbers are the group's."""
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
-        name, axes = self.axes[level].name, self.settings.split.known_axes
-        known = {n: p if axes.get(n, "tensor") == name else B for n, p in self.settings.split.known.items()}
-        known |= {n: B for before in range(level) for n in self.plan(at[:before]).variables}
+        known = known_along(self.settings.split.tiles, self.axes[level].name)
+        for before in range(level):
+            earlier = self.plan(at[:before]).variables
+            known |= {n: B for n, p in earlier.items() if isinstance(p, Split) and p.blocks > 1}
         inside = prod(sizes[level + 1 :])
         divides = level < self.row_axes
         cuts = level == self.row_axes - 1
@@ -202,7 +201,7 @@ class Levels:
         if level:
             changes |= {"batch__local_statistics": False, "batch__local_streams": False}
         if not last:
-            changes |= {"zero__level": 0, "exchange__group_bytes": 0}
+            changes |= {"zero__level": self.settings.zero.level if divides else 0, "exchange__group_bytes": 0}
         return self.settings.but(**changes)
 
     def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
@@ -306,12 +305,6 @@ def levels_of(program: Program, plan: Plan, settings: PlanSettings) -> Levels:
     return Levels(program, settings, axes, plan.batch_inputs, models)
 
 
-def own_variables(plan: Plan) -> dict[str, Placement]:
-    """The variables that lie split over a plan's own axis, and not over those inside."""
-    inside = plan.inner.variables if plan.inner is not None else {}
-    return {name: p for name, p in plan.variables.items() if name not in inside}
-
-
 def sizes_of(b: BatchInput) -> tuple[int, ...]:
     """The rows of each rank."""
     assert isinstance(b.placement, Split)
@@ -333,6 +326,21 @@ def summed(b: BatchInput, group: int) -> Split:
 def axes_with_rows(sizes: Sequence[int], groups: int) -> int:
     """How many of the first axes have so many coordinates in all: each of them has rows of its own."""
     return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
+
+
+def _of_parts_here(model: Plan, program: Program) -> Plan:
+    """``model`` with variables cut as their parts here can be, which may be smaller than at the first coordinates."""
+    cuts: dict[str, Placement] = {}
+    for name, p in model.variables.items():
+        shape = program.variable_of[name].type.shape if name in program.variable_of else None
+        extent = shape[p.dim] if shape is not None and isinstance(p, Split) else None
+        if extent is not None and isinstance(p, Split) and extent != p.extent:
+            cuts[name] = cut_of(p, extent)
+    if not cuts:
+        return model
+    here = {name: replace(model.strategies[""][name], outputs=(p,)) for name, p in cuts.items()}
+    strategies = {**model.strategies, "": {**model.strategies[""], **here}}
+    return replace(model, variables={**model.variables, **cuts}, strategies=strategies)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -19,10 +19,10 @@ from math import prod
 
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import even_sizes, split
-from whale.ir.mesh import Axis, mesh_of
+from whale.ir.mesh import Axis, mesh_of, tiles_of
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
-from whale.passes.facts.axes import axes_of, named_axes, seen_along
+from whale.passes.facts.axes import axes_of, known_along, named_axes, seen_along
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import context_of, has_split_scopes
 from whale.passes.order import make_plan
@@ -44,13 +44,17 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
         settings = _without_rows(program, settings, axes[0])
         return over_one_axis(program, settings, axes[0])
     rows = _rows(program, settings, [a.size for a in of_rows])
+    if settings.zero.level and has_split_scopes(program):
+        scopes = tiles_of(Levels(program, settings.but(zero__level=0), axes, rows).made())
+        cut = {name: frozenset(p.dim for p in tiles.cuts) for name, tiles in scopes.items()}
+        settings = settings.but(zero__avoid=cut)
     return Levels(program, settings, axes, rows).made()
 
 
 def over_one_axis(program: Program, settings: PlanSettings, axis: Axis) -> Plan:
     """The plan of a normalised program of which all ranks are on one axis."""
     seen = seen_along(program, axis.name)
-    plan = make_plan(seen, settings)
+    plan = make_plan(seen, settings.but(split__known=known_along(settings.split.tiles, axis.name, alone=True)))
     return replace(plan, axis=axis.name) if seen is program else replace(
         plan, axis=axis.name, fingerprint=fingerprint(program)
     )  # fmt: skip

@@ -8,8 +8,8 @@ from math import gcd, prod
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Partial, Placement, Split, split
-from whale.ir.mesh import Axis, chain, mesh_of
+from whale.ir.layout import Partial, Split, split
+from whale.ir.mesh import Axis, Tiles, chain, mesh_of, tiles_of
 from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
@@ -20,7 +20,6 @@ from whale.passes.in_time.stage_groups import Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.normalise.annotate import task_graphs
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import own_variables
 from whale.runtime.spread.mesh import plan_program
 from whale.runtime.spread.stage_exchanges import connect
 from whale.runtime.spread.stages import Stages
@@ -53,7 +52,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
         devices=devices,
     )
     stages = Stages(expanded, plan, settings, {})
-    plan = replace(plan, variables=_variables_of(plan, stages.cuts))
+    plan = _with_own_variables(plan, groups, stages.cuts)
     return replace(plan, edges=stages.edges())
 
 
@@ -63,7 +62,7 @@ def _of_sizes(program: Program, settings: PlanSettings, groups: Sequence[StageGr
     inside = settings.but(devices=(), exchange__backend="whale")
     of_size = {
         size: inside.but(
-            size=size, mesh=mesh_of_size(settings, size), split__ranks=0, split__known=_known(settings, size)
+            size=size, mesh=mesh_of_size(settings, size), split__ranks=0, split__tiles=_known(settings, size)
         )
         for size in (first, *rest)
     }
@@ -113,10 +112,10 @@ def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
     return tuple(a for a in reversed(found) if a.size > 1) or (Axis(DATA, 1),)
 
 
-def _known(settings: PlanSettings, size: int) -> dict[str, Placement]:
+def _known(settings: PlanSettings, size: int) -> dict[str, Tiles]:
     """The layouts of variables that earlier programs have fixed, as far as groups of so many ranks can have them."""
     sizes = {size, *(a.size for a in mesh_of_size(settings, size))}
-    return {name: p for name, p in settings.split.known.items() if not isinstance(p, Split) or len(p.sizes) in sizes}
+    return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
 
 def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tuple[BatchInput, ...]:
@@ -219,28 +218,33 @@ def uses_of(expanded: Program, plan: Plan) -> dict[str, Use]:
     uses = {}
     for name, groups in found.items():
         one = groups[0].ranks if len(groups) == 1 else ()
-        place, axis = _place(plan.of(len(one)), name, one) if one else ((), "")
-        uses[name] = Use(frozenset(r for p in groups for r in p.ranks), name in written, place or one, axis)
+        tiles = tiles_of(plan.of(len(one))).get(name) if one else None
+        place = _in_order(plan.of(len(one)), tiles, one) if tiles is not None else one
+        uses[name] = Use(frozenset(r for p in groups for r in p.ranks), name in written, place, tiles)
     if not plan.stage_groups:
-        for name in plan.variables:
-            place, axis = _place(plan, name, everyone)
-            uses[name] = Use(frozenset(everyone), name in written, place if place != tuple(everyone) else (), axis)
+        for name, tiles in tiles_of(plan).items():
+            place = _in_order(plan, tiles, everyone)
+            uses[name] = Use(frozenset(everyone), name in written, place if place != tuple(everyone) else (), tiles)
     return uses
 
 
-def _place(plan: Plan, name: str, ranks: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Ranks in an order in which those that share a variable's parts are next to each other, and over which axis."""
-    for level in chain(plan):
-        if name in own_variables(level):
-            axis = level.axis
-            return mesh_of(plan, ranks).with_last(axis), axis
-    return (), ""
+def _in_order(plan: Plan, tiles: Tiles, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Ranks in an order in which those that have a variable's tiles between them are next to each other."""
+    return mesh_of(plan, ranks).with_last(*tiles.axes)
 
 
-def _variables_of(plan: Plan, cuts: Sequence[Cut]) -> dict[str, Placement]:
-    """How the variables that lie split between steps lie over the ranks of their stage."""
-    found: dict[str, Placement] = {}
-    for group, part in zip(plan.stage_groups, cuts):
-        mine = plan.of(len(group.ranks)).variables
-        found.update((v.node, mine[v.node]) for v in part.program.variables if v.node in mine)
-    return found
+def _with_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
+    """``plan`` with the variables of the stages only that groups of its size have; they lie over their ranks."""
+    mine = {
+        v.node
+        for group, part in zip(groups, cuts)
+        if len(group.ranks) == plan.mesh_size
+        for v in part.program.variables
+    }
+
+    def of_level(level: Plan) -> Plan:
+        kept = {name: p for name, p in level.variables.items() if name in mine}
+        return replace(level, variables=kept, inner=level.inner and of_level(level.inner))
+
+    others = tuple(_with_own_variables(other, groups, cuts) for other in plan.others)
+    return replace(of_level(plan), others=others)

@@ -5,36 +5,20 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from whale.ir.layout import Split
+from whale.ir.mesh import Region, Tiles
 from whale.runtime.ranks.ranks import Ranks
 
 _by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restores_by_regions", default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A rectangle of a variable: its first index and its extent in each dimension, in the whole value and in a part.
-
-    Attributes:
-      begin: in the whole value; size: its shape.
-      place: which of the ranks that hold the variable between them has it; start: its first index in that rank's part,
-        in the dimension that is cut.
-    """
-
-    begin: tuple[int, ...]
-    size: tuple[int, ...]
-    place: int
-    dim: int
-    start: int
-
-    def spec(self, shape: Sequence[int]) -> str:
-        """Of a variable of ``shape``, as in ``slice_spec``."""
-        return slice_spec(shape, self.begin, self.size)
+def spec_of(region: Region, shape: Sequence[int]) -> str:
+    """A region of a variable of ``shape``, as in ``slice_spec``."""
+    return slice_spec(shape, region.begin, region.size)
 
 
 def slice_spec(shape: Sequence[int], begin: Sequence[int], size: Sequence[int]) -> str:
@@ -55,20 +39,12 @@ def lies_split(variable: Any) -> bool:
 
 def regions(variable: Any) -> list[Region]:
     """The rectangles into which a variable that lies split is cut; those without elements are left out."""
-    return regions_of(variable._whale_parts.placement, tuple(variable.shape))
+    return regions_of(variable._whale_parts.tiles, tuple(variable.shape))
 
 
-def regions_of(placement: Split, shape: Sequence[int]) -> list[Region]:
+def regions_of(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
     """The rectangles into which a value is cut; those without elements are left out."""
-    found = []
-    for place, size in enumerate(placement.sizes):
-        for block in range(placement.blocks if size else 0):
-            begin, extent = [0] * len(shape), list(shape)
-            begin[placement.dim] = block * sum(placement.sizes) + placement.offset(place)
-            extent[placement.dim] = size
-            if 0 not in extent:
-                found.append(Region(tuple(begin), tuple(extent), place, placement.dim, block * size))
-    return found
+    return [region for place in range(tiles.count) for region in tiles.regions(shape, place)]
 
 
 def holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
@@ -83,9 +59,7 @@ def region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf
     part = variable._whale_parts.of_rank(rank).read_value()
     if tuple(part.shape) == region.size:
         return part
-    begin = [0] * len(region.size)
-    begin[region.dim] = region.start
-    return tf.slice(part, begin, region.size)
+    return tf.slice(part, region.start, region.size)
 
 
 def own_regions(variable: Any, context: Ranks) -> list[Region]:
@@ -99,9 +73,14 @@ def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], co
     parts.settle()
     for rank in context.ranks:
         place = parts.place(rank)
-        mine = sorted(((p.start, v) for p, v in values if p.place == place), key=lambda found: found[0])
-        if mine:
-            parts.of_rank(rank).assign(tf.concat([v for _, v in mine], axis=parts.placement.dim))
+        mine = [(region, value) for region, value in values if region.place == place]
+        if len(mine) == 1:
+            parts.of_rank(rank).assign(mine[0][1])
+        elif mine:
+            whole = np.empty(tuple(parts.of_rank(rank).shape), parts.dtype.as_numpy_dtype)
+            for region, value in mine:
+                whole[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))] = value.numpy()
+            parts.of_rank(rank).assign(whole)
 
 
 @contextlib.contextmanager

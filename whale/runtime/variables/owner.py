@@ -13,14 +13,15 @@ from tensorflow.python.ops import gen_resource_variable_ops
 from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
-from whale.ir.layout import B, Placement, Split, split
+from whale.ir.layout import split
+from whale.ir.mesh import Tiles, one_axis
 from whale.replicas import Said
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 from whale.runtime.variables.compared import held, refuse_differences
 from whale.runtime.variables.deferred import forget, make_whole
 from whale.runtime.variables.first_values import agreed_initials, broadcast_values
-from whale.runtime.variables.given_placements import given_placement
+from whale.runtime.variables.given_tiles import given_tiles
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
@@ -45,8 +46,8 @@ class _Entry:
         self.kind = ""
 
     @property
-    def layout(self) -> Placement:
-        return B if self.parts is None or len(self.parts.placement.sizes) == 1 else self.parts.placement
+    def tiles(self) -> Tiles:
+        return Tiles() if self.parts is None or self.parts.tiles.count == 1 else self.parts.tiles
 
     def read(self) -> tf.Tensor:
         """The first rank's value: the variable's own memory until somebody writes to it."""
@@ -67,18 +68,17 @@ class VariableOwner:
         self._split.clear()
         self._homes.clear()
 
-    def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Placement]:
+    def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
         """How those variables lie that an earlier program or the script has fixed, by handle node."""
-        given = {c.node: given_placement(c) for c in captured}
+        given = {c.node: given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
-        fixed = {node: entry.layout for node, entry in known if entry is not None}
-        return {node: placement for node, placement in given.items() if placement is not None} | fixed
+        fixed = {node: entry.tiles for node, entry in known if entry is not None}
+        return {node: tiles for node, tiles in given.items() if tiles is not None} | fixed
 
     def adopt(
         self,
         captured: Sequence[CapturedVariable],
         context: Ranks,
-        placed: Mapping[str, Placement],
         uses: Mapping[str, Use],
         on_host: Collection[str] = (),
     ) -> None:
@@ -87,8 +87,7 @@ class VariableOwner:
         One that holds no value yet, and that a pipeline's stage has, gets it on the ranks of that stage only.
 
         Args:
-          placed: handle node -> placement of those that lie split.
-          uses: handle node -> the ranks that use it, where they are not all.
+          uses: handle node -> the ranks that use it, where they are not all, and how it lies split.
           on_host: those that lie in the host's memory, beside an accelerator.
 
         Raises:
@@ -97,7 +96,8 @@ class VariableOwner:
         """
         self._move_to_host([c for c in captured if c.node in on_host])
         # What lies in the host's memory does so in parts, be it one.
-        placed = {**{c.node: _in_one_part(c) for c in captured if c.node in on_host}, **placed}
+        placed = {c.node: _in_one_part(c) for c in captured if c.node in on_host}
+        placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
             self._refuse_elsewhere(c, uses.get(c.node))
         new = [c for c in captured if id(c.handle) not in self._entries]
@@ -105,12 +105,12 @@ class VariableOwner:
         if context.between_processes:
             for c, initial in zip(new, initials):
                 ranks = uses[c.node].ranks if c.node in uses else frozenset()
-                if initial is not None and 0 < len(ranks) < context.size and not isinstance(placed.get(c.node), Split):
+                if initial is not None and 0 < len(ranks) < context.size and c.node not in placed:
                     self._give_home(c, initial, ranks, context)
             rest = [i for i, c in enumerate(new) if id(c.handle) not in self._entries]
             new, initials = [new[i] for i in rest], [initials[i] for i in rest]
         for c, initial in zip(new, initials):
-            if initial is None or not isinstance(placed.get(c.node), Split):
+            if initial is None or c.node not in placed:
                 make_whole(c.variable)
         if context.between_processes and new:
             try:
@@ -119,9 +119,8 @@ class VariableOwner:
                 raise_comm_error(error, context)
                 raise
         for c, initial in zip(new, initials):
-            placement = placed.get(c.node)
-            if isinstance(placement, Split):
-                self._divide(c, placement, initial, context, uses.get(c.node), c.node in on_host)
+            if c.node in placed:
+                self._divide(c, placed[c.node], initial, context, uses.get(c.node), c.node in on_host)
                 continue
             copies = [
                 tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
@@ -140,17 +139,16 @@ class VariableOwner:
         new: Sequence[CapturedVariable],
         initials: Sequence[Initial | None],
         context: Ranks,
-        placed: Mapping[str, Placement],
+        placed: Mapping[str, Tiles],
         uses: Mapping[str, Use],
         on_host: Collection[str],
     ) -> None:
         """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
-        broadcast_values([c for c in new if not isinstance(placed.get(c.node), Split)], context)
+        broadcast_values([c for c in new if c.node not in placed], context)
         for c, initial in zip(new, initials):
-            placement = placed.get(c.node)
-            if isinstance(placement, Split) and initial is None:
+            if c.node in placed and initial is None:
                 broadcast_values([c], context)
-                self._divide(c, placement, None, context, uses.get(c.node), c.node in on_host)
+                self._divide(c, placed[c.node], None, context, uses.get(c.node), c.node in on_host)
 
     def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Ranks) -> None:
         """The value of a variable that holds none, on ``ranks`` only."""
@@ -196,7 +194,7 @@ class VariableOwner:
     def _divide(
         self,
         c: CapturedVariable,
-        placement: Split,
+        tiles: Tiles,
         initial: Initial | None,
         context: Ranks,
         use: Use | None,
@@ -211,7 +209,7 @@ class VariableOwner:
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
                 device = HOST_DEVICE if on_host else None
-                self._split.append(_parts(c, placement, context, initial, use, device))
+                self._split.append(Parts(c, tiles, context, initial, use.place if use else (), device))
             if in_turns:
                 context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
@@ -356,21 +354,9 @@ class VariableOwner:
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
 
-def axes_of_parts(captured: Sequence[CapturedVariable]) -> dict[str, str]:
-    """The axes of the mesh over which those variables lie split that an earlier program has divided, by handle node."""
-    parts = ((c.node, getattr(c.variable, "_whale_parts", None)) for c in captured)
-    return {node: of_variable.axis for node, of_variable in parts if of_variable is not None and of_variable.axis}
-
-
-def _parts(
-    c: CapturedVariable, placement: Split, context: Ranks, initial: Initial | None, use: Use | None, device: str | None
-) -> Parts:
-    return Parts(c, placement, context, initial, use.place if use else (), device, use.axis if use else "")
-
-
-def _in_one_part(c: CapturedVariable) -> Split:
+def _in_one_part(c: CapturedVariable) -> Tiles:
     """What all ranks hold whole, as parts."""
-    return split(0, (int(c.variable.shape[0]),))
+    return one_axis(split(0, (int(c.variable.shape[0]),)))
 
 
 def _bytes(variable: tf.Variable) -> int:

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import execute
 from tensorflow.python.ops import resource_variable_ops
 
-from whale.ir.layout import Split, local_shape
+from whale.ir.mesh import Tiles
 from whale.ir.ops import IDENTITIES, STREAM_DRAWS
 
 # What is computed at once when a variable is created; smaller variables are made as ever.
@@ -89,39 +89,35 @@ class Initial:
             return self._read((0,) * len(self.shape), self.shape)
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
-    def part(self, placement: Split, coordinate: int, name: str = "part") -> tf.Variable:
-        """A variable that holds what ``coordinate`` holds of it; beside that, a megabyte or two at a time.
+    def part(self, tiles: Tiles, place: int, name: str = "part") -> tf.Variable:
+        """A variable that holds part number ``place``; beside that, a megabyte or two at a time.
 
         A value that is not divisible is whole for a moment.
         """
-        local = local_shape(self.shape, placement, coordinate)
-        blocks = self._blocks(placement, coordinate)
+        blocks = self._blocks(tiles, place)
         if len(blocks) == 1:
             (_, begin, size), *_ = blocks
             return _variable(self._region(begin, size), name)
-        found = _variable(tf.zeros(local, self.dtype), name)
-        for place, begin, size in blocks:  # in place: nothing else refers to the memory
+        found = _variable(tf.zeros(tiles.local_shape(self.shape, place), self.dtype), name)
+        for start, begin, size in blocks:  # in place: nothing else refers to the memory
             tf.raw_ops.ResourceStridedSliceAssign(
-                ref=found.handle, begin=np.array(place, np.int64), end=np.add(place, size).astype(np.int64),
-                strides=np.ones(len(place), np.int64), value=self._region(begin, size),
+                ref=found.handle, begin=np.array(start, np.int64), end=np.add(start, size).astype(np.int64),
+                strides=np.ones(len(start), np.int64), value=self._region(begin, size),
             )  # fmt: skip
         # Assigning slices lets every read and every update copy the variable, from then on.
         tf.raw_ops.DisableCopyOnRead(resource=found.handle)
         return found
 
-    def _blocks(self, placement: Split, coordinate: int) -> list[_Block]:
+    def _blocks(self, tiles: Tiles, place: int) -> list[_Block]:
         """Blocks of rows of a part."""
-        dim, size = placement.dim, placement.sizes[coordinate]
         found: list[_Block] = []
-        for run in range(placement.blocks):
-            begin, extent, place = [0] * len(self.shape), list(self.shape), [0] * len(self.shape)
-            begin[dim], extent[dim] = run * sum(placement.sizes) + placement.offset(coordinate), size
-            place[dim] = run * size
-            row_bytes = max(1, math.prod(extent[1:]) * tf.as_dtype(self.dtype).size)
-            at_once = max(1, _BLOCK_BYTES // row_bytes) if self.is_divisible else max(1, extent[0])
-            for first in range(0, max(1, extent[0]), at_once):
-                rows = min(at_once, extent[0] - first)
-                found.append(((place[0] + first, *place[1:]), (begin[0] + first, *begin[1:]), (rows, *extent[1:])))
+        for region in tiles.regions(self.shape, place):
+            rows, *rest = region.size
+            row_bytes = max(1, math.prod(rest) * tf.as_dtype(self.dtype).size)
+            at_once = max(1, _BLOCK_BYTES // row_bytes) if self.is_divisible else rows
+            for first in range(0, rows, at_once):
+                place_of, begin = ((i[0] + first, *i[1:]) for i in (region.start, region.begin))
+                found.append((place_of, begin, (min(at_once, rows - first), *rest)))
         return found
 
     def _region(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:

@@ -19,6 +19,7 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.ir.layout import Split
+from whale.ir.mesh import Tiles, coordinates_of
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.ranks.together import read_together
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
@@ -36,6 +37,7 @@ class Parts:
     """The parts that this process's ranks hold of one variable.
 
     Attributes:
+      tiles: how the variable is cut, and over which axes of the mesh.
       group: the ranks that have the parts, if they are those of a stage; empty: all ranks. In groups in a row, where
         they are more than the parts.
     """
@@ -43,21 +45,19 @@ class Parts:
     def __init__(
         self,
         captured: CapturedVariable,
-        placement: Split,
+        tiles: Tiles,
         context: Ranks,
         initial: Initial | None = None,
         group: tuple[int, ...] = (),
         device: str | None = None,
-        axis: str = "",
     ):
         """
         Args:
           initial: the value of a variable that holds none: its parts are all that is made.
           device: on which the parts lie; None: TensorFlow's choice.
-          axis: of the mesh, over which they lie.
         """
-        self.device, self.axis = device, axis
-        self.name, self.placement, self.group = captured.name, placement, group
+        self.device = device
+        self.name, self.tiles, self.group = captured.name, tiles, group
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: dict[int, tf.Variable] = {}  # by rank
         if initial is None:
@@ -65,7 +65,7 @@ class Parts:
         else:
             with tf.device(device):
                 for rank, place in self._own():
-                    self._parts[rank] = initial.part(placement, place, f"part{rank}")
+                    self._parts[rank] = initial.part(tiles, place, f"part{rank}")
             hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
@@ -84,12 +84,12 @@ class Parts:
     def place(self, rank: int) -> int | None:
         """Which part a rank has; None: it has none."""
         if not self.group:
-            return rank % len(self.placement.sizes)
-        return self.group.index(rank) % len(self.placement.sizes) if rank in self.group else None
+            return rank % self.tiles.count
+        return self.group.index(rank) % self.tiles.count if rank in self.group else None
 
     def holders(self, place: int) -> tuple[int, ...]:
         """The ranks that have a part."""
-        return (self.group or tuple(range(self._context.size)))[place :: len(self.placement.sizes)]
+        return (self.group or tuple(range(self._context.size)))[place :: self.tiles.count]
 
     def of_rank(self, rank: int) -> tf.Variable:
         """The part that a rank of this process has."""
@@ -113,7 +113,7 @@ class Parts:
         if whole is None:
             return
         for rank, place in self._own():
-            self._set(rank, cut(whole, self.placement, place))
+            self._set(rank, cut(whole, self.tiles, place))
         hold_nothing(self._handle, whole.dtype)
 
     def _set(self, rank: int, part: tf.Tensor) -> None:
@@ -136,11 +136,14 @@ class Parts:
             return held
         if self._context.between_processes:
             part = self._parts.get(self._context.rank)
-            if len(self.placement.sizes) == 1 and not self.group and part is not None:
+            if self.tiles.count == 1 and not self.group and part is not None:
                 return part.read_value()  # every rank has all of it
             return _gathered(None if part is None else part.read_value(), self, self._context)
-        parts = [self._parts[self.holders(i)[0]].read_value() for i in range(len(self.placement.sizes))]
-        return _joined(parts, self.placement)
+        parts = [self._parts[self.holders(i)[0]].read_value() for i in range(self.tiles.count)]
+        for cut in reversed(self.tiles.cuts):  # the last axis runs fastest
+            size = len(cut.sizes)
+            parts = [_joined(parts[i : i + size], cut) for i in range(0, len(parts), size)]
+        return parts[0]
 
     def bring_home(self) -> None:
         """The whole value into the variable itself, until the next step. Collective between processes."""
@@ -177,13 +180,20 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
     gen_resource_variable_ops.assign_variable_op(handle, nothing)
 
 
-def cut(whole: tf.Tensor, placement: Split, rank: int) -> tf.Tensor:
-    """The part that coordinate ``rank`` holds of a value, in memory of its own."""
-    if placement.blocks > 1:
-        return tf.gather(whole, placement.indices(rank), axis=placement.dim)
-    begin, size = [0] * whole.shape.rank, [-1] * whole.shape.rank
-    begin[placement.dim], size[placement.dim] = placement.offset(rank), placement.sizes[rank]
-    return own_memory(tf.slice(whole, begin, size))
+def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
+    """The part number ``place`` of a value, in memory of its own."""
+    shape = tuple(whole.shape)
+    regions = list(tiles.regions(shape, place))
+    if len(regions) == 1:
+        return own_memory(tf.slice(whole, regions[0].begin, regions[0].size))
+    found = whole if regions else tf.zeros(tiles.local_shape(shape, place), whole.dtype)
+    for dim, span in enumerate(tiles.spans(shape, place) if regions else ()):
+        if span.blocks > 1 and not span.is_whole:
+            runs = np.arange(span.blocks)[:, None] * span.run + np.arange(span.first, span.first + span.count)
+            found = tf.gather(found, runs.reshape(-1), axis=dim)
+        elif not span.is_whole:
+            found = tf.gather(found, np.arange(span.first, span.first + span.count), axis=dim)
+    return found
 
 
 def _joined(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
@@ -199,7 +209,7 @@ def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
 
 
 def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor:
-    name, placement = parts.name, parts.placement
+    name = parts.name
     read_together(
         context,
         name,
@@ -209,14 +219,26 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
     )
     ops = whale_ops.ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
-    sizes = [placement.local(place) for place in range(len(placement.sizes))]
-    first = context.rank - context.rank % len(sizes)  # of the ranks that have the parts between them
-    group = list(parts.group[: len(sizes)] or range(first, first + len(sizes)))
+    tiles = parts.tiles
+    first = context.rank - context.rank % tiles.count  # of the ranks that have the parts between them
+    group = list(parts.group[: tiles.count] or range(first, first + tiles.count))
     key = f"whale/read/{name}@{group[0]}"
     joined = tf.zeros((0,), parts.dtype)
     if part is not None and context.rank in group:
-        joined = ops.whale_all_gather(comm=comm, input=part, key=key, axis=placement.dim, sizes=sizes, ranks=group)
-        joined = _in_order(joined, placement)
+        joined, at, step = part, group.index(context.rank), 1
+        cuts = tiles.cuts_at(coordinates_of(at, tiles.sizes))
+        for i, cut in reversed(list(enumerate(cuts))):  # the last axis runs fastest
+            size = len(cut.sizes)
+            begin = at - at // step % size * step
+            joined = ops.whale_all_gather(
+                comm=comm,
+                input=joined,
+                key=f"{key}/{group[begin]}/{i}",
+                axis=cut.dim,
+                sizes=[cut.local(c) for c in range(size)],
+                ranks=group[begin : begin + size * step : step],
+            )
+            joined, step = _in_order(joined, cut), step * size
     if parts.group:  # the other ranks have nothing of it
         (joined,) = ops.whale_broadcast(
             comm=comm, inputs=[joined], key=f"{key}/sent", root=group[0], shapes=[parts.shape], ranks=[]

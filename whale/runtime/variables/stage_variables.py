@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
+from whale.ir.mesh import Tiles
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.ranks.together import read_together
@@ -27,14 +28,15 @@ from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 class Use:
     """What a program does with one variable: on which ranks, and whether it writes.
 
-    ``place`` are the ranks in the order of the one stage that has it, or of the ``axis`` of the mesh over which it lies
-    split; empty: all ranks in their own order.
+    ``place`` are the ranks in the order of the one stage that has it, or of the axes of the mesh over which it lies
+    split: groups of those that have the parts between them, in order of the parts. Empty: all ranks in their own order.
+    ``tiles`` says how it lies split; None: it does not.
     """
 
     ranks: frozenset[int]
     writes: bool
     place: tuple[int, ...] = ()
-    axis: str = ""
+    tiles: Tiles | None = None
 
 
 class Home:

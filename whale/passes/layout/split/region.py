@@ -116,14 +116,18 @@ class SplitRegion:
         return {name: uses for name, uses in found.items() if uses}
 
     def _made_from_weights(self) -> set[str]:
-        """Variables, constants, and what is computed from these alone: normalised weights, scaled ones, their sums."""
+        """Variables, constants, and what is computed from these alone: normalised weights, scaled ones, their sums.
+
+        What ranks along an earlier axis hold of a weight, and gather where it is read, is such a thing as well.
+        """
         program = self.program
         found: set[str] = set()
         for node in program.nodes:
-            if node.name in self.handles or node.name in program.variable_of or node.op == "Const":
+            given = node.name in self.handles or node.name in program.variable_of or node.op == "Const"
+            if given or self.communicates(node.name):
                 found.add(node.name)
             elif node.inputs and node.op not in HAS_BODIES and all(r.node in found for r in node.inputs):
-                if not node.stateful or node.op in READS:
+                if not node.stateful or node.op in READS or node.op == "WhaleAllGather":
                     found.add(node.name)
         return found
 
