@@ -48,6 +48,9 @@ def test_sorting_puts_operands_and_controls_first(order: list[int]) -> None:
     assert all(
         position[f"n{i // 2}"] < position[f"n{i}"] and position[f"n{i // 3}"] < position[f"n{i}"] for i in range(1, 12)
     )
+    if order != sorted(order):  # a sorted graph keeps its order
+        before = {f"n{i}": dict.fromkeys([*(r.node for r in nodes[i].inputs), *nodes[i].controls]) for i in order}
+        assert [n.name for n in result] == list(graphlib.TopologicalSorter(before).static_order())
 
 
 def test_a_sorted_graph_keeps_its_order() -> None:
