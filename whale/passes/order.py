@@ -226,8 +226,8 @@ def _kept_to(program: Program, settings: PlanSettings, model: Plan, fixed: Mappi
     # way of the other axis, for what the model has behind it.
     together = {r.key: r.group for r in model.reshards}
     reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
-    plan = _as_plan(program, replace(draft, reshards=reshards), settings)
-    return replace(plan, fingerprint=model.fingerprint, expanded=model.expanded)
+    plan = _as_plan(program, replace(draft, reshards=reshards), settings, model.fingerprint)
+    return replace(plan, expanded=model.expanded)
 
 
 def _sizes(b: BatchInput) -> tuple[int, ...]:
@@ -241,17 +241,18 @@ def _applied(passes: Iterable[Pass[Draft]], draft: Draft, settings: PlanSettings
     return draft
 
 
-def _as_plan(program: Program, draft: Draft, settings: PlanSettings) -> Plan:
+def _as_plan(program: Program, draft: Draft, settings: PlanSettings, mark: str = "") -> Plan:
     """The plan that the draft has become.
 
     Args:
       program: before its composite ops were expanded.
+      mark: the fingerprint that it has; "": that of ``program``.
     """
     expanded, layouts = draft.program, draft.layouts
     divided, total = split_and_total_flops(expanded, layouts)
     return Plan(
         program=program.name,
-        fingerprint=fingerprint(program),
+        fingerprint=mark or fingerprint(program),
         size=settings.size,
         devices=settings.devices or tuple(f"rank {i}" for i in range(settings.size)),
         task_graphs=task_graphs(expanded, tuple(range(settings.size))),
