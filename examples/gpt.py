@@ -43,14 +43,15 @@ class Model(tf.keras.Model):
 
     def __init__(self, width: int, blocks: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = layers.Embedding(BYTES, width), layers.Embedding(length, width)
+        self.tokens = layers.Dense(width, use_bias=False)  # of bytes as one-hot vectors: a table with 256 rows
+        self.places = self.add_weight(name="places", shape=(length, width), initializer="random_normal")
         self.blocks = [Block(width, 4) for _ in range(blocks)]
         self.norm, self.logits = layers.LayerNormalization(epsilon=1e-5), layers.Dense(BYTES)
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         half = len(self.blocks) // 2
         with wh.stage():
-            h = self.tokens(x) + self.places(tf.range(x.shape[1]))
+            h = self.tokens(tf.one_hot(x, BYTES)) + self.places
             for block in self.blocks[:half]:
                 h = block(h)
         with wh.stage():

@@ -20,7 +20,8 @@ import numpy as np, tensorflow as tf
 model = tf.saved_model.load(sys.argv[1])
 x = np.random.default_rng(2).normal(size=(256, 16)).astype("float32")
 right = np.argmax(model.serve(x), axis=1) == x[:, :4].argmax(axis=1)
-print(f"served by {tf.__name__} alone: {right.mean():.1%} of 256 right", "whale" in sys.modules)
+assert "whale" not in sys.modules
+print(f"served without Whale: {right.mean():.1%} of 256 right")
 """
 
 
