@@ -289,6 +289,8 @@ def _is_alike(one: Program, other: Program) -> bool:
     """Whether what two coordinates run differs in values only, and not in what there is, and of which types."""
     if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
         return False
+    if [v.type for v in one.variables] != [v.type for v in other.variables]:
+        return False  # cut unevenly over an earlier axis
     same = all(
         a.name == b.name and a.op == b.op and a.inputs == b.inputs and a.outputs == b.outputs and a.scope == b.scope
         for a, b in zip(one.nodes, other.nodes)
