@@ -89,7 +89,8 @@ KEYS: tuple[Key, ...] = (
         "replica.shares",
         "list[int]",
         (),
-        "rows of the global batch for each rank; batches of another size in proportion; empty = as equal as possible",
+        "rows of the global batch for each rank, or for each coordinate of the axis data; batches of another size in "
+        "proportion; empty = as equal as possible",
         minimum=0,
     ),
     Key(

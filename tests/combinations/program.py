@@ -154,7 +154,8 @@ def scopes_of(marks: frozenset[str]) -> Scopes:
             if "expert" in marks and i == 7:
                 stack.enter_context(wh.split(axis="expert"))
             if "devices" in marks and i == 0 and "tensor" not in marks:
-                stack.enter_context(wh.split(devices=[0, 1]))
+                ranks = [4, 5] if "chunks" in marks else [2] if "four" in marks else [0, 1]  # of its stage
+                stack.enter_context(wh.split(devices=ranks))
             yield
 
     return scope

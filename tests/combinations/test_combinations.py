@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.combinations.features import BY_NAME
+from tests.combinations.features import BY_NAME, Feature
 from tests.combinations.run import outcome
 
 SAMPLE = [
@@ -19,6 +19,9 @@ SAMPLE = [
     ("second tensor axis", "saved"),
     ("session", "accumulation"),
     ("scan", "amp"),
+    ("interleaved", "unequal shares", "session"),
+    ("unequal stages", "some devices", "zb-h1"),
+    ("second tensor axis", "some devices", "loop"),
 ]
 
 
@@ -28,6 +31,24 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
     assert kind == "equal", what
 
 
-def test_what_stages_cannot_share_is_refused() -> None:
-    kind, what = outcome([BY_NAME["2 stages"], BY_NAME["unequal shares"]])
-    assert kind == "refused" and what.startswith("the batch cannot be split as `replica.shares` asks")
+@pytest.mark.parametrize(
+    "names, shares",
+    [
+        (
+            ("unequal stages", "micro-batches"),
+            (12, 0, 0, 0, 4, 4, 8, 0),
+        ),  # of each rank: a stage takes those of its own
+        (("tensor",), (6, 6, 4, 4, 4, 4, 2, 2)),  # two of a group are alike, and groups are not
+        (("tensor", "2 stages", "gpipe"), (20, 12)),  # of each coordinate of the axis data
+    ],
+)
+def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int, ...]) -> None:
+    asked = Feature("shares", config={"replica.shares": shares})
+    kind, what = outcome([*(BY_NAME[name] for name in names), asked])
+    assert kind == "equal", what
+
+
+def test_a_stage_of_which_no_rank_has_rows_is_refused() -> None:
+    shares = Feature("shares", config={"replica.shares": (8, 8, 8, 8, 0, 0, 0, 0)})
+    kind, what = outcome([BY_NAME["unequal stages"], shares])
+    assert kind == "refused" and what.startswith("no rank of a stage has a share of the batch"), what

@@ -53,11 +53,12 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """A group of ranks that runs some of the stages: coordinate c of the plan's mesh axis is rank ``ranks[c]``."""
+    """A group of ranks that runs some of the stages: position c of the mesh of plan number ``plan`` is ``ranks[c]``."""
 
     name: str
     ranks: tuple[int, ...]
     stages: tuple[str, ...]
+    plan: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Plan:
       inner_bytes: what moves along the inner axes, in all groups together.
       memory: category -> predicted bytes of each rank at the fullest moment of a step; empty where nobody asked.
       stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
-      others: plans of the same program for the stage groups that do not have ``size`` ranks, one for each number.
+      others: plans number 1, 2, ... for stage groups with other numbers of ranks, or other rows; this one is number 0.
       edges: what travels between stage groups.
       schedule: name of the order of micro-batches on the stage groups; "" when there is one micro-batch.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
@@ -190,9 +191,9 @@ class Plan:
         """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
         return self.own_bytes + self.inner_bytes + sum(e.bytes for e in self.edges)
 
-    def of(self, size: int) -> Plan:
-        """The plan for stage groups of ``size`` ranks."""
-        return next(plan for plan in (self, *self.others) if plan.mesh_size == size)
+    def of(self, group: StageGroup) -> Plan:
+        """The plan that a stage group keeps to."""
+        return (self, *self.others)[group.plan]
 
     @property
     def split_flops_fraction(self) -> float:
@@ -259,7 +260,7 @@ class Plan:
                 inner_bytes=self.inner_bytes,
                 memory=dict(self.memory),
                 schedule=self.schedule,
-                places=[(p.name, list(p.ranks), list(p.stages)) for p in self.stage_groups],
+                places=[(p.name, list(p.ranks), list(p.stages), p.plan) for p in self.stage_groups],
                 others=[plan.to_json().decode() for plan in self.others],
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
@@ -304,7 +305,7 @@ class _File(msgspec.Struct):
     repeats: dict[str, int] = {}
     inner_bytes: int = 0
     memory: dict[str, tuple[int, ...]] = {}
-    places: list[tuple[str, list[int], list[str]]] = []
+    places: list[tuple[str, list[int], list[str], int]] = []
     others: list[str] = []
     edges: list[tuple[str, int, int, int, int]] = []
     schedule: str = ""
@@ -370,7 +371,7 @@ def _plan(f: _File) -> Plan:
         inner_bytes=f.inner_bytes,
         memory=f.memory,
         schedule=f.schedule,
-        stage_groups=tuple(StageGroup(name, tuple(ranks), tuple(stages)) for name, ranks, stages in f.places),
+        stage_groups=tuple(StageGroup(name, tuple(ranks), tuple(stages), k) for name, ranks, stages, k in f.places),
         others=tuple(plan_from_json(o.encode()) for o in f.others),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,

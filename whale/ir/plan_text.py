@@ -150,14 +150,14 @@ def _where(plan: Plan, graph: TaskGraph) -> str:
 def _mesh(plan: Plan, rows: int = 4) -> list[str]:
     """The axes: which ranks communicate along each, and how much they move in a step."""
     groups = plan.stage_groups
-    by_size = sorted({len(g.ranks) for g in groups} or {plan.mesh_size}, reverse=True)
-    alike = len(by_size) == 1
+    plans = (plan, *plan.others)
+    alike = len(plans) == 1
     found: list[tuple[str, list[tuple[int, ...]], int]] = []
     if groups:
         found.append((f"stage={len(groups)}", [g.ranks for g in groups], sum(e.bytes for e in plan.edges)))
-    for size in by_size:
-        one = plan.of(size)
-        members = [g.ranks for g in groups if len(g.ranks) == size] or [tuple(range(size))]
+    for number, one in enumerate(plans):
+        size = one.mesh_size
+        members = [g.ranks for g in groups if g.plan == number] or [tuple(range(size))]
         for k, (axis, moved) in enumerate(zip(mesh_of(one, range(size)).axes, moved_along(one))):
             lines = [mesh_of(one, ranks).along(r, axis.name) for ranks in members for r in ranks]
             where = str(axis) if alike or k == len(found) else f"{axis} of {size} ranks"
@@ -236,7 +236,9 @@ def _stages(plan: Plan) -> list[str]:
     ranks = sorted({len(group.ranks) for group in plan.stage_groups})
     many = " and ".join(map(str, ranks))
     out = [f"Stages over {len(plan.stage_groups)} groups of {many} rank{'s' * (ranks != [1])}"]
-    out += [f"  {group.name:<28} ranks {list(group.ranks)}" for group in plan.stage_groups]
+    for group in plan.stage_groups:
+        rows = [str(b.placement) for b in plan.of(group).batch_inputs[:1]] if plan.others else []
+        out.append(", rows ".join([f"  {group.name:<28} ranks {list(group.ranks)}", *rows]))
     sent: dict[tuple[int, int], list[int]] = {}
     for edge in plan.edges:
         sent.setdefault((edge.source, edge.target), []).append(edge.bytes)
@@ -245,8 +247,8 @@ def _stages(plan: Plan) -> list[str]:
         out.append(f"  {human_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
     if plan.schedule:
         out.append(f"Schedule {plan.schedule}, {plan.micro_batches} micro-batches")
-        rows = schedule(plan.schedule, len(plan.stage_groups), len(plan.stage_groups[0].stages), plan.micro_batches)
-        out += [f"  {line}" for line in format_schedule(rows).splitlines()]
+        times = schedule(plan.schedule, len(plan.stage_groups), len(plan.stage_groups[0].stages), plan.micro_batches)
+        out += [f"  {line}" for line in format_schedule(times).splitlines()]
     return out
 
 

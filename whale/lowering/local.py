@@ -272,7 +272,7 @@ class _Localiser:
         if spread and not control_flow and node.op not in _ENDS and not handles_lists(node) and handle is None:
             op = view(self.program, node, self.plan.size)
             if not node.stateful:
-                known = known_outputs(op, strategy, self.rank)
+                known = known_outputs(op, strategy, self.rank, self.plan.micro_batches > 1)
                 values = [value for value in known if value is not None]
                 if values and len(values) == len(known):
                     self._constants(node, strategy, values)

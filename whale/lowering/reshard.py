@@ -9,10 +9,12 @@ import numpy as np
 
 from whale.errors import LayoutError
 from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, in_runs, local_shape, split
+from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
 from whale.ir.values import Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter, reshard_name
+from whale.rules.structure.communication import RUNS
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
@@ -96,14 +98,19 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
         shape += (runs_of[dim], size // runs_of[dim]) if dim in runs_of else (size,)
         place.append(len(shape) - 1)
     view = TensorType(t.dtype, shape)
-    before, after = (split(place[p.dim], p.sizes) if isinstance(p, Split) else p for p in (have, want))
+    have_at, want_at = (split(place[p.dim], p.sizes) if isinstance(p, Split) else p for p in (have, want))
     local = source()
     # The tensor may be such a view itself, of another axis.
     runs = "runs" if e.prefix == "whale" else f"{e.prefix.replace('/', '_')}_runs"
     if local is not None:
-        local = e.reshape(f"{name}/{runs}", local, t.dtype, local_shape(shape, before, e.rank))
-    inner = replace(r, ref=Ref(f"{r.ref.node}/{runs}", r.ref.index), source=before, target=after)
+        local = e.reshape(f"{name}/{runs}", local, t.dtype, local_shape(shape, have_at, e.rank))
+    inner = replace(r, ref=Ref(f"{r.ref.node}/{runs}", r.ref.index), source=have_at, target=want_at)
+    before = set(e.nodes)
     got = emit_reshard(e, inner, view, lambda: local)
+    if len(runs_of) == 1:
+        seen_as = next(iter(runs_of.items()))
+        for node in [n for n in e.nodes.values() if n.name not in before and n.op in COLLECTIVES]:
+            e.nodes[node.name] = replace(node, attrs={**node.attrs, RUNS: seen_as})
     return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
 
 

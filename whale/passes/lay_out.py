@@ -14,6 +14,7 @@ from whale.ir.layout import Placement, Split, Strategy
 from whale.ir.plan import BatchInput, Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.dump import dump
+from whale.passes.facts.axes import batch_of
 from whale.passes.facts.batch import batch_inputs
 from whale.passes.facts.scopes import split_scope
 from whale.passes.layout.graph_layout import GraphLayout
@@ -124,11 +125,10 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
 
     A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
     """
-    asked = settings.batch
     try:
-        return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local)
+        return batch_of(program, settings)
     except PlanError:
-        if asked.local:
+        if settings.batch.local:
             raise
         anyway = {b.name: b.placement for b in batch_inputs(program, settings.size)}
         layouts = propagate(program, settings.size, anyway)

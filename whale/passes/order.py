@@ -217,8 +217,10 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
 
 def _kept_to(program: Program, settings: PlanSettings, model: Plan, fixed: Mapping[str, Strategy]) -> Plan:
     batch = settings.batch.inputs or ()
-    theirs = {_sizes(b) for b in model.batch_inputs}
-    rows = () if theirs == {_sizes(b) for b in batch} else theirs
+    ours = {b.name: _sizes(b) for b in batch}
+    rows = {_sizes(b): ours.get(b.name, ()) for b in model.batch_inputs}
+    if all(one == other for one, other in rows.items()):
+        rows = {}
     layouts = layouts_of(program, batch, settings, fixed, model=Model(model.strategies, rows))
     draft = Draft(program, frozenset(model.expanded), batch, model.variables, layouts)
     draft = _applied(EXCHANGES, draft, settings)

@@ -20,7 +20,7 @@ from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.ir.layout import Split
 from whale.ir.program import Program
-from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.axes import batch_of
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.pipelines import chain
 from whale.planner.captured.ways import Choice
@@ -152,7 +152,7 @@ def _layers(transformer: Transformer | None, table: Table | None) -> tuple[int, 
 
 
 def _compare_rows(plan: PlanFile, program: Program, settings: PlanSettings, path: str) -> None:
-    found = batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
+    found = batch_of(program, settings)
     rows = sum(found[0].placement.sizes) if found and isinstance(found[0].placement, Split) else 0
     if rows != plan.batch:
         raise _other_model(program, path, f"{rows} rows in a batch", f"{plan.batch}")

@@ -13,7 +13,8 @@ from whale.ir.layout import split
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Program
 from whale.ir.values import Func
-from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.axes import data_coordinates
+from whale.passes.facts.batch import batch_inputs, rows_of_ranks
 from whale.passes.normalise.annotate import annotate, task_graphs
 from whale.passes.normalise.specialise import specialise
 from whale.passes.order import make_plan, normalise
@@ -90,6 +91,14 @@ def test_batches_of_another_size_are_shared_in_proportion(rows: int, sizes: tupl
     (found,) = batch_inputs(_inputs(x=(rows, 4)), 3, shares=(5, 0, 3))
     assert found.placement == split(0, sizes)
     assert ("in proportion to replica.shares" in found.origin) == (rows != 8)
+
+
+def test_shares_of_coordinates_are_divided_evenly_among_their_ranks() -> None:
+    assert rows_of_ranks(8, 4, (5, 3), (0, 0, 1, 1)) == (3, 2, 2, 1)
+    assert rows_of_ranks(8, 4, (5, 3), (0, 1, 0, 1)) == (3, 2, 2, 1)
+    assert data_coordinates({"tensor": 2}, 4) == data_coordinates({"data": 2, "tensor": 2}, 4) == (0, 0, 1, 1)
+    with pytest.raises(PlanError, match=r"4 numbers, not all 0.*, or 2, one for each coordinate of the axis data"):
+        rows_of_ranks(8, 4, (5, 2, 1), (0, 0, 1, 1))
 
 
 @pytest.mark.parametrize("shares", [(8,), (4, 2, 2), (0, 0)])

@@ -136,6 +136,30 @@ def test_several_groups_of_each_kind(ranks: Start) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("features", "classes", "config"),
+    [
+        ([0, 1, 2], [1, 3], {"pipeline.num_micro_batch": 2}),
+        (
+            [0, 1],
+            [1, 3],
+            {"mesh": "data=2,tensor=2"},
+        ),  # tensor 1 of both, so each has half of the rows, and all classes
+    ],
+    ids=["micro-batches", "mesh"],
+)
+def test_groups_with_other_axes(
+    ranks: Start, one_device: dict[bool, Values], features: list[int], classes: list[int], config: dict[str, Any]
+) -> None:
+    if False not in one_device:
+        one_device[False] = Classifier().train()
+    ranks(4, **config)
+    found = Classifier(wh.function, on(wh.replica, features), on(wh.split, classes)).train()
+    check_replicas()
+    worst = difference(one_device[False], found, 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+
+
 def test_a_session(ranks: Start) -> None:
     v1 = tf.compat.v1
 
@@ -174,9 +198,24 @@ def test_what_cannot_be_had_says_what_can(ranks: Start) -> None:
         with pytest.raises(PlanError, match=rf"wh\.{kind.__name__} is on (.|\n)*expected: +different ranks below 2"):
             with kind(devices=devices):
                 pass
-    spread = Classifier(wh.function, on(wh.replica, [0]), wh.split)
-    with pytest.raises(PlanError, match=r"replica_0\(ranks=0\)(.|\n)*devices=\[0\], pipeline.num_micro_batch=2"):
-        spread.step(*spread.batch(0))
+    wh.shutdown()
+    ranks(4, mesh="data=2,tensor=2")
+    crooked = Classifier(wh.function, wh.replica, on(wh.split, [0, 1, 2]))
+    with pytest.raises(PlanError, match=r"no block of the mesh(.|\n)*devices=\[0, 1, 2\], mesh data=2,tensor=2"):
+        crooked.step(*crooked.batch(0))
+    wh.shutdown()
+    ranks(3)
+
+    @contextlib.contextmanager
+    def elsewhere() -> Any:
+        with wh.stage(), wh.split(devices=[0]):
+            yield
+
+    outside = Classifier(wh.function, wh.stage, elsewhere)
+    with pytest.raises(
+        PlanError, match=r"no rank of its stage\n  op: stage_\d/split_\d\(ranks=0\)(.|\n)*stage on \[1\]"
+    ):
+        outside.step(*outside.batch(0))
     wh.shutdown()
     ranks(2)
     narrow = Classifier(wh.function, wh.replica, lambda: wh.split(devices=[1], dim=3))

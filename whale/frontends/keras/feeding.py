@@ -13,11 +13,11 @@ import tensorflow as tf
 from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import named_parts
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_inputs import refuse_other_values
+from whale.runtime.input.local_batches import rows_of
 from whale.runtime.run.context import Context
 
 
@@ -101,7 +101,7 @@ class _ArrayBatches:
     def _parts(self, elements: Iterator[Any]) -> Iterator[Any]:
         context = self.context
         for rows, own in elements:
-            sizes = rows_of_ranks(int(rows), context.size, context.config["replica.shares"])
+            sizes = rows_of(int(rows), context)
             yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), own)
 
 
@@ -123,10 +123,9 @@ def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | N
     if context.config["check.inputs"] and not again:
         given = dict(named_parts(next(iter(arrays))))
         refuse_other_values(given, context, "fit, evaluate or predict", "these arrays")
-    shares = context.config["replica.shares"]
 
     def bounds(rows: np.ndarray) -> np.ndarray:
-        sizes = rows_of_ranks(int(rows), context.size, shares)
+        sizes = rows_of(int(rows), context)
         return np.array([sum(sizes[: context.rank]), sum(sizes[: context.rank + 1])], np.int64)
 
     def mine(indices: tf.Tensor, arrays: Any) -> Any:

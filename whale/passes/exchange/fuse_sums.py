@@ -6,39 +6,48 @@ after it, and a rule cannot cut many tensors, each in a way of its own. In what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whale.ir.program import Node, Program, Ref, topological
 from whale.passes.facts.uses import taken_by_updates
 
 
-def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int]) -> Program:
+def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
     """``program`` in which the all-reduces of gradients over the same ranks, none behind another, are few.
 
-    All ranks of a group come to the same groups: keys, types and what depends on what are the same there.
+    All ranks of a group come to the same groups: keys and types are the same there, and which sums over the same ranks
+    are behind others. What is between them along later axes may differ, where rows do; so axes are taken in turn.
 
     Args:
       group_bytes: most bytes of one.
       order: in which sums join, by the part of a key before its ranks.
+      axes: the ranks that sum along each axis, or along several; the same axes in the same order on all of these.
     """
+    for ranks in axes:
+        program = _joined(program, _along(program, group_bytes, order, ranks))
+    return program
+
+
+def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
+    """The sums over ``ranks`` that are to become one each."""
     depth: dict[str, int] = {}
     kinds: dict[tuple[object, ...], list[Node]] = {}
     for node in program.nodes:
         behind = max((depth[name] for name in (*(r.node for r in node.inputs), *node.controls)), default=0)
-        depth[node.name] = behind + 1 if _may_join(program, node, group_bytes) else behind
-        if depth[node.name] > behind:
-            attrs = node.attrs
-            kind = (behind, attrs["ranks"], attrs["reduction"], attrs.get("wire_dtype"), node.outputs[0].dtype)
+        joins = tuple(node.attrs.get("ranks", ())) == ranks and _may_join(program, node, group_bytes)
+        depth[node.name] = behind + joins
+        if joins:
+            kind = (behind, node.attrs["reduction"], node.attrs.get("wire_dtype"), node.outputs[0].dtype)
             kinds.setdefault(kind, []).append(node)
     groups: list[list[Node]] = []
     for members in kinds.values():
         groups += _filled(sorted(members, key=lambda n: _place(n, order)), group_bytes)
-    return _joined(program, [group for group in groups if len(group) > 1])
+    return [group for group in groups if len(group) > 1]
 
 
 def _may_join(program: Program, node: Node, group_bytes: int) -> bool:
-    if node.op != "WhaleAllReduce" or len(node.outputs) != 1 or not node.attrs.get("ranks"):
+    if node.op != "WhaleAllReduce" or len(node.outputs) != 1:
         return False
     t = node.outputs[0]
     return t.is_static and t.bytes <= group_bytes and taken_by_updates(program, Ref(node.name))
@@ -69,8 +78,8 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
     results: dict[Ref, Ref] = {}
     names: dict[str, str] = {}
     joined: dict[str, Node] = {}
-    for number, members in enumerate(groups):
-        first, name = members[0], f"whale/sums_{number}"
+    for members in groups:
+        first, name = members[0], f"{members[0].name}/whale_sums"
         for i, node in enumerate(members):
             results[Ref(node.name)] = Ref(name, i)
             names[node.name] = name

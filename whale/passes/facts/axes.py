@@ -6,15 +6,24 @@ names none means the axis ``tensor``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-from whale.ir.mesh import Axis, Tiles, format_axes
+from whale.ir.mesh import Axis, Tiles, coordinates_of, format_axes
+from whale.ir.plan import BatchInput
 from whale.ir.program import Program
-from whale.passes.facts.scopes import all_paths, axes_of_part, without_axis
+from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.scopes import (
+    all_paths,
+    as_replica,
+    axes_of_part,
+    ranks_of_scope,
+    with_paths,
+    with_ranks,
+    without_axis,
+)
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.settings import PlanSettings
 
@@ -41,6 +50,28 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
     given = settings.mesh or _of_groups(settings)  # a program without stages divides rows over their axis
     axes = _completed(given, used, settings.size)
     return _merged(axes, used)
+
+
+def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
+    """The coordinate of each of ``size`` ranks on the axis ``data``; () where the mesh says nothing of it.
+
+    Args:
+      mesh: sizes of axes, outermost first. Ranks that they leave over are on ``data``, the first axis.
+    """
+    left = size // (prod(mesh.values()) or 1)
+    sizes = {DATA: left, **mesh} if mesh and left > 1 and DATA not in mesh else dict(mesh)
+    if DATA not in sizes or prod(sizes.values()) != size:
+        return ()
+    at, extents = list(sizes).index(DATA), list(sizes.values())
+    return tuple(coordinates_of(rank, extents)[at] for rank in range(size))
+
+
+def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
+    """The batch inputs with the rows of every rank, as the user asks for them (see ``batch_inputs``)."""
+    asked, ranks = settings.batch, settings.split.ranks
+    mesh = {a.name: a.size for a in settings.mesh} or ({TENSOR: ranks} if ranks else {})
+    coordinates = data_coordinates(mesh, settings.size) if asked.shares else ()
+    return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
 
 
 def _of_groups(settings: PlanSettings) -> tuple[Axis, ...]:
@@ -111,25 +142,67 @@ def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> d
     return found
 
 
-def seen_along(program: Program, axis: str) -> Program:
-    """``program`` with the ``wh.split`` scopes of other axes taken out of its paths."""
+def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:
+    """``program`` as one axis sees it: without the ``wh.split`` scopes of others, and with coordinates along it in the
+    place of the ranks that scopes name.
+
+    A scope's ranks divide their rows along the axes along which it divides no tensors.
+
+    Args:
+      axes: all of them, where there are several.
+    """
+    paths = all_paths(program)
+    groups = {path for path in paths if ranks_of_scope(path) is not None} if len(axes) > 1 else set()
+    if set(named_axes(paths)) <= {axis} and not groups and not any("(axis=" in text for text in paths):
+        return program
     seen: dict[str, str] = {}
 
     def path(text: str) -> str:
-        if "split_" not in text:
-            return text
         if text not in seen:
-            kept = (without_axis(part, axis) for part in text.split("/"))
+            parts = located(text, axis, axes) if text in groups else text.split("/")
+            kept = (without_axis(part, axis) for part in parts)
             seen[text] = "/".join(part for part in kept if part)
         return seen[text]
 
-    def of_graph(graph: Program) -> Program:
-        nodes = tuple(n if n.scope == path(n.scope) else replace(n, scope=path(n.scope)) for n in graph.nodes)
-        variables = tuple(v if v.scope == path(v.scope) else replace(v, scope=path(v.scope)) for v in graph.variables)
-        return replace(graph, nodes=nodes, variables=variables)
+    return with_paths(program, path)
 
-    paths = all_paths(program)
-    if set(named_axes(paths)) <= {axis} and not any("(axis=" in text for text in paths):
-        return program
-    functions: Mapping[str, Program] = {name: of_graph(body) for name, body in program.functions.items()}
-    return replace(of_graph(program), functions=functions)
+
+def located(path: str, axis: str, axes: Sequence[Axis]) -> list[str]:
+    """The parts of a path that names ranks, as ``axis`` sees them: the innermost that does names coordinates along it.
+
+    Raises:
+      PlanError: the ranks are no block of the mesh.
+    """
+    ranks = ranks_of_scope(path) or frozenset()
+    size = next(a.size for a in axes if a.name == axis)
+    along = {at[[a.name for a in axes].index(axis)] for at in block_of_ranks(path, ranks, axes)}
+    parts = path.split("/")
+    innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
+    for i, part in enumerate(parts):
+        if i != innermost or len(along) == size:
+            parts[i] = with_ranks(part, ())
+        elif axis in (axes_of_part(part) or (axis,)):
+            parts[i] = with_ranks(part, sorted(along))
+        else:  # the rows that its tensors are made of
+            parts[i] = as_replica(part, sorted(along))
+    return parts
+
+
+def block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> set[tuple[int, ...]]:
+    """The coordinates of the ranks that a scope names.
+
+    Raises:
+      PlanError: they are not all that some coordinates of one axis have in common with some of each other.
+    """
+    found = {coordinates_of(rank, [a.size for a in axes]) for rank in ranks}
+    along = [{at[i] for at in found} for i in range(len(axes))]
+    if prod(map(len, along)) != len(found):
+        raise PlanError(
+            "the ranks of a scope are no block of the mesh, along whose axes one after the other it is divided",
+            op=path,
+            given=f"devices={sorted(ranks)}, mesh {format_axes(axes)}",
+            expected="with two ranks also those that have the coordinates of the one along some axes, and of the other "
+            "along the rest",
+            action="change devices or the mesh",
+        )
+    return found

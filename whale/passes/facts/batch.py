@@ -14,26 +14,36 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.facts.stacks import stacks
 
 
-def rows_of_ranks(size: int, parts: int, shares: Sequence[int] = ()) -> tuple[int, ...]:
+def rows_of_ranks(
+    size: int, parts: int, shares: Sequence[int] = (), coordinates: Sequence[int] = ()
+) -> tuple[int, ...]:
     """Rows of a batch of ``size`` rows that each rank computes.
 
     Args:
-      shares: rows per rank of the usual batch; a batch of another size (the last one of an epoch) is divided in the
-        same proportion. Empty means as equal as possible.
+      shares: rows per rank of the usual batch, or per coordinate of the axis ``data``; a batch of another size (the
+        last one of an epoch) is divided in the same proportion. Empty means as equal as possible.
+      coordinates: of every rank on the axis ``data``; ranks at one coordinate divide its rows evenly. (): there is
+        no such axis.
 
     Raises:
-      PlanError: there is not one share per rank, or all are 0.
+      PlanError: there is not one share per rank or coordinate, or all are 0.
     """
     if not shares:
         return even_sizes(size, parts)
-    if len(shares) != parts or not any(shares):
+    groups = max(coordinates, default=-1) + 1
+    if len(shares) not in (parts, groups) or not any(shares):
+        or_so = f", or {groups}, one for each coordinate of the axis data" if 1 < groups < parts else ""
         raise PlanError(
             "the batch cannot be split as `replica.shares` asks",
             given=f"shares {list(shares)} for {parts} ranks",
-            expected=f"{parts} numbers, not all 0, for example {list(even_sizes(size, parts))}",
+            expected=f"{parts} numbers, not all 0, for example {list(even_sizes(size, parts))}{or_so}",
             action="change replica.shares or the number of ranks",
         )
-    return proportional_sizes(size, tuple(shares))
+    rows = proportional_sizes(size, tuple(shares))
+    if len(shares) == parts:
+        return rows
+    of_group = [iter(even_sizes(n, list(coordinates).count(c))) for c, n in enumerate(rows)]
+    return tuple(next(of_group[c]) for c in coordinates)
 
 
 def batch_inputs(
@@ -42,11 +52,12 @@ def batch_inputs(
     shares: Sequence[int] = (),
     marked: Sequence[str] = (),
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    coordinates: Sequence[int] = (),
 ) -> tuple[BatchInput, ...]:
     """Inputs that are divided along dimension 0, or along 1 where they are stacks of batches, with each rank's rows.
 
     Args:
-      shares: see ``rows_of_ranks``.
+      shares, coordinates: see ``rows_of_ranks``.
       marked: names of the inputs to take, as far as this program has them; empty means the inputs of rank >= 1 whose
         dimension 0 has as many rows as the shares together, or else the size of the first such input's.
       local: inputs of which a rank is given its own rows only, with the rows of every rank. When there are some, an
@@ -95,7 +106,7 @@ def batch_inputs(
     rows = []
     for name in chosen:
         size = candidates[name]
-        sizes = next((s for s in given if sum(s) == size), None) or rows_of_ranks(size, parts, shares)
+        sizes = next((s for s in given if sum(s) == size), None) or rows_of_ranks(size, parts, shares, coordinates)
         if name in local:
             rows.append(BatchInput(name, split(0, sizes), "user (each rank passes its rows)", local=True))
             continue

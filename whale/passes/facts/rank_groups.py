@@ -1,17 +1,20 @@
 """Groups of ranks: scopes that name the ranks which divide their batch or their tensors.
 
 All ranks run the whole program, as elsewhere; what a group divides has parts of size 0 on the other ranks. So groups
-may be of any size, and overlap, and every byte between them is one of the plan.
+may be of any size, and overlap, and every byte between them is one of the plan. A path says ranks of the run; what lays
+out a program sees coordinates along its axis (``whale.passes.facts.axes``), in a stage among the ranks of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from whale.errors import PlanError
 from whale.ir.layout import Placement, Split, even_sizes, proportional_sizes, split
+from whale.ir.plan import StageGroup
 from whale.ir.program import Program
-from whale.passes.facts.scopes import all_paths, ranks_of_scope, split_scope
+from whale.passes.facts.scopes import all_paths, has_split_scopes, ranks_of_scope, split_scope, with_paths, with_ranks
+from whale.passes.facts.stages import stage_of
 
 
 def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[int, ...]:
@@ -28,6 +31,11 @@ def named_ranks(program: Program) -> dict[str, frozenset[int]]:
     return {path: ranks for path, ranks in found if ranks is not None}
 
 
+def brings_rows_together(program: Program) -> bool:
+    """Whether ranks need rows of others: where a scope divides tensors, or where its ranks are not all."""
+    return has_split_scopes(program) or bool(named_ranks(program))
+
+
 class RankGroups:
     """How the rows of the batch lie under ``wh.replica`` scopes, where some of these name ranks."""
 
@@ -35,9 +43,9 @@ class RankGroups:
         named = named_ranks(program) if parts > 1 and rows else {}
         groups = {ranks for path, ranks in named.items() if not split_scope(path)}
         self.active = bool(groups)
-        self.rows = {  # size of the batch -> group -> rows of each rank
-            size: {None: whole.sizes, **{ranks: _shared(whole, ranks) for ranks in groups}}
-            for size, whole in sorted(rows.items(), reverse=True)
+        self.rows = {  # size of the batch, or of each of its runs -> group -> rows of each rank
+            whole.run: {None: whole.sizes, **{ranks: _shared(whole, ranks) for ranks in groups}}
+            for _, whole in sorted(rows.items(), reverse=True)
         }
 
     def placed(self, path: str, placement: Placement) -> Placement:
@@ -60,16 +68,10 @@ def _shared(whole: Split, ranks: Collection[int]) -> tuple[int, ...]:
     return proportional_sizes(whole.run, mine)
 
 
-def refuse_rank_groups(program: Program, size: int, unable: Mapping[str, bool]) -> None:
-    """Raises PlanError where the groups that scopes name cannot be had.
-
-    Args:
-      unable: what they cannot be combined with yet -> whether it is asked for.
-    """
-    if size == 1:
-        return
+def refuse_rank_groups(program: Program, size: int) -> None:
+    """Raises PlanError where scopes name ranks that do not exist."""
     for path, ranks in named_ranks(program).items():
-        if max(ranks) >= size:
+        if size > 1 and max(ranks) >= size:
             raise PlanError(
                 "a scope is on ranks that do not exist",
                 op=path,
@@ -77,12 +79,49 @@ def refuse_rank_groups(program: Program, size: int, unable: Mapping[str, bool]) 
                 expected=f"ranks below {size}",
                 action="start more ranks or change devices",
             )
-        for what, wanted in unable.items():
-            if wanted:
-                raise PlanError(
-                    "scopes that name some of the ranks cannot be combined with an option yet",
-                    op=path,
-                    given=f"devices={sorted(ranks)}, {what}",
-                    expected="one of the two; wh.stage(devices=...) has ranks of its own",
-                    action="leave devices out of the scope, or the option",
-                )
+
+
+def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> Program:
+    """``program`` whose scopes name positions in the mesh of their stage's group in the place of ranks of the run.
+
+    Args:
+      plan: number of a plan. Scopes in stages whose groups keep to another one name none.
+
+    Raises:
+      PlanError: a scope names no rank of its stage.
+    """
+    if not named_ranks(program):
+        return program
+    group_of = {stage: group for group in groups for stage in group.stages}
+    seen: dict[str, str] = {}
+
+    def path(text: str) -> str:
+        ranks = ranks_of_scope(text)
+        if ranks is None:
+            return text
+        if text not in seen:
+            seen[text] = "/".join(with_ranks(part, at) for part, at in _positions(text, ranks, group_of, plan))
+        return seen[text]
+
+    return with_paths(program, path)
+
+
+def _positions(
+    path: str, ranks: Collection[int], group_of: Mapping[str, StageGroup], plan: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Parts of a path, each with the positions that it is to name: of the innermost that names ranks, those of them."""
+    group = group_of.get(stage_of(path))
+    mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()
+    if group is not None and not mine:
+        raise PlanError(
+            "a scope names no rank of its stage",
+            op=path,
+            given=f"devices={sorted(ranks)}, stage on {list(group.ranks)}",
+            expected="some of the ranks of the stage that the scope is in",
+            action="change the devices of the scope, or of the stage",
+        )
+    if group is None or group.plan != plan or len(mine) == len(group.ranks):
+        mine = ()
+    parts = path.split("/")
+    named = [i for i, part in enumerate(parts) if with_ranks(part, ()) != part]
+    return [(part, mine if i == named[-1] else ()) for i, part in enumerate(parts)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from whale.ir.ops import VIEWS
@@ -50,6 +51,32 @@ def without_axis(part: str, axis: str) -> str:
     if axis not in axes:
         return ""
     return _AXES.sub(lambda m: "(" if m["more"] == "," else "", part)
+
+
+def with_ranks(part: str, ranks: Sequence[int]) -> str:
+    """A part of a path with other ranks, if it is a replica or a split that names some; (): without any."""
+    match = _SCOPE.match(part)
+    if match is None or not match["ranks"]:
+        return part
+    named = f"ranks={'+'.join(map(str, ranks))}" if ranks else ""
+    return re.sub(r",?ranks=[\d+]+", lambda m: named and m[0][: m[0].startswith(",")] + named, part).replace("()", "")
+
+
+def as_replica(part: str, ranks: Sequence[int]) -> str:
+    """A split, a part of a path, as an axis along which it divides no tensors sees it: its ranks have the rows."""
+    return f"replica_{part.partition('(')[0].rpartition('_')[2]}(ranks={'+'.join(map(str, ranks))})"
+
+
+def with_paths(program: Program, change: Callable[[str], str]) -> Program:
+    """``program`` in other scopes, its functions as well."""
+
+    def of_graph(graph: Program) -> Program:
+        nodes = tuple(replace(n, scope=new) if (new := change(n.scope)) != n.scope else n for n in graph.nodes)
+        variables = tuple(replace(v, scope=new) if (new := change(v.scope)) != v.scope else v for v in graph.variables)
+        return replace(graph, nodes=nodes, variables=variables)
+
+    functions: Mapping[str, Program] = {name: of_graph(body) for name, body in program.functions.items()}
+    return replace(of_graph(program), functions=functions)
 
 
 @lru_cache(maxsize=4096)

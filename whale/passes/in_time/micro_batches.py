@@ -21,18 +21,20 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
-from whale.ir.ops import EXCHANGES, HAS_BODIES, READS
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, split
+from whale.ir.ops import COLLECTIVES, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
-from whale.ir.values import UNMOVABLE, DType, numpy_dtype
+from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
 from whale.passes.exchange.reshards import explicit_reshards
+from whale.passes.facts.scopes import ranks_of_scope, with_paths, with_ranks
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.settle import settled_layouts
 from whale.rules.graph import USE, called_functions
+from whale.rules.structure.communication import RUNS
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
@@ -42,8 +44,10 @@ _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name wha
 def prepared(program: Program) -> Program:
     """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
     something without effects waits for something without effects, what ones and zeros are like. What is computed again
-    for the backward pass waits for it.
+    for the backward pass waits for it. Scopes name no ranks, which were told what they compute already.
     """
+    if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
+        program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
     nodes: list[Node] = []
     behind_effects: set[str] = set()
     waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
@@ -60,6 +64,8 @@ def prepared(program: Program) -> Program:
         acts = _acts(program, node)
         if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
+        if _is_nothing(node):
+            node = const_node(node.name, np.zeros(static_shape(node.outputs[0]), numpy_dtype(node.outputs[0].dtype)))
         if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
             (t,) = node.outputs
             value = np.full((), _LIKE[node.op], numpy_dtype(t.dtype))
@@ -69,6 +75,14 @@ def prepared(program: Program) -> Program:
             node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
         nodes.append(node)
     return program.with_nodes(tuple(nodes))
+
+
+def _is_nothing(node: Node) -> bool:
+    """Whether it makes no rows: what a rank without any computes of its own."""
+    if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
+        return False
+    t = node.outputs[0]
+    return t.is_static and t.dtype not in UNMOVABLE and static_shape(t)[:1] == (0,)
 
 
 def _acts(program: Program, node: Node) -> bool:
@@ -99,6 +113,7 @@ def time_plan(
         for name, cut in rows.items()
         if program.by_name[name].op == "WhaleRecv"
     }
+    fixed |= _of_no_rows(program, micro_batches)
     devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with no_garbage_collection():
@@ -120,6 +135,21 @@ def time_plan(
                 check(program, plan)
                 return plan
             fixed.update(corrected)
+
+
+def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
+    """How a rank that has no rows takes part where others exchange theirs: in each micro-batch, as they do."""
+    found: dict[str, Strategy] = {}
+    known: set[str] = set()  # what constants alone make
+    for node in program.nodes:
+        if node.op == "Const" or (node.inputs and not node.stateful and all(r.node in known for r in node.inputs)):
+            known.add(node.name)
+        dim, runs = node.attrs.get(RUNS, (0, 0))
+        if node.op in COLLECTIVES and runs == micro_batches and all(r.node in known for r in node.inputs[1:]):
+            cut = split(dim, (1,) * runs)
+            operands, results = (cut,) * len(node.inputs[1:]), (cut,) * len(node.outputs)
+            found[node.name] = Strategy((B, *operands), results, "no rows")
+    return found
 
 
 def regions(program: Program, plan: Plan) -> dict[str, str]:

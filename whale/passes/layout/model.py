@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from whale.ir.layout import Broadcast, Placement, Split, Strategy
+from whale.ir.layout import Broadcast, Placement, Split, Strategy, split
 from whale.ir.mesh import AXIS
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program
-from whale.ir.values import UNMOVABLE
+from whale.ir.values import UNMOVABLE, TensorType
 from whale.rules import rule_of
 from whale.rules.base import as_whole
 from whale.rules.graph import view
@@ -21,14 +21,15 @@ class Model:
 
     Attributes:
       strategies: graph -> node -> strategy.
-      rows: its rows of the batch, for each coordinate, where they are not this program's.
+      rows: its rows of the batch, for each coordinate, -> those of this program, where they are others.
     """
 
     strategies: Mapping[str, Mapping[str, Strategy]]
-    rows: Collection[tuple[int, ...]] = ()
+    rows: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def exact(self, program: Program, graph: str, node: Node) -> Strategy | None:
-        """How the node runs there, if it can run so here: its tensors have the sizes that are cut.
+        """How the node runs there, if it can run so here: its tensors have the sizes that are cut, or this program's
+        rows where rows are.
 
         Loops and branches are gone through again, with their bodies.
         """
@@ -46,20 +47,41 @@ class Model:
             handles[r.node].type if r.node in handles else program.type_of(r) for r in (*node.inputs, *node.refs())
         ]
         along_axis = AXIS in node.attrs  # its parts go to other groups, which have them as the first one has
+        placements: list[Placement] = []
         for t, p in zip(types, found.inputs + found.outputs):
-            if isinstance(p, Split) and self.rows and (t.dtype in UNMOVABLE or (self._of_rows(p) and not along_axis)):
+            here = _of_nothing(p, t) or (p if along_axis or not self.rows else self._here(p, t))
+            if here is None or not _fits(here, t):
                 return None
-            if isinstance(p, Split) and t.shape is not None and t.dtype not in UNMOVABLE:
-                if p.dim >= len(t.shape) or t.shape[p.dim] != p.extent:
+            placements.append(here)
+        count = len(found.inputs)
+        mine = replace(found, inputs=tuple(placements[:count]), outputs=tuple(placements[count:]))
+        if mine == found and (not self.rows or along_axis):
+            return found
+        return mine if self._is_legal(program, node, mine) else None
+
+    def _here(self, p: Placement, t: TensorType) -> Placement | None:
+        """How a tensor lies here that lies as ``p`` there; None: what is cut may be rows or not."""
+        if not isinstance(p, Split):
+            return p
+        if t.dtype in UNMOVABLE:
+            return None
+        for theirs, ours in self.rows.items():
+            times = p.run // sum(theirs) if sum(theirs) else 0
+            if times and tuple(times * n for n in theirs) == p.sizes:
+                rows = split(p.dim, tuple(times * n for n in ours), p.blocks, p.halo)
+                if t.shape is None or p.dim >= len(t.shape):
                     return None
-        return found if not self.rows or along_axis or self._is_legal(program, node, found) else None
+                is_rows, is_not = t.shape[p.dim] == rows.extent, t.shape[p.dim] == p.extent
+                return None if is_rows == is_not else rows if is_rows else p
+        return p
 
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
         """Whether the node's rule allows it here, where other dimensions may have other sizes."""
         rule = rule_of(node.op)
-        if rule is None or _is_whole(found) or found.once:
+        if rule is None or found.once or not any(isinstance(p, Split) for p in found.inputs + found.outputs):
             return True
-        op = view(program, node, len(next(iter(self.rows))))
+        sizes = next(p.sizes for p in found.inputs + found.outputs if isinstance(p, Split))
+        op = view(program, node, len(sizes))
         inputs, outputs = (tuple(map(as_whole, side)) for side in (found.inputs, found.outputs))
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
@@ -67,13 +89,19 @@ class Model:
         """How the node runs there, whatever the sizes."""
         return self.strategies.get(graph, {}).get(node.name)
 
-    def _of_rows(self, p: Split) -> bool:
-        """Whether it may be that rows of the batch are cut: in the proportions in which they are there."""
-        for rows in self.rows:
-            times = p.run // sum(rows) if sum(rows) else 0
-            if times and tuple(times * n for n in rows) == p.sizes:
-                return True
-        return False
+
+def _of_nothing(p: Placement, t: TensorType) -> Split | None:
+    """How a tensor lies of which there is nothing here along the dimension that is cut; None: there is something."""
+    if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
+        return None
+    return split(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
+
+
+def _fits(p: Placement, t: TensorType) -> bool:
+    """Whether a tensor has the dimension and the size that a placement cuts."""
+    if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE:
+        return True
+    return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
 
 
 def _is_whole(strategy: Strategy) -> bool:

@@ -23,8 +23,7 @@ from whale.ir.layout import Split, proportional_sizes
 from whale.ir.mesh import Axis
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
-from whale.passes.facts.axes import known_along
-from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.axes import batch_of, known_along
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.memory.zero import state_at_rest
@@ -235,7 +234,7 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
     """What to try; data parallelism is first. With a number of stages only pipelines of so many."""
     found = choices(program, settings.size)
     try:
-        batch = batch_inputs(program, settings.size, settings.batch.shares, settings.batch.marked, settings.batch.local)
+        batch = batch_of(program, settings)
     except PlanError:
         return found
     rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0

@@ -15,6 +15,7 @@ ROWS = "_rows"  # attribute of sends and receives between stages whose tensor ha
 # Attribute of those of tensors that go round the ranks of an axis: the dimension along which they are divided. Until
 # ranks have their programs such a receive also has what is sent in its place as an operand, and lies as that does.
 ROUND = "_round"
+RUNS = "_runs"  # of what moves a tensor seen as (runs, run): the dimension of the runs, and how many they are
 EDGE = "_edge"  # their attribute (number of the sending stage group, of the receiving one)
 
 

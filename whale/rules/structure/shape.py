@@ -26,6 +26,8 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False) -> tuple[lis
     Args:
       in_runs: where one dimension is what several make together, each of these can be cut.
     """
+    if 0 in before and 0 in after:
+        return _of_nothing(before, after)
     left: list[str] = []
     right: list[str] = []
     i = j = group = 0
@@ -51,6 +53,21 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False) -> tuple[lis
         right += second
         i, j = i2, j2
     return left, right
+
+
+def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+    """The terms where there are no elements, and products of all dimensions say nothing: the last ones that both have
+    can be cut, and what is before them if it is as many on both sides."""
+    same = 0
+    while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
+        same += 1
+    first, second = before[: len(before) - same], after[: len(after) - same]
+    if 0 not in (*first, *second) and _product(first) == _product(second) is not None:
+        left, right = reshape_terms(first, second)
+    else:
+        left, right = [f"l{i}^" for i in range(len(first))], [f"r{i}^" for i in range(len(second))]
+    alike = [f"s{i}" for i in range(same)]
+    return left + alike, right + alike
 
 
 def _run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 from whale.capture.sharded import ShardedTensor as ShardedTensor
 from whale.errors import PlanError, ProgramError
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.input.dataset_position import Epochs, ShardedIterator
 from whale.runtime.input.dataset_rows import (
     OwnRows,
@@ -26,7 +25,15 @@ from whale.runtime.input.dataset_rows import (
     reshuffles,
     shuffles_freely,
 )
-from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, Brought, brought, exchange, failed, rows_of_values
+from whale.runtime.input.local_batches import (
+    ELEMENT_TIMEOUT_S,
+    Brought,
+    brought,
+    exchange,
+    failed,
+    rows_of,
+    rows_of_values,
+)
 from whale.runtime.run.context import Context, current
 
 Element = Any  # a structure of tensors, as the dataset yields it
@@ -124,7 +131,7 @@ class ShardedDataset:
         return f"rank {rank} reads its rows of every batch; {own.moved} maps run for its samples only{behind}"
 
     def _shares(self, rows: int) -> tuple[int, ...]:
-        return rows_of_ranks(rows, self._context.size, self._context.config["replica.shares"])
+        return rows_of(rows, self._context)
 
     def _common_seed(self) -> int:
         """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""

@@ -12,6 +12,9 @@ from whale.capture.sharded import ShardedTensor
 from whale.capture.signature import Arguments
 from whale.errors import ProgramError
 from whale.ir.values import UNMOVABLE
+from whale.passes.facts.axes import data_coordinates
+from whale.passes.facts.batch import rows_of_ranks
+from whale.passes.facts.stages import TENSOR
 from whale.runtime.run.context import Context
 
 ELEMENT_TIMEOUT_S = 3600.0  # until a rank has a batch: a pipeline may take its time to fill its buffers
@@ -24,6 +27,14 @@ class Brought(msgspec.Struct, frozen=True):
     ended: bool = False
     error_code: int = 0
     error: str = ""
+
+
+def rows_of(rows: int, context: Context) -> tuple[int, ...]:
+    """How many of a batch's rows each rank of the run has, as `replica.shares` asks."""
+    config = context.config
+    ranks = context.split_ranks or config["split.ranks"]
+    mesh = config.mesh or ({TENSOR: ranks} if ranks else {})
+    return rows_of_ranks(rows, context.size, config["replica.shares"], data_coordinates(mesh, context.size))
 
 
 def brought(values: Sequence[Any]) -> Brought:

@@ -102,6 +102,7 @@ class Levels:
     def localised(self, expanded: Program, plan: Plan, outer: tuple[int, ...], coordinate: int) -> Program:
         """A program lowered for the axis after ``outer``, whose exchanges say that they are along it."""
         level, axis = len(outer), self.axes[len(outer)].name
+        plan = replace(plan, micro_batches=self.settings.time.micro_batches)
         lowered = marked(localise(expanded, plan, coordinate, "", None, prefix_of(level)), axis)
         return join_sums(lowered, self._joined(level), axis)
 
@@ -128,10 +129,14 @@ class Levels:
                 found = self.models[level]
                 found = replace(found, inner=None, batch_inputs=settings.batch.inputs or ())
             else:
-                found = make_plan(seen_along(self.program(at), self.axes[level].name), settings)
+                found = make_plan(self.seen(self.program(at), level), settings)
                 self.models.append(found)
             self._plans[at] = found
         return self._plans[at]
+
+    def seen(self, program: Program, level: int) -> Program:
+        """A program as an axis sees it, by the number of the axis."""
+        return seen_along(program, self.axes[level].name, self.axes)
 
     def position(self, at: tuple[int, ...]) -> int:
         """Position in the mesh of the first rank with these coordinates."""
@@ -144,7 +149,7 @@ class Levels:
         model = self.plan(first)
         if self._rows_of(at) == self._rows_of(first) and _is_alike(self.program(at), self.program(first)):
             return replace(model, batch_inputs=settings.batch.inputs or ())
-        program = seen_along(self.program(at), self.axes[level].name)
+        program = self.seen(self.program(at), level)
         model = _of_parts_here(model, program)
         # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
         known = model.strategies[""]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from whale.ir.collector import no_garbage_collection
-from whale.ir.mesh import chain, format_axes
+from whale.ir.mesh import chain, mesh_of
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
@@ -41,13 +42,7 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
       PlanError: see ``plan_program`` and ``plan_stage_groups``.
     """
     stage_groups = stage_groups_of(program, settings.size, settings.mesh)
-    unable = {
-        "wh.stage": bool(stage_groups),
-        f"split.ranks={settings.split.ranks}": 0 < settings.split.ranks < settings.size,
-        f"mesh {format_axes(settings.mesh)}": len([a for a in settings.mesh if a.size > 1]) > 1,
-        f"pipeline.num_micro_batch={settings.time.micro_batches}": settings.time.micro_batches > 1,
-    }
-    refuse_rank_groups(program, settings.size, unable)
+    refuse_rank_groups(program, settings.size)
     on_host = offloaded(program, settings.memory.offload)
     plan = plan_stage_groups(program, settings, stage_groups) if stage_groups else plan_program(program, settings)
     return replace(plan, offloaded=on_host)
@@ -87,12 +82,21 @@ def lower_ranks(
         if any(level.inner is not None for level in (plan, *plan.others)):
             keys = [r.key for one in (plan, *plan.others) for level in chain(one) for r in level.reshards]
             order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-            lowered = [fuse_sums(p, settings.exchange.group_bytes, order) for p in lowered]
+            along = [_along_axes(plan, rank) for rank in ranks]
+            lowered = [fuse_sums(p, settings.exchange.group_bytes, order, axes) for p, axes in zip(lowered, along)]
         if settings.exchange.backend != "whale" and (plan.stage_groups or plan.inner is not None):
             backend, size = settings.exchange.backend, settings.size
             lowered = [give_to_backend(p, backend, rank, size, comm) for p, rank in zip(lowered, ranks)]
         lowered = [without_examples(p) for p in lowered]
         return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
+
+
+def _along_axes(plan: Plan, rank: int) -> list[tuple[int, ...]]:
+    """The ranks with which one communicates along each axis of its mesh, or several: the more axes, the earlier."""
+    group = next((group for group in plan.stage_groups if rank in group.ranks), None)
+    mesh = mesh_of(plan.of(group), group.ranks) if group is not None else mesh_of(plan, range(plan.mesh_size))
+    names = [axis.name for axis in mesh.axes]
+    return [mesh.along(rank, *some) for count in range(len(names), 0, -1) for some in combinations(names, count)]
 
 
 def planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:

@@ -22,12 +22,13 @@ from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import Axis, mesh_of, tiles_of
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
-from whale.passes.facts.axes import axes_of, known_along, named_axes, seen_along
-from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.axes import axes_of, batch_of, known_along, named_axes, seen_along
+from whale.passes.facts.batch import rows_of_ranks
+from whale.passes.facts.rank_groups import brings_rows_together
 from whale.passes.facts.scopes import context_of, has_split_scopes
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.levels import Levels, levels_of, sizes_of, with_sizes
+from whale.runtime.spread.levels import Levels, levels_of, sizes_of, summed, with_sizes
 from whale.runtime.spread.placing import placed, with_check
 
 
@@ -111,28 +112,40 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
       axes: those that divide rows.
     """
     count, batch = settings.time.micro_batches, settings.batch
-    if count == 1 or settings.size == 1 or batch.inputs is not None or batch.local or batch.shares:
+    if count == 1 or settings.size == 1 or batch.inputs is not None or batch.local:
         return settings
-    if not has_split_scopes(program):
+    if not brings_rows_together(program):
         return settings
-    found = batch_inputs(program, settings.size, (), batch.marked)
+    found = _rows(program, settings, [a.size for a in axes])
     rows = [sum(sizes_of(b)) for b in found]
-    sizes = [a.size for a in axes]
-    if not all(n % count == 0 and n >= count * prod(sizes) for n in rows):
+    of_one = [_of_one(b, count, [a.size for a in axes], bool(batch.shares)) for b in found]
+    if not all(n % count == 0 and all(sizes_of(b)) for b, n in zip(of_one, rows)):
         return settings
-    of_one = [replace(b, placement=split(0, _nested(n // count, sizes), count)) for b, n in zip(found, rows)]
     return settings.but(batch__inputs=tuple(of_one))
 
 
+def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
+    """``b`` with the rows that each rank has of one of ``count`` micro-batches, in runs of one each."""
+    rows = sum(sizes_of(b)) // count
+    of_ranks = rows_of_ranks(rows, len(sizes_of(b)), sizes_of(b)) if shared else _nested(rows, sizes)
+    return replace(b, placement=split(0, of_ranks, count))
+
+
 def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
-    """The batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn."""
+    """The batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn.
+
+    Args:
+      sizes: of the axes that divide rows; ranks along the others have the same.
+    """
     asked = settings.batch
+    found = batch_of(program, settings) if asked.inputs is None else asked.inputs
+    if asked.local or len(asked.shares) == settings.size:
+        return found
+    if asked.shares:
+        inside = settings.size // prod(sizes)
+        return tuple(replace(b, placement=summed(b, inside)) if len(sizes_of(b)) == settings.size else b for b in found)
     if asked.inputs is not None:
-        found = asked.inputs
-    else:
-        found = batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local)
-    if asked.local or asked.shares or asked.inputs is not None:
-        return tuple(found)
+        return found
     return tuple(replace(b, placement=with_sizes(b, _nested(sum(sizes_of(b)), sizes))) for b in found)
 
 

@@ -42,7 +42,8 @@ def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) 
         for name, count in reversed(candidates):
             node = program.by_name.get(name)
             if node is not None and (node.outputs[0].shape or (None,))[0] == count:
-                found[name] = split(0, even_sizes(count, micro_batches))
+                if count:  # a rank without rows has nothing to cut
+                    found[name] = split(0, even_sizes(count, micro_batches))
                 break
     return found
 
@@ -57,7 +58,7 @@ def in_micro_batches(program: Program, plan: Plan, rank: int, settings: PlanSett
       PlanError: a value of all micro-batches is needed before the last one is through.
     """
     rows = batch_rows(program, plan, rank, plan.micro_batches)
-    if not rows:
+    if not plan.batch_inputs:
         return program
     program = prepared(program)
     time = time_plan(program, plan.micro_batches, rows, settings.batch.local_streams, settings.time.local_statistics)

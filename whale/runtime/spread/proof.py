@@ -90,11 +90,19 @@ def _all_of(plan: Plan) -> list[Plan]:
 
 
 def of_stage_groups(plan: Plan) -> list[str]:
-    """Whether the stages' ranks are those from 0 on, each once, and what travels goes between two of them."""
+    """Whether the stages' ranks are those from 0 on, each once, with a plan for so many, and what travels goes between
+    two of them."""
     found, count = [], len(plan.stage_groups)
     ranks = sorted(rank for group in plan.stage_groups for rank in group.ranks)
     if count and ranks != list(range(len(ranks))):
         found.append(f"the stages have the ranks {ranks}, not each of {len(ranks)} once")
+    plans = (plan, *plan.others)
+    for group in plan.stage_groups:
+        size = plans[group.plan].mesh_size if 0 <= group.plan < len(plans) else 0
+        if size != len(group.ranks):
+            found.append(
+                f"{group.name} has {len(group.ranks)} ranks, and plan {group.plan} of {len(plans)} is for {size}"
+            )
     for edge in plan.edges:
         if not {edge.source, edge.target} <= set(range(count)) or edge.source == edge.target:
             found.append(f"{edge.ref} travels from stage group {edge.source} to stage group {edge.target} of {count}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from whale.errors import PlanError
@@ -13,13 +13,15 @@ from whale.ir.mesh import Axis, Tiles, chain, mesh_of, tiles_of
 from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
-from whale.passes.facts.batch import rows_of_ranks
-from whale.passes.facts.scopes import has_split_scopes
+from whale.passes.facts.axes import data_coordinates
+from whale.passes.facts.batch import batch_inputs, rows_of_ranks
+from whale.passes.facts.rank_groups import brings_rows_together, in_positions
 from whale.passes.facts.stages import DATA, STAGE, TENSOR, stage_of
 from whale.passes.in_time.stage_groups import Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.normalise.annotate import task_graphs
 from whale.passes.settings import PlanSettings
+from whale.runtime.spread.levels import sizes_of, with_sizes
 from whale.runtime.spread.mesh import plan_program
 from whale.runtime.spread.stage_exchanges import connect
 from whale.runtime.spread.stages import Stages
@@ -34,7 +36,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
       PlanError: see ``plan_program`` and ``in_each_micro_batch``; an option that pipelines lack.
     """
     _refuse(settings, groups)
-    plan = _of_sizes(program, settings, groups)
+    plan, groups = _of_kinds(program, settings, groups)
     expanded = expand(program, plan.expanded, settings)
     at = {stage: group.ranks for group in groups for stage in group.stages}
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
@@ -56,42 +58,95 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
     return replace(plan, edges=stages.edges())
 
 
-def _of_sizes(program: Program, settings: PlanSettings, groups: Sequence[StageGroup]) -> Plan:
-    """The plan for the largest stage groups, with those for the others."""
-    first, *rest = sorted({len(group.ranks) for group in groups}, reverse=True)
-    inside = settings.but(devices=(), exchange__backend="whale")
-    of_size = {
-        size: inside.but(
-            size=size, mesh=mesh_of_size(settings, size), split__ranks=0, split__tiles=_known(settings, size)
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What groups have in common that keep to one plan: how many ranks, and their shares of the rows (): even."""
+
+    size: int
+    shares: tuple[int, ...]
+
+
+def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
+    """The kind of a stage group: of shares for every rank of the run it has those of its own."""
+    shares = settings.batch.shares
+    if len(shares) != settings.size:
+        return _Kind(len(group.ranks), shares)
+    mine = tuple(shares[rank] for rank in group.ranks)
+    if not any(mine):
+        raise PlanError(
+            "no rank of a stage has a share of the batch",
+            op=group.name,
+            given=f"replica.shares={list(shares)}, ranks {list(group.ranks)}",
+            expected="a rank at least of each stage with rows",
+            action="change replica.shares or the devices of the stages",
         )
-        for size in (first, *rest)
+    return _Kind(len(group.ranks), mine)
+
+
+def _of_kinds(
+    program: Program, settings: PlanSettings, groups: Sequence[StageGroup]
+) -> tuple[Plan, tuple[StageGroup, ...]]:
+    """The plan for the largest stage groups, with those for the others; the groups, each with its plan's number."""
+    kinds = sorted({_kind_of(group, settings): None for group in groups}, key=lambda kind: -kind.size)
+    numbered = tuple(replace(group, plan=kinds.index(_kind_of(group, settings))) for group in groups)
+    first, *rest = kinds
+    inside = settings.but(devices=(), exchange__backend="whale")
+    of_kind = {
+        kind: inside.but(
+            size=kind.size,
+            mesh=mesh_of_size(settings, kind.size),
+            split__ranks=0,
+            split__tiles=_known(settings, kind.size),
+            batch__inputs=_shared_out(program, settings, kind),
+            batch__shares=kind.shares,
+        )
+        for kind in kinds
     }
-    plan = plan_program(program, of_size[first])
+    plan = _planned(program, of_kind[first], numbered, 0)
     several = any(p.expanded for p in chain(plan) if p is not plan)
-    alone = settings.time.micro_batches == 1 or first == 1 or not has_split_scopes(program)
+    alone = settings.time.micro_batches == 1 or first.size == 1 or not brings_rows_together(program)
     if not rest and not several and alone:
-        return plan
+        return plan, numbered
     # All have to speak of one program, and of the same rows in each micro-batch. A split scope wants the rows of all
     # ranks, of one micro-batch at a time.
     names: set[str] = set()
-    plans = {size: plan_program(program, of_size[size]) for size in rest} | {first: plan}
+    plans = {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in rest} | {first: plan}
     known = {n.name for n in program.nodes}
     while True:
         more = {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names
         names |= more
         expanded = expand(program, names, inside)
-        for size, p in plans.items():
+        for kind, p in plans.items():
             batch = (
                 p.batch_inputs
                 if alone and not rest
-                else in_each_micro_batch(p.batch_inputs, settings.time.micro_batches)
+                else in_each_micro_batch(p.batch_inputs, settings.time.micro_batches, bool(kind.shares))
             )
-            plans[size] = plan_program(expanded, of_size[size].but(batch__inputs=batch))
+            plans[kind] = _planned(expanded, of_kind[kind].but(batch__inputs=batch), numbered, kinds.index(kind))
         if not {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names:
             break
     mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
-    others = tuple(replace(plans[size], fingerprint=mark, expanded=kept) for size in rest)
-    return replace(plans[first], fingerprint=mark, expanded=kept, others=others)
+    others = tuple(replace(plans[kind], fingerprint=mark, expanded=kept) for kind in rest)
+    return replace(plans[first], fingerprint=mark, expanded=kept, others=others), numbered
+
+
+def _planned(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
+    """The plan of this number: of the whole program on the mesh of the groups that keep to it."""
+    found = plan_program(in_positions(program, groups, plan), settings)
+    return replace(found, fingerprint=fingerprint(program))
+
+
+def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[BatchInput, ...] | None:
+    """The batch inputs with the rows of every rank of a group that has shares; None: they are to be found."""
+    asked = settings.batch
+    if not kind.shares:
+        return asked.inputs
+    mesh = {a.name: a.size for a in mesh_of_size(settings, kind.size)}
+    found = []
+    for b in batch_inputs(program, len(asked.shares), asked.shares, asked.marked):
+        rows = rows_of_ranks(sum(sizes_of(b)), kind.size, kind.shares, data_coordinates(mesh, kind.size))
+        found.append(replace(b, placement=with_sizes(b, rows)))
+    return tuple(found)
 
 
 def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
@@ -118,8 +173,13 @@ def _known(settings: PlanSettings, size: int) -> dict[str, Tiles]:
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
 
-def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tuple[BatchInput, ...]:
+def in_each_micro_batch(
+    batch: Sequence[BatchInput], micro_batches: int, shared: bool = False
+) -> tuple[BatchInput, ...]:
     """Batch inputs of which each rank computes some rows of each micro-batch, whatever the number of ranks.
+
+    Args:
+      shared: the ranks' rows of a micro-batch are in the proportion of those of the batch; else as even as can be.
 
     Raises:
       PlanError: the rows are no multiple of the micro-batches, or fewer than the ranks.
@@ -140,7 +200,7 @@ def in_each_micro_batch(batch: Sequence[BatchInput], micro_batches: int) -> tupl
                 expected="rows in multiples of the micro-batches, one at least for each rank, passed whole on each",
                 action="change the batch, pipeline.num_micro_batch or the devices of the stages",
             )
-        of_one = rows_of_ranks(size // micro_batches, ranks)
+        of_one = rows_of_ranks(size // micro_batches, ranks, b.placement.sizes if shared else ())
         found.append(replace(b, placement=split(0, of_one, micro_batches)))
     return tuple(found)
 
@@ -218,8 +278,8 @@ def uses_of(expanded: Program, plan: Plan) -> dict[str, Use]:
     uses = {}
     for name, groups in found.items():
         one = groups[0].ranks if len(groups) == 1 else ()
-        tiles = tiles_of(plan.of(len(one))).get(name) if one else None
-        place = _in_order(plan.of(len(one)), tiles, one) if tiles is not None else one
+        tiles = tiles_of(plan.of(groups[0])).get(name) if one else None
+        place = _in_order(plan.of(groups[0]), tiles, one) if tiles is not None else one
         uses[name] = Use(frozenset(r for p in groups for r in p.ranks), name in written, place, tiles)
     if not plan.stage_groups:
         for name, tiles in tiles_of(plan).items():
@@ -234,17 +294,15 @@ def _in_order(plan: Plan, tiles: Tiles, ranks: Sequence[int]) -> tuple[int, ...]
 
 
 def _with_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
-    """``plan`` with the variables of the stages only that groups of its size have; they lie over their ranks."""
-    mine = {
-        v.node
-        for group, part in zip(groups, cuts)
-        if len(group.ranks) == plan.mesh_size
-        for v in part.program.variables
-    }
+    """``plan`` with the variables of the stages only that its groups have; they lie over their ranks."""
 
-    def of_level(level: Plan) -> Plan:
-        kept = {name: p for name, p in level.variables.items() if name in mine}
-        return replace(level, variables=kept, inner=level.inner and of_level(level.inner))
+    def of_plan(one: Plan, number: int) -> Plan:
+        mine = {v.node for g, part in zip(groups, cuts) if g.plan == number for v in part.program.variables}
 
-    others = tuple(_with_own_variables(other, groups, cuts) for other in plan.others)
-    return replace(of_level(plan), others=others)
+        def of_level(level: Plan) -> Plan:
+            kept = {name: p for name, p in level.variables.items() if name in mine}
+            return replace(level, variables=kept, inner=level.inner and of_level(level.inner))
+
+        return of_level(one)
+
+    return replace(of_plan(plan, 0), others=tuple(of_plan(other, i) for i, other in enumerate(plan.others, 1)))

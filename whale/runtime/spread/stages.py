@@ -27,6 +27,7 @@ from whale.ir.mesh import Mesh, mesh_of
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, static_shape
+from whale.passes.facts.rank_groups import in_positions
 from whale.passes.in_time.stage_groups import FETCH_KEY, Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.order import plan_of_part
@@ -48,13 +49,16 @@ class Stages:
     def __init__(self, expanded: Program, plan: Plan, settings: PlanSettings, rows: Mapping[Ref, Split]):
         self.expanded, self.plan, self.rows = expanded, plan, rows
         self.cuts = cut(expanded, plan.stage_groups)
-        by_size = {len(g.ranks): plan.of(len(g.ranks)) for g in plan.stage_groups}
-        self._of_size = {size: levels_of(expanded, p, settings.but(size=size)) for size, p in by_size.items()}
-        self.meshes = [mesh_of(by_size[len(g.ranks)], g.ranks) for g in plan.stage_groups]
+        groups = plan.stage_groups
+        self._of_plan = {
+            g.plan: levels_of(in_positions(expanded, groups, g.plan), plan.of(g), settings.but(size=len(g.ranks)))
+            for g in groups
+        }
+        self.meshes = [mesh_of(plan.of(g), g.ranks) for g in groups]
 
     def levels(self, number: int) -> Levels:
         """What the ranks of a group would run if they had all stages."""
-        return self._of_size[len(self.meshes[number].ranks)]
+        return self._of_plan[self.plan.stage_groups[number].plan]
 
     def where(self, rank: int) -> tuple[int, tuple[int, ...]]:
         """Number of a rank's group, and its coordinates there."""
@@ -65,13 +69,14 @@ class Stages:
         """What a rank runs, with the ends of its group's program still there."""
         number, at = self.where(rank)
         levels, part = self.levels(number), self.cuts[number]
-        program = part.program
+        program = in_positions(part.program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
         for level, coordinate in enumerate(at):
             outer = at[:level]
             model, settings = levels.plan(outer), levels.settings_at(outer)
             ends = dict(self._ends(part, program, number, at, level))
             program = expand(program, model.expanded, settings)
-            program = levels.localised(program, plan_of_part(program, settings, model, ends), outer, coordinate)
+            mine = plan_of_part(levels.seen(program, level), settings, model, ends)
+            program = levels.localised(program, mine, outer, coordinate)
         program = placed(program, self.meshes[number], rank, comm)
         return levels.with_own_rows(program, self.expanded, at)
 
@@ -97,8 +102,8 @@ class Stages:
     # -- layouts of what travels
 
     def is_direct(self, source: int, target: int) -> bool:
-        """Whether both groups have the same mesh, so that coordinates correspond."""
-        return self.meshes[source].axes == self.meshes[target].axes
+        """Whether both groups have the same mesh, and rows on it, so that coordinates correspond."""
+        return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
     def sent(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
         """How a tensor lies over each axis when it leaves the ranks of a group."""

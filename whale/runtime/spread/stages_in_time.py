@@ -44,7 +44,7 @@ class WholeInTime:
         plan = self.plan = stages.plan
         levels, mesh = stages.levels(number), stages.meshes[number]
         at = at or (0,) * len(mesh.axes)
-        self.mine, self.position, self.settings = plan.of(len(mesh.ranks)), levels.position(at), settings
+        self.mine, self.position, self.settings = plan.of(plan.stage_groups[number]), levels.position(at), settings
         whole = prepared(levels.with_own_rows(levels.program(at), expanded, at))
         time = self._planned(whole, {})
         each = {name for name, region in regions(whole, time).items() if region == EACH}
