@@ -21,7 +21,7 @@ SAMPLE = [
     ("scan", "amp"),
     ("interleaved", "unequal shares", "session"),
     ("unequal stages", "some devices", "zb-h1"),
-    ("second tensor axis", "some devices", "loop"),
+    ("second tensor axis", "some devices", "loop", "recompute marked"),
 ]
 
 

@@ -12,8 +12,9 @@ from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement
 from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
-from whale.ir.values import Shape, TensorType, numpy_dtype, static_shape
+from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter, reshard_name
+from whale.rules.math.linear import ROUNDS
 from whale.rules.structure.communication import RUNS
 
 
@@ -71,6 +72,8 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     if isinstance(want, Broadcast):
         return e.all_reduce(name, (local,), (t,), r, r.key)
     if isinstance(want, Split):
+        if r.wire_dtype:
+            return _scattered_rounded(e, name, local, t, want, r)
         attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
         return e.comm_op(
             name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
@@ -82,6 +85,30 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         expected="a change by way of B",
         action="make the plan again",
     )
+
+
+def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
+    """A sum of which each rank gets its part: parts are rounded to 16 bits, sent to their rank, and added there."""
+    shape, wire = static_shape(t), r.wire_dtype
+    to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False, ROUNDS: True}
+    rounded = e.add(f"{name}/rounded", "Cast", (local,), to_wire, (TensorType(wire, shape),))
+    lifted = TensorType(wire, (1, *shape))
+    source = e.reshape(f"{name}/lifted", rounded, wire, (1, *shape))
+    attrs = {
+        "key": r.key,
+        "split_axis": want.dim + 1,
+        "split_sizes": want.sizes,
+        "concat_axis": 0,
+        "concat_sizes": (1,) * e.size,
+    }
+    mine = static_shape(TensorType(t.dtype, local_shape(shape, want, e.rank)))
+    parts = (TensorType(wire, (e.size, *mine)),)
+    got = e.comm_op(f"{name}/parts", "WhaleAllToAll", (source,), lifted, attrs, parts)
+    from_wire = {"SrcT": DType(wire), "DstT": DType(t.dtype), "Truncate": False}
+    wide = e.add(f"{name}/widened", "Cast", (got,), from_wire, (TensorType(t.dtype, (e.size, *mine)),))
+    operands = (wide, e.const(f"{name}/first", np.array([0], np.int32)))
+    summed = {"T": DType(t.dtype), "Tidx": DType("int32"), "keep_dims": False}
+    return e.add(name, "Sum", operands, summed, (TensorType(t.dtype, mine),))
 
 
 def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:

@@ -1,8 +1,9 @@
 """Which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
 
 Gradients: float32 sums of the step itself with at least one dimension that end in an update of a variable and that no
-other movement waits for. The loss and metrics are numbers that a user reads, statistics of the batch are what the
-computation goes on with; both stay as they are. What Horovod sums is Horovod's.
+other movement waits for; or that are scattered for an update of state that lies split. The loss and metrics are numbers
+that a user reads, statistics of the batch are what the computation goes on with; both stay as they are. What Horovod
+sums is Horovod's.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.exchanged_bytes import bytes_on_wire
-from whale.ir.layout import P_SUM, Broadcast, moved_bytes
+from whale.ir.layout import P_SUM, Broadcast, Split, moved_bytes
 from whale.ir.ops import REF_UPDATES, UPDATES
 from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.passes.exchange.horovod import waited_for
+from whale.passes.facts.uses import taken_by_updates
 from whale.passes.layout.graph_layout import GraphLayout
 
 _UPDATES = UPDATES | REF_UPDATES
@@ -27,7 +29,7 @@ def can_narrow(program: Program, r: Reshard) -> bool:
         r.graph == ""
         and r.backend in ("whale", DEVICE)
         and r.source == P_SUM
-        and isinstance(r.target, Broadcast)
+        and isinstance(r.target, Broadcast | Split)
         and program.type_of(r.ref).dtype == "float32"
     )
 
@@ -43,7 +45,10 @@ def narrow(
             updating.update(ref.node for ref in node.inputs)
 
     def narrowed(r: Reshard) -> Reshard:
-        if not can_narrow(program, r) or r.key in moves_after or r.ref.node not in updating:
+        if not can_narrow(program, r) or r.ref.node not in updating:
+            return r
+        scattered = isinstance(r.target, Split)  # weights are gathered after an update of their parts
+        if (scattered and not taken_by_updates(program, r.ref)) or (not scattered and r.key in moves_after):
             return r
         tensor = program.type_of(r.ref)
         if tensor.shape == ():

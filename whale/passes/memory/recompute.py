@@ -83,7 +83,8 @@ class _Forward:
         self.backward: set[str] = set()
         self.fixed: set[str] = set()  # made from variables and constants only
         for node in program.nodes:
-            reads = [r.node for r in node.inputs]
+            # A gradient of a loop has its forward pass fill lists, which it makes for that.
+            reads = [r.node for r in node.inputs if program.by_name[r.node].op != "EmptyTensorList"]
             if node.attrs.get(BACKWARD) or not self.backward.isdisjoint(reads):
                 self.backward.add(node.name)
             elif node.name in program.variable_of or node.op == "ReadVariableOp":

@@ -9,9 +9,13 @@ from whale.ir.values import FLOATING, Shape
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.rules.registry import rule
 
+ROUNDS = "_rounds"  # attribute of a Cast to fewer bits for the way to other ranks
+
 
 def _cast_is_linear(op: OpView) -> str | None:
-    """P(sum) passes a Cast between floating types: integers truncate."""
+    """P(sum) passes a Cast between floating types: integers truncate; what is rounded to be sent is summed first."""
+    if op.attr(ROUNDS, False):
+        return None
     return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
 
 

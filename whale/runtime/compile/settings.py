@@ -20,13 +20,6 @@ from whale.runtime.run.context import Context
 def settings_of(context: Context) -> PlanSettings:
     """The planner's view of the run."""
     config = context.config
-    if config["communication.wire_dtype"] and config.zero_level:
-        raise PlanError(
-            "gradients that are divided with the optimizer's state are sent as they are",
-            given=f'communication.wire_dtype="{config["communication.wire_dtype"]}", zero.level={config.zero_level}',
-            expected="one of the two",
-            action="leave communication.wire_dtype or zero.level out",
-        )
     if config["pipeline.num_stages"] and not config["auto_parallel"]:
         raise PlanError(
             "a number of stages is for auto_parallel to keep to; without it stages are those of the program",
