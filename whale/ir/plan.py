@@ -128,8 +128,7 @@ class Plan:
       memory: category -> predicted bytes of each rank at the fullest moment of a step; empty where nobody asked.
       stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
       others: plans number 1, 2, ... for stage groups with other numbers of ranks, or other rows; this one is number 0.
-      edges: what travels between stage groups.
-      schedule: name of the order of micro-batches on the stage groups; "" when there is one micro-batch.
+      edges: what travels between stage groups; schedule: name of the order of micro-batches on them, "" with only one.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
