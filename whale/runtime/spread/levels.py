@@ -21,6 +21,7 @@ from whale.ir.program import Node, Program
 from whale.lowering.local import localise
 from whale.passes.exchange.joint_sums import axes_of_sum, join_sums, sums_to_join
 from whale.passes.facts.axes import known_along, seen_along
+from whale.passes.facts.rank_groups import named_ranks
 from whale.passes.lay_out import expand
 from whale.passes.layout.model import same_kind
 from whale.passes.order import complete_plan, make_plan
@@ -110,7 +111,8 @@ class Levels:
         """Sums along earlier axes that are one with those along the axis of this level (see ``sums_to_join``)."""
         if level not in self._sums:
             first = (0,) * level
-            self._sums[level] = sums_to_join(self.expanded(first), self.plan(first)) if level else {}
+            alike = level > 0 and not named_ranks(self._programs[()])  # else ranks without rows have constants there
+            self._sums[level] = sums_to_join(self.expanded(first), self.plan(first)) if alike else {}
         return self._sums[level]
 
     def expanded(self, at: tuple[int, ...]) -> Program:
