@@ -111,8 +111,8 @@ def _ways(plan: Plan) -> str:
     found = [f"{len(groups)} stages"] if groups else []
     if len(sizes) > 1:
         return f": {found[0]} of {sizes[0]} to {sizes[-1]} ranks"
-    one = plan.of(sizes[0])
-    found += [_way(one, axis.name, axis.size) for axis in mesh_of(one, range(sizes[0])).axes if axis.size > 1]
+    # Other plans of as many ranks have the same axes.
+    found += [_way(plan, axis.name, axis.size) for axis in mesh_of(plan, range(sizes[0])).axes if axis.size > 1]
     return f": {' x '.join(found)}" if found else ""
 
 
