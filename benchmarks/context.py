@@ -118,6 +118,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--form", default="where", help="where: a mask of infinities; matmul, einsum: one that is added"
+    )
     parser.add_argument("--limit", type=int, default=0, help="memory.limit_bytes of a rank")
     parser.add_argument("--measure", action="store_true")
     asked = parser.parse_args()
@@ -145,8 +148,8 @@ def _line(asked: argparse.Namespace, ranks: int) -> str:
     from whale.ir.layout import Partial
 
     scope = partial(wh.split, context=1) if ranks > 1 else contextlib.nullcontext
-    model = Model(wh.function, scope, _shape(asked, ranks), asked.layers, dtype="float32")
-    plan = model.step.plan(*model.batch(0))
+    model = Model(wh.function, scope, _shape(asked, ranks), asked.layers, asked.form, "float32")
+    plan = wh.plan(model.step, *model.batch(0))
     peak = max(map(sum, zip(*plan.memory.values())))
     exchanged = [r for r in plan.reshards if not isinstance(r.source, Partial)]
     round_ = any(r.source == r.target for r in exchanged)
@@ -161,7 +164,7 @@ def _measured(asked: argparse.Namespace, ranks: int) -> None:
     from whale_ops.memory import memory
 
     scope = partial(wh.split, context=1) if ranks > 1 else contextlib.nullcontext
-    model = Model(wh.function, scope, _shape(asked, ranks), asked.layers, dtype="float32")
+    model = Model(wh.function, scope, _shape(asked, ranks), asked.layers, asked.form, "float32")
     for i in range(3):
         model.step(*model.batch(i))
     peak = (memory().peak_bytes or 0) / 2**20

@@ -45,6 +45,7 @@ FEATURES: tuple[Feature, ...] = (
     _of("tensor", "tensor", tensor=2),
     _of("second tensor axis", "expert", expert=2),
     _of("sequence", "attention", "sequence", tensor=2, instead=["tensor"]),
+    _of("context", "attention", "heads", "context", context=2),
     _of("2 stages", "stages", stage=2, instead=_IN_STAGES),
     _of("4 stages", "stages", stage=4, instead=_IN_STAGES),
     _of("unequal stages", "stages", "unequal", instead=_IN_STAGES),
@@ -89,5 +90,5 @@ def mesh_of(features: Iterable[Feature]) -> str:
     found: dict[str, int] = {}
     for feature in features:
         found.update(feature.axes)
-    order = sorted(found, key=["stage", "tensor", "expert"].index)
+    order = sorted(found, key=["stage", "tensor", "expert", "context"].index)
     return ",".join(f"{name}={found[name]}" for name in order)

@@ -15,7 +15,7 @@ import whale as wh
 ROWS, WIDTH, STEPS, RATE, MOMENTUM = 32, 8, 2, 0.5, 0.5  # numbers that float32 has as well
 LAYERS, TIME = 8, 3
 # What changes the program itself, and not only how it is spread.
-OF_PROGRAM = frozenset({"loop", "lstm", "scan", "branch", "attention", "accumulated"})
+OF_PROGRAM = frozenset({"loop", "lstm", "scan", "branch", "attention", "heads", "accumulated"})
 Scopes = Callable[[int], Any]
 
 
@@ -51,6 +51,10 @@ class Net(tf.Module):
             return tf.scan(lambda state, x: tf.tanh(state @ w + x), steps, tf.zeros_like(h))[-1]
         if "branch" in self.marks and i == 3:
             return tf.cond(tf.reduce_sum(w) > 100.0, lambda: tf.nn.relu(h @ w), lambda: tf.tanh(h @ w))
+        if "heads" in self.marks and i == 5:
+            q, k = (tf.transpose(tf.reshape(t, (*t.shape[:2], 2, -1)), (0, 2, 1, 3)) for t in (h @ w, h))
+            mixed = tf.matmul(tf.nn.softmax(tf.matmul(q, k, transpose_b=True)), k)
+            return h + tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), h.shape)
         if "attention" in self.marks and i == 5:
             scores = tf.nn.softmax(tf.matmul(h @ w, h, transpose_b=True))
             return h + tf.matmul(scores, h)
@@ -147,6 +151,8 @@ def scopes_of(marks: frozenset[str]) -> Scopes:
     @contextlib.contextmanager
     def scope(i: int) -> Any:
         with contextlib.ExitStack() as stack:
+            if "context" in marks:
+                stack.enter_context(wh.split(context=1))
             if ("tensor" in marks and i in (0, 2, 4, 6)) or ("lstm" in marks and i == 2):
                 stack.enter_context(wh.split())
             if "sequence" in marks and 4 <= i <= 6:

@@ -14,6 +14,7 @@ SAMPLE = [
     ("2 stages", "zb-h1", "branch", "session"),
     ("second tensor axis", "session"),
     ("sequence", "zero 3"),
+    ("context", "micro-batches", "recompute auto"),
     ("tensor", "unequal shares"),
     ("lstm", "zero 3"),
     ("second tensor axis", "saved"),

@@ -113,6 +113,19 @@ def test_a_limit_of_memory_makes_keys_go_round(ranks: Callable[..., None]) -> No
     assert any(r.source == r.target for r in plan.reshards)
 
 
+def test_the_peak_of_a_rank_falls_as_the_ranks_become_more(ranks: Callable[..., None]) -> None:
+    """One sequence on one device, and eight times as long a one on eight ranks."""
+    peaks = {}
+    for count, length in ((1, 512), (8, 512), (8, 4096)):
+        ranks(count)
+        model = Model(wh.function, SCOPE if count > 1 else contextlib.nullcontext, (1, length, 1, 4), form="where")
+        plan = wh.plan(model.step, *model.batch(0))
+        peaks[count, length] = max(map(sum, zip(*plan.memory.values())))
+        wh.shutdown()
+    assert 8 * peaks[8, 512] <= 1.1 * peaks[1, 512]
+    assert peaks[8, 4096] <= 1.1 * peaks[1, 512]
+
+
 class _Keras:
     """A layer of a transformer, of Keras' own."""
 

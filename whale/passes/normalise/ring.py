@@ -53,7 +53,7 @@ def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]
     """The attentions that a ring is for, of those under scopes that divide the sequence on every layer, by name.
 
     A ring moves (p-1)(K + V) bytes forward and twice that backward; giving heads for parts of the sequence moves
-    (p-1)/p of queries, keys, values and result, forward and backward, but needs a head (or row) for each rank, and
+    (p-1)/p of queries, keys, values and result, forward and backward, but needs a head for each rank, and
     holds the shares of all queries and keys of its heads.
 
     Args:
@@ -71,7 +71,7 @@ def _divides(program: Program, one: Attention, parts: int) -> bool:
 
 
 def _has_heads(program: Program, one: Attention, parts: int) -> bool:
-    return any(size >= parts for size in static_shape(program.by_name[one.softmax].outputs[0])[:-2])
+    return any(size >= parts for size in static_shape(program.by_name[one.softmax].outputs[0])[1:-2])
 
 
 def _moves_less(program: Program, one: Attention, parts: int) -> bool:

@@ -73,7 +73,7 @@ class Candidates:
                         self._note(Ref(name), few)
         for name, node in self.region.nodes.items():
             if context_of(node.scope) is not None and name not in self.region.read and self.region.flops(node):
-                self._seed_result(node)  # heads, or rows, of an attention
+                self._seed_result(node)  # heads of an attention
         for name in self.region.weights:
             if (cut := self.region.cut_of_image(name)) is not None:
                 self._note(Ref(name), cut)
@@ -86,9 +86,10 @@ class Candidates:
                     self._note(ref, self.region.outside.produced[ref])
 
     def _seed_result(self, node: Node) -> None:
+        """Parts of the sequence are not given for rows, which micro-batches would cut again."""
         group = self.region.group[node.name]
         for dim, size in enumerate(node.outputs[0].shape or ()):
-            if size is not None and size >= len(group):
+            if dim > 0 and size is not None and size >= len(group):
                 self._note(Ref(node.name), split(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> None:

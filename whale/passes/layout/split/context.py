@@ -2,7 +2,7 @@
 
 What a product that reads a weight makes lies along the sequence, forward and backward; all between follows, since
 nothing has to move there. Between the layers stands attention, whose scores need every key: the choice by what is
-communicated brings the ranks heads (or rows) for their parts of the sequence (Jacobs et al., "DeepSpeed Ulysses",
+communicated brings the ranks heads for their parts of the sequence (Jacobs et al., "DeepSpeed Ulysses",
 2023), and a surcharge keeps it from bringing all keys and values to every rank, which moves no more among few ranks.
 """
 
