@@ -142,6 +142,6 @@ def test_stages_have_each_rank_once() -> None:
     plan = replace(
         planned(mlp(8, 4, 4, 2), 4, 1), stage_groups=(StageGroup("a", (0,), ("s0",)), StageGroup("b", (0,), ("s1",)))
     )
-    assert proof.of_stage_groups(plan) == ["the stages have the ranks [0, 0], not each of 2 once"]
-    plan = replace(plan, stage_groups=(StageGroup("a", (0,), ("s0",)), StageGroup("b", (1, 2), ("s1",), 1)))
+    assert proof.of_stage_groups(plan)[0] == "the stages have the ranks [0, 0], not each of 2 once"
+    plan = replace(plan, stage_groups=(StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (2, 3), ("s1",), 1)))
     assert proof.of_stage_groups(plan) == ["b has 2 ranks, and plan 1 of 1 is for 0"]
