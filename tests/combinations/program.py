@@ -52,9 +52,9 @@ class Net(tf.Module):
         if "branch" in self.marks and i == 3:
             return tf.cond(tf.reduce_sum(w) > 100.0, lambda: tf.nn.relu(h @ w), lambda: tf.tanh(h @ w))
         if "heads" in self.marks and i == 5:
-            q, k = (tf.transpose(tf.reshape(t, (*t.shape[:2], 2, -1)), (0, 2, 1, 3)) for t in (h @ w, h))
+            q, k = (tf.transpose(tf.reshape(t, (-1, t.shape[1], 2, WIDTH // 2)), (0, 2, 1, 3)) for t in (h @ w, h))
             mixed = tf.matmul(tf.nn.softmax(tf.matmul(q, k, transpose_b=True)), k)
-            return h + tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), h.shape)
+            return h + tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), (-1, *h.shape[1:]))
         if "attention" in self.marks and i == 5:
             scores = tf.nn.softmax(tf.matmul(h @ w, h, transpose_b=True))
             return h + tf.matmul(scores, h)
