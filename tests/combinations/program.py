@@ -160,7 +160,7 @@ def scopes_of(marks: frozenset[str]) -> Scopes:
             if "expert" in marks and i == 7:
                 stack.enter_context(wh.split(axis="expert"))
             if "devices" in marks and i == 0 and "tensor" not in marks:
-                ranks = [4, 5] if "chunks" in marks else [2] if "four" in marks else [0, 1]  # of its stage
+                ranks = [1] if "four" in marks else [0, 1]  # some of its stage
                 stack.enter_context(wh.split(devices=ranks))
             yield
 
