@@ -16,7 +16,6 @@ import numpy as np
 from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
-from whale.passes.facts.scopes import split_scope
 from whale.rules.graph import called_functions
 
 
@@ -60,7 +59,7 @@ def _operands(node: Node) -> range:
 def _readable(program: Program, node: Node, operand: int, min_bytes: int) -> TensorType | None:
     """What the variable holds whose handle the operand is, where it may lie split between steps."""
     variable = program.variable_of.get(node.inputs[operand].node)
-    if variable is None or split_scope(variable.scope) or split_scope(node.scope):
+    if variable is None:
         return None
     t = variable.type
     return t if t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes else None
