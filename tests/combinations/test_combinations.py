@@ -14,6 +14,7 @@ SAMPLE = [
     ("2 stages", "zb-h1", "branch", "session"),
     ("second tensor axis", "session"),
     ("sequence", "zero 3"),
+    ("tensor", "zero 3", "session"),
     ("context", "micro-batches", "recompute auto"),
     ("tensor", "unequal shares"),
     ("lstm", "zero 3"),

@@ -100,7 +100,7 @@ def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple
     if filled == size:
         return given
     names = [a.name for a in given]
-    missing = sorted(name for name in used if name not in names)
+    missing = sorted(name for name in used if name not in (*names, DATA))  # data is the first axis, named or not
     if missing:
         return (*given, Axis(missing[0], size // filled))
     if DATA not in names:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func
-from whale.passes.facts.scopes import PASSED_ON, split_scope
+from whale.passes.facts.scopes import PASSED_ON
 from whale.passes.memory.zero import is_model
 from whale.rules.graph import USE
 
@@ -66,7 +66,7 @@ def _is_large(program: Program, node: Node, min_bytes: int) -> bool:
     if node.op != "ReadVariableOp" or not node.inputs:
         return False
     variable = program.variable_of.get(node.inputs[0].node)
-    if variable is None or split_scope(variable.scope) or split_scope(node.scope):
+    if variable is None:
         return False
     t = variable.type
     return bool(t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes)
