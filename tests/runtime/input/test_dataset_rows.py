@@ -37,6 +37,7 @@ class _Rank:
     comms: list[_Comm]
     config: Config
     elements: int = 0
+    split_ranks: int = 0
     between_processes: bool = True
     trace: None = None
     seeds: None = None
