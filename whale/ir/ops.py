@@ -164,4 +164,5 @@ SOFTMAXES = _named("Softmax LogSoftmax")
 # The loss (result 0) and the logits' gradient (result 1), of the whole vocabulary at once.
 CROSS_ENTROPIES = _named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits")
 # Dimensions (operand 1) are reduced away.
-REDUCTIONS = _named("Sum Mean Prod Max Min All Any")
+FOLDS = _named("Sum Prod Max Min")  # of no numbers these make what changes nothing; a mean of none is no number
+REDUCTIONS = FOLDS | _named("Mean All Any")

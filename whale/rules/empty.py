@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.layout import Partial, PerRank, Placement, Split, identity_value, local_shape
-from whale.ir.ops import MATMULS, VIEWS
+from whale.ir.ops import FOLDS, MATMULS, VIEWS
 from whale.ir.values import UNMOVABLE, TensorType, numpy_dtype
 from whale.rules.base import OpView, Strategy, local_output_shape
 from whale.rules.registry import rule_of
 
-_TAKES_NOTHING = MATMULS | VIEWS | frozenset({"BiasAdd", "Sum", "Prod", "Max", "Min"})
+_TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd"}
 
 
 def known_outputs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whale.ir.ops import IDENTITIES
+from whale.ir.ops import IDENTITIES, MATMULS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
 from whale.passes.facts.uses import is_pointwise
@@ -84,7 +84,7 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
         words = (*left.split(","), right)
         if len(words) != 3 or "." in "".join(words) or any(len(set(w)) < len(w) for w in words):
             return None
-    elif node.op in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+    elif node.op in MATMULS:
         first, second = ("transpose_a", "transpose_b") if node.op == "MatMul" else ("adj_x", "adj_y")
         batch = _LETTERS[: len(shapes[2] or ()) - 2]
         words = (
