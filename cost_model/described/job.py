@@ -19,7 +19,6 @@ from cost_model.described.transformer import Parallel, Transformer
 from cost_model.machines import files
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
-from whale.ir.plan_text import human_bytes
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +86,8 @@ def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
 
 def too_large(cluster: Cluster, found: Prediction) -> list[str]:
     """A line for every stage whose ranks need more memory than their device has, and by how much."""
+    from whale.ir.plan_text import human_bytes  # loads NumPy, which a prediction does without
+
     lines, pools = [], Machines(cluster).pools
     for number, (stage, cost) in enumerate(zip(found.spread.stages, found.evaluation.stages)):
         for part, held in zip(stage.parts, cost.memory):
