@@ -28,7 +28,8 @@ def taken() -> Context | None:
     if context.planned_size > 1 or context.dry is not None or context.meter is not None:
         return context
     config = context.config
-    return context if any(config.origin(key) != "default" for key in config) else None
+    said = (key for key in config if key != "plan_cache")  # which says nothing of how a program is to be run
+    return context if any(config.origin(key) != "default" for key in said) else None
 
 
 def follows() -> Context | None:
