@@ -25,6 +25,7 @@ INCLUDED: dict[str, set[str]] = {
     "core/device": {"core/base", "core/engine"},
     "core/c_api": {"core/base", "core/transport", "core/collective", "core/engine", "core/device"},
     "mpi": {"core/transport"},
+    "loopback": set(),
     "cuda": {"core/base", "core/device"},
     "ops": {"core/transport", "core/collective", "core/engine", "core/device"},
 }
