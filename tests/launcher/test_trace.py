@@ -105,7 +105,7 @@ with trace.span("between", "step"):
 def test_a_path_that_cannot_be_written_is_refused(launcher: Launcher, path: str) -> None:
     done = launcher.run("-np", "1", "--trace", path, launcher.script("print('started')"))
     assert done.returncode == 2 and done.stdout == ""
-    assert f"the trace cannot be written\n  given: --trace {path}\n" in done.stderr and "next:" in done.stderr
+    assert f"the result cannot be written there\n  given: --trace {path}\n" in done.stderr and "next:" in done.stderr
 
 
 def test_a_trace_asked_for_twice_is_refused(launcher: Launcher) -> None:
