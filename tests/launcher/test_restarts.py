@@ -69,6 +69,7 @@ def _loses_a_host(launcher: Launcher) -> str:
 
 def test_a_host_that_is_gone_is_left_out(launcher: Launcher) -> None:
     script = _loses_a_host(launcher)
+    (launcher.folder / "p").touch()
     done = launcher.run("-np", "2", "--hosts", HOSTS, "--plan", "p", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     said = ["[0] attempt 0 on 2 True", "[0] attempt 1 on 1 False", "[1] attempt 0 on 2 True"]
