@@ -22,9 +22,9 @@ __all__ = ["double", "ranks"]
 
 
 def test_changed_plans_are_refused_or_train_as_one_device(ranks: Callable[..., None], tmp_path: Path) -> None:
-    counts = judged(150, seed=24)
+    counts = judged(150, seed=25)
     assert counts.problems == []
-    assert counts.unreadable > 10 and counts.illegal > 20
+    assert counts.unreadable > 10 and counts.illegal > 30
     moved = [(tree, config) for tree, config in counts.legal if tree.get("fingerprint")]
     assert trained(tmp_path, moved[:4], ranks) == []
 
