@@ -139,9 +139,8 @@ def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
 
 
 def test_stages_have_each_rank_once() -> None:
-    plan = replace(
-        planned(mlp(8, 4, 4, 2), 4, 1), stage_groups=(StageGroup("a", (0,), ("s0",)), StageGroup("b", (0,), ("s1",)))
-    )
-    assert proof.of_stage_groups(plan)[0] == "the stages have the ranks [0, 0], not each of 2 once"
+    twice = (StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (0, 1), ("s1",)))
+    plan = replace(planned(mlp(8, 4, 4, 2), 4, 1), stage_groups=twice)
+    assert proof.of_stage_groups(plan) == ["the stages have the ranks [0, 0, 1, 1], not each of 4 once"]
     plan = replace(plan, stage_groups=(StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (2, 3), ("s1",), 1)))
     assert proof.of_stage_groups(plan) == ["b has 2 ranks, and plan 1 of 1 is for 0"]
