@@ -58,6 +58,19 @@ class RowsOp : public TensorOp {
  protected:
   int tables() const { return tables_; }
 
+  // Rows, and of RouteIds' results those that say how they travel.
+  struct Routed {
+    OpInputList rows, back;
+    Counts sent, came;
+  };
+
+  absl::Status read_routed(OpKernelContext* ctx, size_t size, Routed* routed) const {
+    TF_RETURN_IF_ERROR(ctx->input_list("rows", &routed->rows));
+    TF_RETURN_IF_ERROR(ctx->input_list("back", &routed->back));
+    TF_RETURN_IF_ERROR(read_counts(ctx, "sent", size, &routed->sent));
+    return read_counts(ctx, "came", size, &routed->came);
+  }
+
   absl::Status read_counts(OpKernelContext* ctx, const char* name, size_t size, Counts* counts) const {
     OpInputList list;
     TF_RETURN_IF_ERROR(ctx->input_list(name, &list));
@@ -261,12 +274,9 @@ class ReturnRowsOp : public RowsOp {
 
  protected:
   void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
-    OpInputList rows, back;
-    Counts sent_ids, came_ids;
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("rows", &rows), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("back", &back), done);
-    OP_REQUIRES_OK_ASYNC(ctx, read_counts(ctx, "sent", group.size, &sent_ids), done);
-    OP_REQUIRES_OK_ASYNC(ctx, read_counts(ctx, "came", group.size, &came_ids), done);
+    Routed routed;
+    OP_REQUIRES_OK_ASYNC(ctx, read_routed(ctx, group.size, &routed), done);
+    const auto& [rows, back, sent_ids, came_ids] = routed;
     std::vector<Tensor> held, once, results, places;
     std::vector<int64_t> widths;
     for (int table = 0; table < tables(); ++table) {
@@ -316,12 +326,9 @@ class SendRowsOp : public RowsOp {
 
  protected:
   void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
-    OpInputList rows, back;
-    Counts sent_ids, came_ids;
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("rows", &rows), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("back", &back), done);
-    OP_REQUIRES_OK_ASYNC(ctx, read_counts(ctx, "sent", group.size, &sent_ids), done);
-    OP_REQUIRES_OK_ASYNC(ctx, read_counts(ctx, "came", group.size, &came_ids), done);
+    Routed routed;
+    OP_REQUIRES_OK_ASYNC(ctx, read_routed(ctx, group.size, &routed), done);
+    const auto& [rows, back, sent_ids, came_ids] = routed;
     std::vector<Tensor> added, results;
     std::vector<int64_t> widths;
     for (int table = 0; table < tables(); ++table) {
