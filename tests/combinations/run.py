@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -84,7 +86,9 @@ def alone(marks: frozenset[str], dtype: str) -> Values:
 
 @cache
 def _host_device() -> Path:
-    return build_host_device(Path(tempfile.mkdtemp(prefix="whale_host_device_")))
+    folder = Path(tempfile.mkdtemp(prefix="whale_host_device_"))
+    atexit.register(shutil.rmtree, folder)
+    return build_host_device(folder)
 
 
 @contextlib.contextmanager
