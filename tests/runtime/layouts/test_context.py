@@ -126,28 +126,23 @@ def test_the_peak_of_a_rank_falls_as_the_ranks_become_more(ranks: Callable[..., 
     assert peaks[8, 4096] <= 1.1 * peaks[1, 512]
 
 
-class _Keras:
-    """A layer of a transformer, of Keras' own."""
+class _Descent:
+    """Gradient descent of a mean square error.
 
-    def __init__(self, function: Any, scope: Any, heads: int):
-        tf.keras.utils.set_random_seed(1)
-        layers, width = tf.keras.layers, 4 * heads
-        self.shape = (2, 14, width)
-        attention = layers.MultiHeadAttention(heads, 4)
-        parts = [layers.LayerNormalization(), layers.Dense(2 * width, activation="gelu"), layers.Dense(width)]
+    Args:
+      predict: from a tensor of the shape to one that is compared with another such.
+    """
 
-        def predict(x: tf.Tensor) -> tf.Tensor:
-            q = parts[0](x)
-            z = x + attention(q, q, use_causal_mask=True)
-            return z + parts[2](parts[1](z))
-
-        predict(tf.zeros(self.shape, tf.float64))
-        self.variables = [v for layer in (attention, *parts) for v in layer.trainable_variables]
+    def __init__(
+        self, function: Any, scope: Any, predict: Callable[[tf.Tensor], tf.Tensor], variables: list[Any],
+        shape: tuple[int, ...],
+    ):  # fmt: skip
+        self.variables, self.shape = variables, shape
 
         def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape, scope():
                 loss = tf.reduce_mean((predict(x) - y) ** 2)
-            for v, slope in zip(self.variables, tape.gradient(loss, self.variables)):
+            for v, slope in zip(variables, tape.gradient(loss, variables)):
                 v.assign_sub(0.1 * slope)
             return loss
 
@@ -158,11 +153,29 @@ class _Keras:
         return draw.normal(size=self.shape), draw.normal(size=self.shape)
 
 
+def _keras(function: Any, scope: Any, heads: int) -> _Descent:
+    """A layer of a transformer, of Keras' own."""
+    tf.keras.utils.set_random_seed(1)
+    layers, width = tf.keras.layers, 4 * heads
+    attention = layers.MultiHeadAttention(heads, 4)
+    parts = [layers.LayerNormalization(), layers.Dense(2 * width, activation="gelu"), layers.Dense(width)]
+
+    def predict(x: tf.Tensor) -> tf.Tensor:
+        q = parts[0](x)
+        z = x + attention(q, q, use_causal_mask=True)
+        return z + parts[2](parts[1](z))
+
+    shape = (2, 14, width)
+    predict(tf.zeros(shape, tf.float64))
+    variables = [v for layer in (attention, *parts) for v in layer.trainable_variables]
+    return _Descent(function, scope, predict, variables, shape)
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_attention_of_keras(ranks: Callable[..., None], double: None, heads: int) -> None:
-    expected = train(_Keras(tf.function, contextlib.nullcontext, heads))
+    expected = train(_keras(tf.function, contextlib.nullcontext, heads))
     ranks(4)
-    model = _Keras(wh.function, SCOPE, heads)
+    model = _keras(wh.function, SCOPE, heads)
     assert worst(train(model), expected) <= LIMIT
     plan = model.step.plan(*model.batch(0))
     assert any(r.source == r.target for r in plan.reshards) == (heads == 2)
@@ -172,28 +185,18 @@ def test_attention_of_keras(ranks: Callable[..., None], double: None, heads: int
 def test_a_softmax_over_keys_that_are_split(ranks: Callable[..., None]) -> None:
     """The plain form: keys and values that are weights lie split, and maxima and sums go over the ranks."""
 
-    class Memory:
-        def __init__(self, function: Any, scope: Any):
-            draw = np.random.default_rng(2)
-            self.variables = [tf.Variable(draw.normal(size=(2000, 6)), name=n) for n in ("keys", "values")]
+    def memory(function: Any, scope: Any) -> _Descent:
+        draw = np.random.default_rng(2)
+        keys, values = (tf.Variable(draw.normal(size=(2000, 6)), name=n) for n in ("keys", "values"))
 
-            def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-                with tf.GradientTape() as tape, scope():
-                    shares = tf.nn.softmax(tf.matmul(x, self.variables[0], transpose_b=True))
-                    loss = tf.reduce_mean((tf.matmul(shares, self.variables[1]) - y) ** 2)
-                for v, slope in zip(self.variables, tape.gradient(loss, self.variables)):
-                    v.assign_sub(0.1 * slope)
-                return loss
+        def predict(x: tf.Tensor) -> tf.Tensor:
+            return tf.matmul(tf.nn.softmax(tf.matmul(x, keys, transpose_b=True)), values)
 
-            self.step = function(step)
+        return _Descent(function, scope, predict, [keys, values], (3, 6))
 
-        def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-            draw = np.random.default_rng(number)
-            return draw.normal(size=(3, 6)), draw.normal(size=(3, 6))
-
-    expected = train(Memory(tf.function, contextlib.nullcontext))
+    expected = train(memory(tf.function, contextlib.nullcontext))
     ranks(4)
-    model = Memory(wh.function, wh.split)
+    model = memory(wh.function, wh.split)
     assert worst(train(model), expected) <= LIMIT
     plan = model.step.plan(*model.batch(0))
     assert P_MAX in [r.source for r in plan.reshards] and len(plan.variables) == 2
