@@ -6,6 +6,7 @@ Each is answered by the search with that fixed, or on what would be there, and b
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -17,8 +18,8 @@ from whale.ir.plan_text import human_bytes
 from whale.planner import ask
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.show import against, seconds_text
+from whale.planner.search.candidates import FIXED
 
-FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
 FORMS = (
     "a layer's number, stage=N, device=KIND, "
     + ", ".join(f"{name}=..." for name in FIXED)
@@ -134,7 +135,7 @@ def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
             hosts += [msgspec.structs.replace(host, devices=left)] if left else []
         if hosts and len(own) < len(pools):
             cluster = msgspec.structs.replace(plan.cluster, hosts=hosts)
-            lines.append("  " + _line(words, plan, lambda cluster=cluster: _again(plan, budget_s, cluster=cluster)))  # type: ignore[misc]
+            lines.append("  " + _line(words, plan, partial(_again, plan, budget_s, cluster=cluster)))
     return "\n".join(lines)
 
 

@@ -10,6 +10,9 @@ from cost_model.described.evaluate import Evaluation
 from cost_model.described.spread import Offload, Part, Spread, Stage, even_chunks
 from cost_model.machines.cluster import Cluster
 
+# Fields of `Limits` that a plan is asked for by, and may be told to leave free.
+FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -19,7 +19,7 @@ from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines, Pool
 from whale.errors import PlanError
 from whale.ir.plan_text import human_bytes
-from whale.planner.search.candidates import Candidate, Limits
+from whale.planner.search.candidates import FIXED, Candidate, Limits
 from whale.planner.search.search import Search
 
 MOST_PASSES = 20_000  # of a step that is played for the message
@@ -27,7 +27,6 @@ TIMES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # as much memory of a device
 MOST_TIMES = 64  # as many hosts
 HOST_GB = (256, 512, 1024, 2048)  # of a host's memory, where the cluster file names none
 LEAST_SEQUENCE = 128
-FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
 
 Fits = Callable[[Model, Machines, Limits], bool]
 
@@ -123,11 +122,11 @@ def changes(model: Model, machines: Machines, limits: Limits, pool: Pool, fits: 
     yield from _unfixed(model, machines, limits, fits)
     host = pool.host
 
-    def with_hosts(count: int, **other: object) -> tuple[Model, Machines, Limits]:
-        changed = _with_host(machines.cluster, pool, count=count, **other)
+    def with_hosts(count: int) -> tuple[Model, Machines, Limits]:
+        changed = _with_host(machines.cluster, pool, count=count)
         return model.on(changed), changed, limits
 
-    times = _least(lambda n: fits(*with_hosts(n * host.count)), 1, MOST_TIMES) if host.networks else None
+    times = _least(lambda n: fits(*with_hosts(n * host.count)), MOST_TIMES) if host.networks else None
     if times is not None:
         more = times * host.count - _halved(
             lambda n: fits(*with_hosts(times * host.count - n)), times * host.count // 2
@@ -189,9 +188,9 @@ def _freed(model: Model, machines: Machines, limits: Limits, fits: Fits) -> str:
     return ", or ".join(change.text for change in _unfixed(model, machines, limits, fits))
 
 
-def _least(good: Callable[[int], bool], low: int, most: int) -> int | None:
-    """The first power of two times `low` that is good, beyond `low` itself."""
-    n = 2 * low
+def _least(good: Callable[[int], bool], most: int) -> int | None:
+    """The first power of two that is good, from 2 on."""
+    n = 2
     while n <= most:
         if good(n):
             return n
