@@ -57,15 +57,16 @@ def call(given: argparse.Namespace) -> int:
     if given.file is None:
         given.wrong("a cluster file, --example or --devices is needed")
     readable(given.file)
+    from cost_model.described.spread import counted
     from cost_model.machines.allocation import named_cluster
     from cost_model.machines.pools import Machines
     from whale.cgroup import cpu_quota
 
     found = named_cluster(given.file, None, cpu_quota())
     machines = Machines(found)
-    print(f"{found.name}: {machines.devices} device{'s' * (machines.devices != 1)}")
+    print(f"{found.name}: {counted(machines.devices, 'device')}")
     for pool in machines.pools:
-        hosts = f"{pool.hosts} host{'s' * (pool.hosts != 1)} of {pool.per_host}"
+        hosts = f"{counted(pool.hosts, 'host')} of {pool.per_host}"
         print(f"  {pool.devices:4} {pool.name:28} {hosts:14} {human_bytes(pool.memory_bytes):>9} each")
     return 0
 
