@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-_ROOT = Path(__file__).resolve().parents[1]
 _SAYS = "processor seconds to the first step:"
 _IMAGES = ("ResNet50", "DenseNet121", "MobileNetV2", "ConvNeXtTiny")
 MODELS = ("MLP", "LSTM", "GPT", "BERT", *_IMAGES)
@@ -53,14 +52,15 @@ def main() -> None:
 
 def measured(model: str, way: str, cache: str) -> float:
     """Seconds of one process, or of the first of two."""
+    from whale.python import environment  # not where a plain process would import it
+
     script = [str(Path(__file__).resolve()), "--run", model, way]
     command = [sys.executable, *(() if way == "plain" else ("-m", "whale", "run", "-np", "2")), *script]
-    environment = os.environ | {
+    known = environment() | {
         "WHALE_PLAN_CACHE": str(Path(cache, "plans")),
         "WHALE_AUTO_PARALLEL": str(way == "auto"),
     }
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if _SAYS in line:
             return float(line.rpartition(" ")[2])

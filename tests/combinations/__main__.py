@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.combinations.features import BY_NAME, FEATURES, RANKS, Feature, clash
+from whale.python import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 Names = tuple[str, ...]
@@ -102,9 +102,8 @@ def on_ranks(combinations: Sequence[Names]) -> Iterator[tuple[Names, Outcome]]:
 def _of_processes(combinations: Sequence[Names], folder: str) -> list[Outcome]:
     Path(folder, "asked.json").write_text(json.dumps(combinations))
     command = [sys.executable, "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run([*command, folder], cwd=ROOT, env=environment, capture_output=True, text=True)
+    known = environment() | {"CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run([*command, folder], cwd=ROOT, env=known, capture_output=True, text=True)
     ranks = [_said(Path(folder, f"rank{rank}.jsonl")) for rank in range(RANKS)]
     found: list[Outcome] = []
     for one in zip(*ranks):
