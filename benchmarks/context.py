@@ -140,15 +140,16 @@ def main() -> None:
             wh.shutdown()
 
 
-def _shape(asked: argparse.Namespace, ranks: int) -> tuple[int, int, int, int]:
-    return 1, asked.each * ranks or asked.sequence, asked.heads, asked.size
+def _model(asked: argparse.Namespace, ranks: int) -> Model:
+    scope = partial(wh.split, context=1) if ranks > 1 else contextlib.nullcontext
+    shape = 1, asked.each * ranks or asked.sequence, asked.heads, asked.size
+    return Model(wh.function, scope, shape, asked.layers, asked.form, "float32")
 
 
 def _line(asked: argparse.Namespace, ranks: int) -> str:
     from whale.ir.layout import Partial
 
-    scope = partial(wh.split, context=1) if ranks > 1 else contextlib.nullcontext
-    model = Model(wh.function, scope, _shape(asked, ranks), asked.layers, asked.form, "float32")
+    model = _model(asked, ranks)
     plan = wh.plan(model.step, *model.batch(0))
     peak = max(map(sum, zip(*plan.memory.values())))
     exchanged = [r for r in plan.reshards if not isinstance(r.source, Partial)]
@@ -163,8 +164,7 @@ def _line(asked: argparse.Namespace, ranks: int) -> str:
 def _measured(asked: argparse.Namespace, ranks: int) -> None:
     from whale_ops.memory import memory
 
-    scope = partial(wh.split, context=1) if ranks > 1 else contextlib.nullcontext
-    model = Model(wh.function, scope, _shape(asked, ranks), asked.layers, asked.form, "float32")
+    model = _model(asked, ranks)
     for i in range(3):
         model.step(*model.batch(i))
     peak = (memory().peak_bytes or 0) / 2**20

@@ -2,7 +2,7 @@
 
     whale run -np 2 benchmarks/pipeline_build.py [--blocks 12] [--micro-batches 4 64]
 
-The model is that of examples.gpt.py with Adam: 12 blocks, half of them in each of two stages. For each number
+The model is that of examples/gpt.py with Adam: 12 blocks, half of them in each of two stages. For each number
 of micro-batches, of rank 0: Whale's own phases, and the first call beyond a later one, in which TensorFlow's optimizer
 works. Tracing the Python function is TensorFlow's own time and is printed apart. Nodes are those of the graph that
 TensorFlow runs, after its optimizer; edges are the tensors that travel between the stages. Ends with status 1 when
