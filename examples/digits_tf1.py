@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -29,7 +28,7 @@ def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
     return tf.matmul(x, kernel) + bias
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--plain", action="store_true", help="one device; whale is not imported")
@@ -65,8 +64,7 @@ def main() -> int:
         counted, steps = session.run([right, step], {x: images[:TEST_ROWS], y: labels[:TEST_ROWS]})
     if rank == 0:
         print(f"test accuracy {counted / TEST_ROWS:.1%} after {steps} steps", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
