@@ -15,6 +15,7 @@ import whale as wh
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.ir.plan import Plan, plan_from_json
+from whale.planner.captured import search
 from whale.runtime.compile import agree, auto, progress
 from whale.runtime.compile.kept_files import KeptFiles
 
@@ -94,6 +95,21 @@ def test_a_second_run_searches_no_way(
     made.clear()
     second = trained(ranks, tmp_path / "whale", auto_parallel=True)
     assert made == [] and second[0].to_json() == first[0].to_json()
+
+
+def test_what_a_search_without_time_chose_is_not_kept(
+    ranks: Callable[..., None],
+    speed: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speed(MIDDLE)
+    monkeypatch.setattr(search, "BUDGET_S", 0.0)
+    trained(ranks, tmp_path / "whale", auto_parallel=True)
+    assert "not looked at, the time is over" in capsys.readouterr().err
+    kept = list((tmp_path / "whale").iterdir())
+    assert kept and not [path for path in kept if path.suffix == ".choice"]
 
 
 def test_a_folder_that_cannot_be_used_is_said_once(

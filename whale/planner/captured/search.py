@@ -92,10 +92,15 @@ class Way:
 
 @dataclass
 class Search:
-    """What was looked at, in the order of looking, and in words what cannot be, with the reason."""
+    """What was looked at, in the order of looking, and in words what cannot be, with the reason.
+
+    Attributes:
+      is_whole: whether there was time for every way.
+    """
 
     found: list[Way] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    is_whole: bool = True
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
@@ -134,8 +139,11 @@ def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
     return found
 
 
-def best_way(program: Program, settings: PlanSettings, ground: Ground, stages: int = 0) -> tuple[Choice, list[str]]:
-    """(the fastest choice by prediction, of those that fit into memory; what was found, line by line).
+def best_way(
+    program: Program, settings: PlanSettings, ground: Ground, stages: int = 0
+) -> tuple[Choice, list[str], bool]:
+    """(the fastest choice by prediction, of those that fit into memory; what was found, line by line; whether there was
+    time for every way).
 
     What does not fit, and is faster than all that fits, is also looked at with its activations computed again.
 
@@ -151,6 +159,7 @@ def best_way(program: Program, settings: PlanSettings, ground: Ground, stages: i
     def look(program: Program, settings: PlanSettings, choice: Choice) -> None:
         if search.found and time.monotonic() > end_s:
             search.lost.append(f"{choice.name}: not looked at, the time is over")
+            search.is_whole = False
             return
         try:
             search.found.append(predicted(program, settings, choice, ground))
@@ -172,7 +181,7 @@ def best_way(program: Program, settings: PlanSettings, ground: Ground, stages: i
             look(less, changed, msgspec.structs.replace(way.choice, name=name, recompute=RECOMPUTE))
     best = _best(search, ground)
     chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=best.bytes)
-    return chosen, list(_told(best, search, ground))
+    return chosen, list(_told(best, search, ground)), search.is_whole
 
 
 def _best(search: Search, ground: Ground) -> Way:

@@ -104,9 +104,10 @@ def _agreed(
         limit, _ = limit_bytes(context.config, context.local_ranks)
         ground = Ground(rates, _profile(context), planned_ranks, limit, options, again)
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
-            chosen, lines = best_way(program, settings, ground, context.config["pipeline.num_stages"])
+            chosen, lines, is_whole = best_way(program, settings, ground, context.config["pipeline.num_stages"])
         _say(chosen, lines)
-        keep_choice(program, context, settings, chosen)
+        if is_whole:  # else a later run, on a machine that is less busy, may find a faster one
+            keep_choice(program, context, settings, chosen)
         return chosen
 
     if dry or not context.between_processes:
