@@ -270,27 +270,31 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
 def uses_of(expanded: Program, plan: Plan) -> dict[str, Use]:
     """Which ranks use each variable, and whether it is written, by handle node; of those that not all hold alike."""
     written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
-    everyone = range(plan.ranks)
+    uses = {}
+    if not plan.stage_groups:
+        everyone = tuple(range(plan.ranks))
+        for name, (tiles, order) in _lying(plan, everyone).items():
+            place = order if order != everyone else ()
+            uses[name] = Use(frozenset(everyone), name in written, place, tiles)
+        return uses
     found: dict[str, list[StageGroup]] = {}
-    for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups) if plan.stage_groups else ()):
+    for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups)):
         for variable in part.program.variables:
             found.setdefault(variable.node, []).append(group)
-    uses = {}
+    lying = {group: _lying(plan.of(group), group.ranks) for group in plan.stage_groups}
     for name, groups in found.items():
-        one = groups[0].ranks if len(groups) == 1 else ()
-        tiles = tiles_of(plan.of(groups[0])).get(name) if one else None
-        place = _in_order(plan.of(groups[0]), tiles, one) if tiles is not None else one
-        uses[name] = Use(frozenset(r for p in groups for r in p.ranks), name in written, place, tiles)
-    if not plan.stage_groups:
-        for name, tiles in tiles_of(plan).items():
-            place = _in_order(plan, tiles, everyone)
-            uses[name] = Use(frozenset(everyone), name in written, place if place != tuple(everyone) else (), tiles)
+        one = groups[0] if len(groups) == 1 else None
+        divided, place = lying[one].get(name, (None, one.ranks)) if one else (None, ())
+        uses[name] = Use(frozenset(r for g in groups for r in g.ranks), name in written, place, divided)
     return uses
 
 
-def _in_order(plan: Plan, tiles: Tiles, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks in an order in which those that have a variable's tiles between them are next to each other."""
-    return mesh_of(plan, ranks).with_last(*tiles.axes)
+def _lying(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
+    """The tiles of the variables that a plan's own axes divide over ranks, by handle node, and the ranks in an order in
+    which those that have a variable's tiles between them are next to each other."""
+    mesh, found = mesh_of(plan, ranks), tiles_of(replace(plan, others=()))
+    orders = {axes: mesh.with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}
+    return {name: (tiles, orders[tiles.axes]) for name, tiles in found.items()}
 
 
 def _with_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
