@@ -90,6 +90,15 @@ class Levels:
         assert found is not None
         return found
 
+    def divided(self) -> dict[str, frozenset[int]]:
+        """Dimensions of variables that the axes divide, by handle node; the plans of the first coordinates say it."""
+        found: dict[str, set[int]] = {}
+        for level in range(len(self.axes)):
+            for name, placement in self.plan((0,) * level).variables.items():
+                if isinstance(placement, Split):
+                    found.setdefault(name, set()).add(placement.dim)
+        return {name: frozenset(dims) for name, dims in found.items()}
+
     def program(self, at: tuple[int, ...]) -> Program:
         """What the ranks with these first coordinates run."""
         if at not in self._programs:

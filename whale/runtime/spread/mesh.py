@@ -19,7 +19,7 @@ from math import prod
 
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import even_sizes, split
-from whale.ir.mesh import Axis, mesh_of, tiles_of
+from whale.ir.mesh import Axis, mesh_of
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, batch_of, known_along, named_axes, seen_along
@@ -46,9 +46,8 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
         return over_one_axis(program, settings, axes[0])
     rows = _rows(program, settings, [a.size for a in of_rows])
     if settings.zero.level and has_split_scopes(program):
-        scopes = tiles_of(Levels(program, settings.but(zero__level=0), axes, rows).made())
-        cut = {name: frozenset(p.dim for p in tiles.cuts) for name, tiles in scopes.items()}
-        settings = settings.but(zero__avoid=cut)
+        scopes = Levels(program, settings.but(zero__level=0), axes, rows)
+        settings = settings.but(zero__avoid=scopes.divided())
     return Levels(program, settings, axes, rows).made()
 
 
