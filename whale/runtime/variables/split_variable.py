@@ -182,18 +182,13 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
 
 def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
     """The part number ``place`` of a value, in memory of its own."""
-    shape = tuple(whole.shape)
-    regions = list(tiles.regions(shape, place))
+    regions = list(tiles.regions(tuple(whole.shape), place))
     if len(regions) == 1:
         return own_memory(tf.slice(whole, regions[0].begin, regions[0].size))
-    found = whole if regions else tf.zeros(tiles.local_shape(shape, place), whole.dtype)
-    for dim, span in enumerate(tiles.spans(shape, place) if regions else ()):
-        if span.blocks > 1 and not span.is_whole:
-            runs = np.arange(span.blocks)[:, None] * span.run + np.arange(span.first, span.first + span.count)
-            found = tf.gather(found, runs.reshape(-1), axis=dim)
-        elif not span.is_whole:
-            found = tf.gather(found, np.arange(span.first, span.first + span.count), axis=dim)
-    return found
+    at = coordinates_of(place, tiles.sizes)
+    for one, coordinate in zip(tiles.cuts_at(at), at):
+        whole = tf.gather(whole, one.indices(coordinate), axis=one.dim)
+    return whole
 
 
 def _joined(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
