@@ -253,18 +253,13 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
             expected="a stage for every rank",
             action="start fewer ranks or change the devices of the stages",
         )
-    unable = {
-        "a batch of which every rank passes its own rows (wh.shard, batch.mode)": (
-            bool(settings.batch.local),
-            "the whole batch on every rank, of which the stages take what they compute",
-            "pass the whole batch",
-        ),
-    }
-    for given, (wanted, expected, action) in unable.items():
-        if wanted:
-            raise PlanError(
-                "a pipeline cannot be combined with an option yet", given=given, expected=expected, action=action
-            )
+    if settings.batch.local:
+        raise PlanError(
+            "a pipeline cannot be combined with an option yet",
+            given="a batch of which every rank passes its own rows (wh.shard, batch.mode)",
+            expected="the whole batch on every rank, of which the stages take what they compute",
+            action="pass the whole batch",
+        )
 
 
 def uses_of(expanded: Program, plan: Plan) -> dict[str, Use]:
