@@ -186,9 +186,9 @@ class Tiles:
             yield Region(begin, tuple(s.count for s in spans), place, start)
 
 
-def one_axis(cut: Split, axis: str = "") -> Tiles:
-    """The tiles of a variable that one axis divides."""
-    return Tiles((axis,), (cut,))
+def one_axis(cut: Split) -> Tiles:
+    """The tiles of a variable that one axis divides, whose name does not matter."""
+    return Tiles(("",), (cut,))
 
 
 def tiles_of(plan: Plan) -> dict[str, Tiles]:
