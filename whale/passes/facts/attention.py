@@ -145,17 +145,20 @@ class _Reader:
         other = _operand_with(words, words[2][-2], without=words[2][-1])
         if at is None or other is None:
             return None
-        uses = list(self._uses(Ref(self.softmax.name)))
-        if any(use is None for use in uses):
+        found = list(self._uses(Ref(self.softmax.name)))
+        uses = [use for use in found if use is not None]
+        mixed = [(n, i) for n, i in uses if (w := letters(program, n)) and _sums(w, i, -1, -2)]
+        rest = [(n, i) for n, i in uses if not any(n is m for m, _ in mixed)]
+        if len(uses) < len(found) or len(mixed) > 1:
             return None
-        mixed = [(n, i, w) for n, i in uses if n and (w := letters(program, n)) and _sums(w, i, -1, -2)]  # type: ignore[misc]
-        rest = [(n, i) for n, i in uses if not any(n is m[0] for m in mixed)]  # type: ignore[misc]
-        if len(mixed) > 1:
+        backward = self._backward(rest, product, at) if rest else None
+        if rest and backward is None:
             return None
-        backward = self._backward(rest, product, at) if rest else None  # type: ignore[arg-type]
-        if (rest and backward is None) or not (mixed or backward):
-            return None
-        result = self._result(mixed[0]) if mixed else self._gradient_of_result(backward)
+        result = None
+        if mixed:
+            result = self._values(*mixed[0], 2)
+        elif backward is not None:
+            result = self._values(program.by_name[backward.slope], 2, backward.of_result)
         if result is None:
             return None
         value, value_dim, result_dim, turn = result
@@ -194,24 +197,21 @@ class _Reader:
         else:
             self.sides[ref] = None
 
-    def _result(self, mixed: tuple[Node, int, tuple[str, str, str]]) -> tuple[Ref, int, int, tuple[int, ...]] | None:
-        """(values, their dimension of the sequence, that of the result, the permutation) of the product with values."""
-        node, i, words = mixed
-        turn = _turned(words[i], words[2])
-        if turn is None:
-            return None
-        return node.inputs[1 - i], words[1 - i].index(words[i][-1]), words[2].index(words[i][-2]), turn
+    def _values(self, node: Node, shares: int, result: int) -> tuple[Ref, int, int, tuple[int, ...]] | None:
+        """(values, their dimension of the sequence, that of the result, the permutation), from a product with values.
 
-    def _gradient_of_result(self, found: Backward | None) -> tuple[Ref, int, int, tuple[int, ...]] | None:
-        """The same, from the product that is the gradient of the softmax."""
-        assert found is not None
-        node = self.program.by_name[found.slope]
-        words, i = letters(self.program, node), found.of_result
+        Args:
+          shares, result: which of its operands, or 2 for what it makes, these are, or have the gradient of.
+        """
+        words = letters(self.program, node)
         assert words is not None
-        turn = _turned(words[2], words[i])
+        turn = _turned(words[shares], words[result])
         if turn is None:
             return None
-        return node.inputs[1 - i], words[1 - i].index(words[2][-1]), words[i].index(words[2][-2]), turn
+        (values,) = {0, 1, 2} - {shares, result}
+        return (
+            node.inputs[values], words[values].index(words[shares][-1]), words[result].index(words[shares][-2]), turn
+        )  # fmt: skip
 
     def _backward(self, uses: list[tuple[Node, int]], product: Node, at: int) -> Backward | None:
         """The gradient: P' = product(dO, v); dS = (P' - sum(P' P)) P; dq, dk and dv from dS and P."""
@@ -231,7 +231,8 @@ class _Reader:
         if words is None or slope.outputs[0].shape != self.shape:
             return None
         of_result = _operand_with(words, words[2][-2], without=words[2][-1])
-        result = program.by_name[values[0][0].name].inputs[1 - values[0][1]]
+        of_value, i = values[0]
+        result = of_value.inputs[1 - i]
         if of_result is None or self._plain(slope.inputs[of_result]) != self._plain(result):
             return None
         path: dict[str, None] = {}
@@ -252,10 +253,10 @@ class _Reader:
             return None
         order = {node.name: n for n, node in enumerate(program.nodes)}
         ordered = tuple(sorted(path, key=order.__getitem__))
-        sides, (of_value, _) = tuple(self.sides), values[0]
         return Backward(
-            slope.name, of_result, within, scores.name, ordered, found["query"], found["key"], of_value.name, sides
-        )
+            slope.name, of_result, within, scores.name, ordered, found["query"], found["key"], of_value.name,
+            tuple(self.sides),
+        )  # fmt: skip
 
     def _slope(self, weighted: Node, scores: Node) -> tuple[Node, tuple[str, ...]] | None:
         """The gradient of the shares, where ``scores`` = (it - sum(it x shares)) x shares, and the nodes between.
@@ -263,9 +264,8 @@ class _Reader:
         Args:
           weighted: it x shares.
         """
-        shares = {self.softmax.name}
-        of_weighted = [r for r in weighted.inputs if self._plain(r).node not in shares]
-        of_scores = [r for r in scores.inputs if self._plain(r).node not in shares]
+        of_weighted = [r for r in weighted.inputs if self._plain(r).node != self.softmax.name]
+        of_scores = [r for r in scores.inputs if self._plain(r).node != self.softmax.name]
         if len(of_weighted) != 1 or len(of_scores) != 1:
             return None
         less, slope = self.program.by_name[of_scores[0].node], self.program.by_name[of_weighted[0].node]
@@ -279,7 +279,7 @@ class _Reader:
             return None
         if [int(a) % len(self.shape) for a in axes.reshape(-1)] != [len(self.shape) - 1]:
             return None
-        read = {n.name for use in self._uses(of_weighted[0]) if use for n in use[:1]}
+        read = {use[0].name for use in self._uses(of_weighted[0]) if use}
         alone = [use for name in (less.name, total.name, weighted.name) for use in self._uses(Ref(name))]
         if read != {weighted.name, less.name} or len(alone) != 3:
             return None
