@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from whale.ir.layout import Split, Strategy
-from whale.ir.ops import MATMULS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter
+from whale.rules.math.einsum import product_letters
 from whale.rules.nn.attention import ATTENTION, sides_of
 from whale.rules.structure.communication import ROUND
 
@@ -121,6 +121,16 @@ class _Ring:
         e.nodes[ref.node] = replace(e.nodes[ref.node], controls=waits)
         return ref, out
 
+    def next_block(self, step: int, key: _Tensor, value: _Tensor) -> tuple[_Tensor, _Tensor]:
+        """The keys and values of the step behind this one, for which these are handed on; behind the last, these."""
+        if step + 1 == len(self.sizes):
+            return key, value
+        coming = self.block(step + 1)
+        return (
+            self.handed_on("key", step, key, self.dims[1], coming),
+            self.handed_on("value", step, value, self.dims[2], coming),
+        )
+
     def side(self, i: int, block: int) -> _Tensor:
         """What scores of a block are scaled or masked by: of the block's keys only."""
         ref, t = self.operands[sides_of(self.node) + i]
@@ -160,13 +170,7 @@ class _Ring:
         largest = total = result = None
         for step in range(len(self.sizes)):
             block = self.block(step)
-            ahead = key, value
-            if step + 1 < len(self.sizes):
-                coming = self.block(step + 1)
-                ahead = (
-                    self.handed_on("key", step, key, self.dims[1], coming),
-                    self.handed_on("value", step, value, self.dims[2], coming),
-                )
+            ahead = self.next_block(step, key, value)
             known = self.replayed(self.given(key, value, block), softmax.name)
             scores = known[softmax.inputs[0]]
             axis = len(static_shape(scores[1])) - 1
@@ -205,13 +209,7 @@ class _Ring:
         travelling: list[_Tensor] = []
         for step in range(p):
             block = self.block(step)
-            ahead = key, value
-            if step + 1 < p:
-                coming = self.block(step + 1)
-                ahead = (
-                    self.handed_on("key", step, key, self.dims[1], coming),
-                    self.handed_on("value", step, value, self.dims[2], coming),
-                )
+            ahead = self.next_block(step, key, value)
             known = self.replayed(self.given(key, value, block, (slope,)), softmax.name)
             scores = known[softmax.inputs[0]]
             shares = self.each("Exp", self.each("Sub", scores, log))
@@ -255,12 +253,8 @@ def without_examples(program: Program) -> Program:
 
 def _shape_of(node: Node, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of what a product, or an op element by element, makes of operands of these shapes."""
-    if node.op == "Einsum":
-        left, _, right = str(node.attrs["equation"]).replace(" ", "").partition("->")
-        sizes = {c: n for word, shape in zip(left.split(","), shapes) for c, n in zip(word, shape)}
-        return tuple(sizes[c] for c in right)
-    if node.op in MATMULS:
-        first, second = ("transpose_a", "transpose_b") if node.op == "MatMul" else ("adj_x", "adj_y")
-        a, b = shapes
-        return (*a[:-2], a[-1] if node.attrs.get(first) else a[-2], b[-2] if node.attrs.get(second) else b[-1])
-    return tuple(np.broadcast_shapes(*shapes))
+    words = product_letters(node, len(shapes[0]))
+    if not words:
+        return tuple(np.broadcast_shapes(*shapes))
+    sizes = {c: n for word, shape in zip(words, shapes) for c, n in zip(word, shape)}
+    return tuple(sizes[c] for c in words[-1])

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whale.ir.ops import IDENTITIES, MATMULS
+from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
 from whale.passes.facts.uses import is_pointwise
-
-_LETTERS = "abcdefgh"
+from whale.rules.math.einsum import product_letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +78,8 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
     shapes = [program.type_of(r).shape for r in node.inputs] + [node.outputs[0].shape]
     if any(s is None or None in s for s in shapes):
         return None
-    if node.op == "Einsum":
-        left, _, right = str(node.attrs["equation"]).replace(" ", "").partition("->")
-        words = (*left.split(","), right)
-        if len(words) != 3 or "." in "".join(words) or any(len(set(w)) < len(w) for w in words):
-            return None
-    elif node.op in MATMULS:
-        first, second = ("transpose_a", "transpose_b") if node.op == "MatMul" else ("adj_x", "adj_y")
-        batch = _LETTERS[: len(shapes[2] or ()) - 2]
-        words = (
-            batch + ("km" if node.attrs.get(first) else "mk"),
-            batch + ("nk" if node.attrs.get(second) else "kn"),
-            batch + "mn",
-        )
-    else:
+    words = product_letters(node, len(shapes[2] or ()))
+    if len(words) != 3 or "." in "".join(words) or any(len(set(w)) < len(w) for w in words):
         return None
     sizes: dict[str, int | None] = {}
     for word, shape in zip(words, shapes):

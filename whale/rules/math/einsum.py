@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from whale.ir.ops import MATMULS
+from whale.ir.program import Node
 from whale.ir.values import TensorType
 from whale.rules.base import OpView
 from whale.rules.dims import term
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
+
+
+def product_letters(node: Node, rank: int) -> tuple[str, ...]:
+    """A letter for each dimension of what a product reads, operand by operand, and of what it makes; () for no product.
+
+    Args:
+      rank: dimensions of what a matrix product reads and makes, where nothing broadcasts.
+    """
+    if node.op == "Einsum":
+        return _words(node)
+    if node.op not in MATMULS:
+        return ()
+    first, second = ("transpose_a", "transpose_b") if node.op == "MatMul" else ("adj_x", "adj_y")
+    batch = "abcdefgh"[: rank - 2]
+    left, right = "km" if node.attrs.get(first) else "mk", "nk" if node.attrs.get(second) else "kn"
+    return batch + left, batch + right, batch + "mn"
 
 
 def matmul(op: OpView) -> str:
@@ -25,9 +43,7 @@ def batch_matmul(op: OpView) -> str:
 
 def einsum(op: OpView) -> str:
     """the equation; '...' broadcasts"""
-    equation = str(op.attr("equation", "")).replace(" ", "")
-    left, _, right = equation.partition("->")
-    operands = left.split(",")
+    *operands, right = _words(op.node)
     if any(t.shape is None for t in op.inputs):
         return REPLICATED
     repeated = {c for word in (*operands, right) for c in word if c != "." and word.count(c) > 1}
@@ -57,6 +73,12 @@ def einsum(op: OpView) -> str:
 
     inputs = ", ".join(write(w, t, True) for w, t in zip(operands, op.inputs))
     return f"{inputs} -> {write(right, op.outputs[0], False)}"
+
+
+def _words(node: Node) -> tuple[str, ...]:
+    """The words of an equation: one for each operand, and that of the result."""
+    left, _, right = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
+    return (*left.split(","), right)
 
 
 def _aligned(word: str, rank: int) -> str:
