@@ -60,11 +60,10 @@ def along_sequence(op: OpView) -> str:
 
 def _with(t: TensorType, at: int | None, stem: str) -> str:
     """A term in which dimension ``at`` is the sequence and nothing else can be cut."""
-    rank = len(t.shape or ())
-    labels = [f"{x}^" for x in names(stem, rank)]
+    labels = [f"{x}^" for x in names(stem, len(t.shape or ()))]
     if at is not None:
-        labels[at % rank] = "s"
-    return term(labels) if rank else "."
+        labels[at] = "s"
+    return term(labels)
 
 
 RULES = (rule("WhaleAttention WhaleAttentionGrad", along_sequence),)
