@@ -20,6 +20,7 @@ from whale.passes.facts.scopes import (
     as_replica,
     axes_of_part,
     ranks_of_scope,
+    with_innermost,
     with_paths,
     with_ranks,
     without_axis,
@@ -155,40 +156,35 @@ def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Progra
     groups = {path for path in paths if ranks_of_scope(path) is not None} if len(axes) > 1 else set()
     if set(named_axes(paths)) <= {axis} and not groups and not any("(axis=" in text for text in paths):
         return program
-    seen: dict[str, str] = {}
 
-    def path(text: str) -> str:
-        if text not in seen:
-            parts = located(text, axis, axes) if text in groups else text.split("/")
-            kept = (without_axis(part, axis) for part in parts)
-            seen[text] = "/".join(part for part in kept if part)
-        return seen[text]
+    def as_seen(path: str) -> str:
+        parts = (_located(path, axis, axes) if path in groups else path).split("/")
+        return "/".join(kept for part in parts if (kept := without_axis(part, axis)))
 
-    return with_paths(program, path)
+    return with_paths(program, as_seen)
 
 
-def located(path: str, axis: str, axes: Sequence[Axis]) -> list[str]:
-    """The parts of a path that names ranks, as ``axis`` sees them: the innermost that does names coordinates along it.
+def _located(path: str, axis: str, axes: Sequence[Axis]) -> str:
+    """A path that names ranks, as ``axis`` sees it: the innermost part that does names coordinates along it.
 
     Raises:
       PlanError: the ranks are no block of the mesh.
     """
     ranks = ranks_of_scope(path) or frozenset()
     size = next(a.size for a in axes if a.name == axis)
-    along = {at[[a.name for a in axes].index(axis)] for at in block_of_ranks(path, ranks, axes)}
-    parts = path.split("/")
-    innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
-    for i, part in enumerate(parts):
-        if i != innermost or len(along) == size:
-            parts[i] = with_ranks(part, ())
-        elif axis in (axes_of_part(part) or (axis,)):
-            parts[i] = with_ranks(part, sorted(along))
-        else:  # the rows that its tensors are made of
-            parts[i] = as_replica(part, sorted(along))
-    return parts
+    along = {at[[a.name for a in axes].index(axis)] for at in _block_of_ranks(path, ranks, axes)}
+
+    def here(part: str) -> str:
+        if len(along) == size:
+            return with_ranks(part, ())
+        # Where it divides no tensors along the axis, its ranks have the rows that these are made of.
+        found = with_ranks if axis in (axes_of_part(part) or (axis,)) else as_replica
+        return found(part, sorted(along))
+
+    return with_innermost(path, here)
 
 
-def block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> set[tuple[int, ...]]:
+def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> set[tuple[int, ...]]:
     """The coordinates of the ranks that a scope names.
 
     Raises:

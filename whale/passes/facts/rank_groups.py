@@ -13,7 +13,15 @@ from whale.errors import PlanError
 from whale.ir.layout import Placement, Split, even_sizes, proportional_sizes, split
 from whale.ir.plan import StageGroup
 from whale.ir.program import Program
-from whale.passes.facts.scopes import all_paths, has_split_scopes, ranks_of_scope, split_scope, with_paths, with_ranks
+from whale.passes.facts.scopes import (
+    all_paths,
+    has_split_scopes,
+    ranks_of_scope,
+    split_scope,
+    with_innermost,
+    with_paths,
+    with_ranks,
+)
 from whale.passes.facts.stages import stage_of
 
 
@@ -93,24 +101,19 @@ def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> P
     if not named_ranks(program):
         return program
     group_of = {stage: group for group in groups for stage in group.stages}
-    seen: dict[str, str] = {}
 
-    def path(text: str) -> str:
-        ranks = ranks_of_scope(text)
+    def located(path: str) -> str:
+        ranks = ranks_of_scope(path)
         if ranks is None:
-            return text
-        if text not in seen:
-            seen[text] = "/".join(with_ranks(part, at) for part, at in _positions(text, ranks, group_of, plan))
-        return seen[text]
+            return path
+        mine = _positions(path, ranks, group_of.get(stage_of(path)), plan)
+        return with_innermost(path, lambda part: with_ranks(part, mine))
 
-    return with_paths(program, path)
+    return with_paths(program, located)
 
 
-def _positions(
-    path: str, ranks: Collection[int], group_of: Mapping[str, StageGroup], plan: int
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Parts of a path, each with the positions that it is to name: of the innermost that names ranks, those of them."""
-    group = group_of.get(stage_of(path))
+def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:
+    """The positions of ranks in the group of their stage; () where the scope is to name none, or all."""
     mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()
     if group is not None and not mine:
         raise PlanError(
@@ -120,8 +123,4 @@ def _positions(
             expected="some of the ranks of the stage that the scope is in",
             action="change the devices of the scope, or of the stage",
         )
-    if group is None or group.plan != plan or len(mine) == len(group.ranks):
-        mine = ()
-    parts = path.split("/")
-    named = [i for i, part in enumerate(parts) if with_ranks(part, ()) != part]
-    return [(part, mine if i == named[-1] else ()) for i, part in enumerate(parts)]
+    return () if group is None or group.plan != plan or len(mine) == len(group.ranks) else mine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from whale.ir.ops import VIEWS
 from whale.ir.program import Program
@@ -67,8 +67,16 @@ def as_replica(part: str, ranks: Sequence[int]) -> str:
     return f"replica_{part.partition('(')[0].rpartition('_')[2]}(ranks={'+'.join(map(str, ranks))})"
 
 
+def with_innermost(path: str, change: Callable[[str], str]) -> str:
+    """A path that names ranks, whose innermost part that does is as ``change`` has it; the others name none."""
+    parts = path.split("/")
+    innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
+    return "/".join(change(part) if i == innermost else with_ranks(part, ()) for i, part in enumerate(parts))
+
+
 def with_paths(program: Program, change: Callable[[str], str]) -> Program:
-    """``program`` in other scopes, its functions as well."""
+    """``program`` in other scopes, its functions as well; each path is asked for once."""
+    change = cache(change)
 
     def of_graph(graph: Program) -> Program:
         nodes = tuple(replace(n, scope=new) if (new := change(n.scope)) != n.scope else n for n in graph.nodes)
