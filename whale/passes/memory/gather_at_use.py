@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func
 from whale.passes.facts.scopes import PASSED_ON
-from whale.passes.memory.zero import is_model
+from whale.passes.memory.zero import gathered_type, is_model
 from whale.rules.graph import USE
 
 
@@ -37,7 +37,8 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
     """
     position = {node.name: i for i, node in enumerate(program.nodes)}
     kept = {c for n in program.nodes for c in n.controls} | {*program.effects, *(r.node for r in program.outputs)}
-    large = [node for node in program.nodes if _is_large(program, node, min_bytes)]
+    reads = [node for node in program.nodes if node.op == "ReadVariableOp" and node.inputs]
+    large = [node for node in reads if gathered_type(program, node.inputs[0], min_bytes) is not None]
     uses = [use for node in large for use in _uses(program, node, (), kept) if not _is_of_parts(program, use.reader)]
     if not uses:
         return program
@@ -60,16 +61,6 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
         inputs = tuple(operands.get((node.name, i), ref) for i, ref in enumerate(node.inputs))
         nodes.append(node if inputs == node.inputs else replace(node, inputs=inputs))
     return program.with_nodes(_without_unread(program, nodes, {n.name for use in uses for n in use.chain}))
-
-
-def _is_large(program: Program, node: Node, min_bytes: int) -> bool:
-    if node.op != "ReadVariableOp" or not node.inputs:
-        return False
-    variable = program.variable_of.get(node.inputs[0].node)
-    if variable is None:
-        return False
-    t = variable.type
-    return bool(t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes)
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
+from whale.passes.memory.zero import gathered_type
 from whale.rules.graph import called_functions
 
 
@@ -31,10 +32,10 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
     for node in program.nodes:
         if not handles.keys().isdisjoint(node.inputs):
             node = replace(node, inputs=tuple(handles.get(r, r) for r in node.inputs))
-        if node.op == "VariableShape" and (kind := _readable(program, node, 0, min_bytes)) is not None:
+        if node.op == "VariableShape" and (kind := gathered_type(program, node.inputs[0], min_bytes)) is not None:
             node = _shape(node, kind)
-        kinds = {i: kind for i in _operands(node) if (kind := _readable(program, node, i, min_bytes)) is not None}
-        kinds = {i: kind for i, kind in kinds.items() if _is_only_read(program, node, i)}
+        types = {i: gathered_type(program, node.inputs[i], min_bytes) for i in _operands(node)}
+        kinds = {i: kind for i, kind in types.items() if kind is not None and _is_only_read(program, node, i)}
         operands = list(node.inputs)
         for i, kind in kinds.items():
             read = Node(
@@ -54,15 +55,6 @@ def _operands(node: Node) -> range:
     if node.op in LOOPS:
         return range(len(node.inputs))
     return range(1, len(node.inputs)) if node.op in BRANCHES else range(0)
-
-
-def _readable(program: Program, node: Node, operand: int, min_bytes: int) -> TensorType | None:
-    """What the variable holds whose handle the operand is, where it may lie split between steps."""
-    variable = program.variable_of.get(node.inputs[operand].node)
-    if variable is None:
-        return None
-    t = variable.type
-    return t if t.is_static and t.shape and "float" in t.dtype and t.bytes >= min_bytes else None
 
 
 def _argument(node: Node, operand: int, function: Program) -> str:

@@ -23,7 +23,7 @@ from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
 from whale.ir.ops import HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
-from whale.ir.values import UNMOVABLE
+from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
@@ -72,6 +72,15 @@ def state_at_rest(
         elif is_weight and not later:
             _refuse_whole(program, [variables[name] for name in group if name not in known], parts, min_bytes)
     return found
+
+
+def gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
+    """What a variable holds that may lie split as a weight, and is gathered where it is read; None: it may not."""
+    variable = program.variable_of.get(handle.node)
+    if variable is None or not _is_number(variable):
+        return None
+    t = variable.type
+    return t if t.is_static and t.shape and t.bytes >= min_bytes else None
 
 
 def _is_number(variable: Variable) -> bool:
