@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -211,6 +211,19 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     if len(order) < len(waits_for):
         TopologicalSorter(before).prepare()  # raises the error that names the cycle
     return tuple([nodes[name] for name in order])
+
+
+def without_unread(program: Program, names: Collection[str]) -> Program:
+    """``program`` without those of its nodes with ``names`` that nothing reads, waits for or returns."""
+    needed = {*(r.node for r in program.outputs), *program.effects}
+    kept: list[Node] = []
+    for node in reversed(program.nodes):
+        if node.name in names and node.name not in needed:
+            continue
+        needed.update([r.node for r in node.inputs])
+        needed.update(node.controls)
+        kept.append(node)
+    return program.with_nodes(tuple(reversed(kept)))
 
 
 def prune(program: Program) -> Program:

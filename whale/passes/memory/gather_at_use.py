@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Node, Program, Ref, without_unread
 from whale.ir.values import DType, Func
 from whale.passes.facts.scopes import PASSED_ON
 from whale.passes.memory.zero import gathered_type, is_model
@@ -60,7 +60,7 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
         nodes += before.get(node.name, [])
         inputs = tuple(operands.get((node.name, i), ref) for i, ref in enumerate(node.inputs))
         nodes.append(node if inputs == node.inputs else replace(node, inputs=inputs))
-    return program.with_nodes(_without_unread(program, nodes, {n.name for use in uses for n in use.chain}))
+    return without_unread(program.with_nodes(tuple(nodes)), {n.name for use in uses for n in use.chain})
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:
@@ -108,15 +108,3 @@ def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]
         attrs = {"T": DType(kind.dtype), USE: True}
         yield Node(name, "Identity", (value,), controls if not place else (), attrs, (kind,), scope)
         value = Ref(name)
-
-
-def _without_unread(program: Program, nodes: list[Node], chains: set[str]) -> tuple[Node, ...]:
-    """``nodes`` without those of ``chains`` of which only copies are read now."""
-    read = {r.node for r in program.outputs}
-    kept: list[Node] = []
-    for node in reversed(nodes):
-        if node.name in chains and node.name not in read:
-            continue
-        read.update(r.node for r in node.inputs)
-        kept.append(node)
-    return tuple(reversed(kept))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.program import Node, Program, Ref, topological, without_unread
 from whale.ir.values import Func, TensorType, static_shape
 from whale.passes.facts.attention import Attention, attentions
 from whale.passes.facts.scopes import context_of
@@ -45,8 +45,7 @@ def in_rings(program: Program, chosen: Collection[str]) -> Program:
     nodes = {name: replace(n, inputs=tuple(moved.get(r, r) for r in n.inputs)) for name, n in nodes.items()}
     outputs = tuple(moved.get(r, r) for r in program.outputs)
     inside = {n for one in found for n in (one.product, one.softmax, *one.path, *_inner(one))}
-    kept = _without_unread(nodes, inside, {r.node for r in outputs} | set(program.effects))
-    return replace(program, nodes=topological(kept), outputs=outputs, functions=functions)
+    return without_unread(program.with_nodes(topological(nodes), outputs=outputs, functions=functions), inside)
 
 
 def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
@@ -141,15 +140,3 @@ def _body(
         nodes.append(replace(node, inputs=inputs, controls=()))
     names = tuple(f"operand_{i}" for i in range(len(operands)))
     return Program(name, tuple(nodes), names, outputs=tuple(Ref(n) for n in results))
-
-
-def _without_unread(nodes: dict[str, Node], inside: Collection[str], needed: Collection[str]) -> dict[str, Node]:
-    """``nodes`` without those of ``inside`` that nothing reads any more."""
-    kept = dict(nodes)
-    while True:
-        read = {r.node for n in kept.values() for r in n.inputs}.union(*(n.controls for n in kept.values()), needed)
-        gone = [name for name in inside if name in kept and name not in read]
-        if not gone:
-            return kept
-        for name in gone:
-            del kept[name]
