@@ -10,7 +10,7 @@ same, and moves less: of p x q ranks, 2 (p q - 1) T bytes instead of 2 q (p - 1)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from whale.ir.layout import B, Partial
@@ -18,7 +18,7 @@ from whale.ir.mesh import AXIS
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Node, Program, Ref, topological
 
-ALL_REDUCE = "WhaleAllReduce"
+_ALL_REDUCE = "WhaleAllReduce"
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
@@ -32,7 +32,7 @@ def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]
         if isinstance(r.source, Partial):
             sums.setdefault((r.graph, r.ref), []).append(r)
     found = {}
-    for graph, body in _graphs(program):
+    for graph, body in (("", program), *program.functions.items()):
         for node in body.nodes if graph in plan.strategies else ():
             if _is_one_sum(node):
                 before, behind = (sums.get((graph, ref), ()) for ref in (node.inputs[1], Ref(node.name)))
@@ -68,14 +68,12 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
     over: dict[str, Node] = {}
     left: dict[str, list[int]] = {}  # of a sum along the axis: which of its operands it keeps
     for node in program.nodes:
-        if node.op != ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
+        if node.op != _ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
             continue
         for i, operand in enumerate(node.inputs[1:]):
             made = Ref(node.name, i)
-            readers = program.consumers.get(made, ())
-            behind = readers[0][0] if len(readers) == 1 and made not in program.outputs else None
-            before = program.by_name[operand.node]
-            if _takes_up(before, node, keys) and _only_reader(program, operand):
+            before, behind = program.by_name[operand.node], _only_reader(program, made)
+            if _takes_up(before, node, keys) and _only_reader(program, operand) is not None:
                 one = before
             elif behind is not None and _takes_up(behind, node, keys):
                 one = behind
@@ -109,8 +107,9 @@ def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
     return str(one.attrs.get("key", "")) in keys and _is_one_sum(one) and alike
 
 
-def _only_reader(program: Program, ref: Ref) -> bool:
-    return len(program.consumers.get(ref, ())) == 1 and ref not in program.outputs
+def _only_reader(program: Program, ref: Ref) -> Node | None:
+    readers = program.consumers.get(ref, ())
+    return readers[0][0] if len(readers) == 1 and ref not in program.outputs else None
 
 
 def _with(node: Node, kept: Collection[int]) -> Node:
@@ -134,9 +133,4 @@ def axes_of_sum(node: Node) -> tuple[str, ...]:
 
 
 def _is_one_sum(node: Node) -> bool:
-    return node.op == ALL_REDUCE and AXIS in node.attrs and len(node.outputs) == 1
-
-
-def _graphs(program: Program) -> Iterator[tuple[str, Program]]:
-    yield "", program
-    yield from program.functions.items()
+    return node.op == _ALL_REDUCE and AXIS in node.attrs and len(node.outputs) == 1

@@ -78,10 +78,10 @@ class Model:
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
         """Whether the node's rule allows it here, where other dimensions may have other sizes."""
         rule = rule_of(node.op)
-        if rule is None or found.once or not any(isinstance(p, Split) for p in found.inputs + found.outputs):
+        cut = next((p for p in found.inputs + found.outputs if isinstance(p, Split)), None)
+        if rule is None or found.once or cut is None:
             return True
-        sizes = next(p.sizes for p in found.inputs + found.outputs if isinstance(p, Split))
-        op = view(program, node, len(sizes))
+        op = view(program, node, len(cut.sizes))
         inputs, outputs = (tuple(map(as_whole, side)) for side in (found.inputs, found.outputs))
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
