@@ -219,6 +219,12 @@ def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def times_of(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
+    """By which number all of ``rows`` are multiplied in ``sizes``; 0 where there is none, or nothing."""
+    times = sum(sizes) // (sum(rows) or 1)
+    return times if tuple(times * n for n in rows) == sizes else 0
+
+
 def identity_value(op: str, dtype: str) -> object:
     """The element that changes nothing under ``op``: what a coordinate with nothing to add contributes.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import Placement, Split, even_sizes, proportional_sizes, split
+from whale.ir.layout import Placement, Split, even_sizes, proportional_sizes, split, times_of
 from whale.ir.plan import StageGroup
 from whale.ir.program import Program
 from whale.passes.facts.scopes import (
@@ -60,9 +60,8 @@ class RankGroups:
         """Where rows that lie as ``placement`` are wanted by the nodes of a scope."""
         if not self.active or type(placement) is not Split or not path or split_scope(path):
             return placement
-        for size, by_group in self.rows.items():
-            times = placement.run // size if size else 0
-            if times and any(tuple(times * n for n in known) == placement.sizes for known in by_group.values()):
+        for by_group in self.rows.values():
+            if times := max(times_of(placement.sizes, known) for known in by_group.values()):
                 sizes = tuple(times * n for n in by_group[ranks_of_scope(path)])
                 return split(placement.dim, sizes, placement.blocks, placement.halo)
         return placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from whale.ir.layout import Broadcast, Placement, Split, Strategy, split
+from whale.ir.layout import Broadcast, Placement, Split, Strategy, split, times_of
 from whale.ir.mesh import AXIS
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program
@@ -66,8 +66,7 @@ class Model:
         if t.dtype in UNMOVABLE:
             return None
         for theirs, ours in self.rows.items():
-            times = p.run // sum(theirs) if sum(theirs) else 0
-            if times and tuple(times * n for n in theirs) == p.sizes:
+            if times := times_of(p.sizes, theirs):
                 rows = split(p.dim, tuple(times * n for n in ours), p.blocks, p.halo)
                 if t.shape is None or p.dim >= len(t.shape):
                     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, split
+from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, split, times_of
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
@@ -78,12 +78,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split
         return False
     if at == 1:  # [rows x sequence], in runs of a sequence
         return any(placement.sizes == one.sizes for one in lengths)
-    return any(placement.run % one.run == 0 and _times(one, placement.run // one.run) == placement.sizes
-               for one in lengths)  # fmt: skip
-
-
-def _times(one: Split, count: int) -> tuple[int, ...]:
-    return tuple(n * count for n in one.sizes)
+    return any(times_of(placement.sizes, one.sizes) for one in lengths)
 
 
 def with_sequence(
