@@ -16,7 +16,7 @@ import numpy as np
 
 from whale.errors import ProgramError
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
-from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.program import Node, Program, Ref, topological, without_unread
 from whale.ir.values import DType, static_shape
 from whale.passes.normalise.arg_extremum import arg_extremum, is_arg_extremum
 from whale.passes.normalise.emitter import NodeEmitter
@@ -74,7 +74,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
         # Whatever waits for the whole op still can.
         done = tuple(dict.fromkeys(r.node for r in results))
         nodes[node.name] = Node(node.name, "NoOp", (), done, scope=node.scope)
-    return _without_idle(
+    return without_unread(
         replace(
             program,
             nodes=topological(nodes),
@@ -97,12 +97,6 @@ def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
             expected=f"{forward.name} and {gradient.name}",
             action="let the predicate answer the same for both",
         )
-
-
-def _without_idle(program: Program, chosen: set[str]) -> Program:
-    """Without the NoOps that nobody waits for."""
-    awaited = {c for n in program.nodes for c in n.controls}.union(program.effects)
-    return replace(program, nodes=tuple(n for n in program.nodes if n.name not in chosen or n.name in awaited))
 
 
 class _Emitter(NodeEmitter):

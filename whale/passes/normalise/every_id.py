@@ -18,9 +18,10 @@ from dataclasses import replace
 import numpy as np
 
 from whale.ir.ops import IDENTITIES
-from whale.ir.program import Node, Program, Ref, const_node, prune
-from whale.ir.values import DType, TensorType
+from whale.ir.program import Node, Program, Ref, prune
+from whale.ir.values import DType, TensorType, numpy_dtype
 from whale.passes.facts.scopes import split_scope
+from whale.passes.normalise.emitter import NodeEmitter
 from whale.passes.normalise.folding.fold import fold
 from whale.rules.graph import BLOCKS
 
@@ -60,6 +61,7 @@ class _Rewriter:
         self.added: dict[Ref, Ref] = {}
         self.moved: dict[Ref, Ref] = {}  # a tensor that needs the ids once no more -> what it is instead
         self.nodes: dict[str, Node] = {}
+        self.taken = set(program.by_name)
         self.done = False
 
     def run(self) -> Program | None:
@@ -81,24 +83,15 @@ class _Rewriter:
     def _type(self, ref: Ref) -> TensorType:
         return self.nodes[ref.node].outputs[ref.index]
 
-    def _new(self, node: Node, suffix: str, op: str, inputs: tuple[Ref, ...], t: TensorType, **attrs: object) -> Ref:
-        """A node beside ``node``, which behind it runs what waits for it."""
-        name = f"{node.name}/{suffix}"
-        self.nodes[name] = Node(name, op, inputs, node.controls, attrs, (t,), node.scope, node.stateful)
-        return Ref(name)
-
-    def _const(self, node: Node, suffix: str, value: np.ndarray) -> Ref:
-        name = f"{node.name}/{suffix}"
-        self.nodes[name] = const_node(name, value, scope=node.scope)
-        return Ref(name)
+    def _beside(self, node: Node) -> NodeEmitter:
+        return NodeEmitter(self.program, node, self.nodes, self.taken)
 
     def _visit(self, node: Node) -> None:
         first = node.inputs[0] if node.inputs else None
         if node.op in _ALONG and first is not None:
             self._along(node, first)
         elif node.op == "ResourceGather" and node.inputs[1] in self.spread and not node.attrs.get("batch_dims", 0):
-            ids = self.spread[node.inputs[1]]
-            self.spread[Ref(node.name)] = self._read(node, ids)
+            self._read(node, self.spread[node.inputs[1]])
         elif node.op == "GatherV2" and first in self.spread and node.inputs[1] in self.back:
             axis = self.program.const(node.inputs[2])
             if axis is not None and int(axis) == 0 and not node.attrs.get("batch_dims", 0):
@@ -130,12 +123,12 @@ class _Rewriter:
         self.moved[Ref(node.name)] = ref
         self.done = True
 
-    def _read(self, node: Node, ids: Ref) -> Ref:
+    def _read(self, node: Node, ids: Ref) -> None:
         """The same rows for every id; the node keeps its name, by which updates of the table wait for it."""
         t = node.outputs[0]
         found = TensorType(t.dtype, (*(self._type(ids).shape or ()), *(t.shape or ())[1:]))
         self.nodes[node.name] = replace(node, inputs=(node.inputs[0], ids), outputs=(found,))
-        return Ref(node.name)
+        self.spread[Ref(node.name)] = Ref(node.name)
 
     def _along(self, node: Node, first: Ref) -> None:
         """What passes rows on as they are; a reshape must leave the rows apart."""
@@ -152,7 +145,7 @@ class _Rewriter:
             source = known[first]
             if node.op == "Cast":
                 t = TensorType(after.dtype, self._type(source).shape)
-                source = self._new(node, "of_every_id", "Cast", (source,), t, **node.attrs)
+                source = self._beside(node).node_of("of_every_id", "Cast", (source,), t, dict(node.attrs))
             known[Ref(node.name)] = source
 
     def _scaled(self, node: Node) -> None:
@@ -163,52 +156,49 @@ class _Rewriter:
                 continue
             inputs = tuple(self.added[ref] if j == i else self.moved.get(r, r) for j, r in enumerate(node.inputs))
             t = self._type(self.added[ref])
-            self.added[Ref(node.name)] = self._new(node, "of_every_id", node.op, inputs, t, **node.attrs)
+            self.added[Ref(node.name)] = self._beside(node).node_of("of_every_id", node.op, inputs, t, dict(node.attrs))
 
-    def _segments_of(self, node: Node) -> np.ndarray | None:
-        """The numbers of segments, if they are known, ascend, and each block of rows makes one segment."""
+    def _segments_of(self, node: Node) -> tuple[np.ndarray, int, int] | None:
+        """(The segment of each row, how many these are, the rows of each), if known and each is a block of rows."""
         found = self.program.const(node.inputs[2])
         if found is None or not found.size or (np.diff(found) < 0).any() or found[0] != 0:
             return None
         counts = np.bincount(found)
-        return found.astype(np.int64) if (counts == counts[0]).all() else None
+        return (found.astype(np.int64), len(counts), int(counts[0])) if (counts == counts[0]).all() else None
 
     def _segments(self, node: Node, rows: Ref) -> None:
         """Sums of rows that lie behind each other."""
-        numbers = self._segments_of(node)
-        if numbers is None:
+        known = self._segments_of(node)
+        if known is None:
             return
-        count, each = int(numbers[-1]) + 1, len(numbers) // (int(numbers[-1]) + 1)
-        t = node.outputs[0]
+        numbers, count, each = known
+        t, emit = node.outputs[0], self._beside(node)
         found = TensorType(t.dtype, (count, *(t.shape or ())[1:]))
-        segments = self._const(node, "segments", numbers)
-        number = self._const(node, "count", np.array(count, np.int32))
+        operands = (rows, emit.const("segments", numbers), emit.const("count", np.array(count, np.int32)))
         kinds = {"T": DType(t.dtype), "Tindices": DType("int64"), "Tnumsegments": DType("int32")}
-        summed = self._new(
-            node, "sums", "UnsortedSegmentSum", (rows, segments, number), found, **kinds, **_blocks(count)
-        )
-        self._becomes(node, self._divided(node, summed, found, _SUMS[node.op], each))
+        summed = emit.node_of("sums", "UnsortedSegmentSum", operands, found, {**kinds, **_blocks(count)})
+        self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
         """The slopes of such sums: each row has its segment's."""
-        numbers = self._segments_of(node)
+        known = self._segments_of(node)
         slope = self.moved.get(node.inputs[0], node.inputs[0])
-        t = self._type(slope)
-        if numbers is None or t.shape is None or t.shape[0] not in (None, int(numbers[-1]) + 1):
+        t, emit = self._type(slope), self._beside(node)
+        if known is None or t.shape is None or t.shape[0] not in (None, known[1]):
             return
-        count, each = int(numbers[-1]) + 1, len(numbers) // (int(numbers[-1]) + 1)
+        numbers, count, each = known
         found = TensorType(t.dtype, (len(numbers), *t.shape[1:]))
-        at = self._const(node, "segments", numbers[:, None])
         kinds = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
-        rows = self._new(node, "rows", "GatherNd", (slope, at), found, **kinds, **_blocks(count))
-        self.added[Ref(node.name)] = self._divided(node, rows, found, _SLOPES[node.op], each)
+        operands = (slope, emit.const("segments", numbers[:, None]))
+        rows = emit.node_of("rows", "GatherNd", operands, found, {**kinds, **_blocks(count)})
+        self.added[Ref(node.name)] = _divided(emit, rows, found, _SLOPES[node.op], each)
 
-    def _divided(self, node: Node, ref: Ref, t: TensorType, combined: str, each: int) -> Ref:
-        if combined == "sum" or each == 1:
-            return ref
-        by = each if combined == "mean" else np.sqrt(each)
-        factor = self._const(node, "by", np.array(by, t.dtype))
-        return self._new(node, "divided", "RealDiv", (ref, factor), t, T=DType(t.dtype))
+
+def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: int) -> Ref:
+    if combined == "sum" or each == 1:
+        return ref
+    by = emit.const("by", np.array(each if combined == "mean" else np.sqrt(each), numpy_dtype(t.dtype)))
+    return emit.node_of("divided", "RealDiv", (ref, by), t, {"T": DType(t.dtype)})
 
 
 def _blocks(count: int) -> Mapping[str, int]:
