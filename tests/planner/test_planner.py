@@ -169,6 +169,8 @@ def test_what_is_fixed_stays_fixed(plan):
     assert len(fixed.spread.stages) == 4 and fixed.spread.recompute == "full"
     with pytest.raises(PlanError, match="cannot be fixed"):
         ask.limits(["colour=4"])
+    with pytest.raises(PlanError, match="cannot be fixed"):
+        ask.limits(["hurried=1"])  # the search's own
     change = 1e3 * (fixed.predicted.step_s - plan.predicted.step_s)
     assert against(fixed, plan).startswith(f"{change:+.1f} ms (") and "compute" in against(fixed, plan)
     assert "stays as it is" in against(plan, plan)

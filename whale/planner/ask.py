@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -16,7 +15,7 @@ from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner.described.layer_tables import Table, TableModel
 from whale.planner.report.planfile import PlanFile, of_search
-from whale.planner.search.candidates import Limits
+from whale.planner.search.candidates import FIXED, Limits
 from whale.planner.search.rounds import search
 from whale.planner.search.whale22 import plan22
 
@@ -107,7 +106,6 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
     """What `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
     if budget_s <= 0:
         raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
-    names = {f.name for f in fields(Limits)} - {"budget_s", "exact_devices"}
     values: dict[str, int | str] = {}
     for one in fixed:
         name, _, value = one.partition("=")
@@ -115,12 +113,12 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
             pattern, name = name.removesuffix(".split"), "tensor"
             if not any(fnmatchcase(op, pattern) or fnmatchcase(op, f"*/{pattern}") for op in OPERATIONS):
                 raise PlanError("no operation has that name", given=one, expected=", ".join(OPERATIONS))
-        wrong = name not in names or (name not in WORDS and not value.isdigit())
+        wrong = name not in FIXED or (name not in WORDS and not value.isdigit())
         if wrong or (name in WORDS and value not in WORDS[name]):
             raise PlanError(
                 "this cannot be fixed",
                 given=one,
-                expected=", ".join([*(f"{n}=..." for n in sorted(names)), "OPERATION.split=..."]),
+                expected=", ".join([*(f"{n}=..." for n in sorted(FIXED)), "OPERATION.split=..."]),
             )
         values[name] = value if name in WORDS else int(value)
     return Limits(**values, budget_s=budget_s)  # type: ignore[arg-type]
