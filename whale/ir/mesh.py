@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from whale.ir.crossing import Span, block_of
+from whale.ir.crossing import block_of
 from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 
@@ -161,12 +161,6 @@ class Tiles:
             left[cut.dim] = found[-1].local(coordinate)
         return tuple(found)
 
-    def spans(self, shape: Sequence[int], place: int) -> tuple[Span, ...]:
-        """What a tile holds of each dimension of a tensor of ``shape``; empty where it holds nothing."""
-        at = coordinates_of(place, self.sizes)
-        found = block_of(shape, self.cuts_at(at), at)
-        return found if found is not None else tuple(Span(1, n, 0, 0) for n in shape)
-
     def local_shape(self, shape: Sequence[int], place: int) -> tuple[int, ...]:
         """The shape of a tile."""
         found = list(shape)
@@ -177,8 +171,9 @@ class Tiles:
 
     def regions(self, shape: Sequence[int], place: int) -> Iterator[Region]:
         """The rectangles that a tile consists of; those without elements are left out."""
-        spans = self.spans(shape, place)
-        if any(s.count == 0 for s in spans):
+        at = coordinates_of(place, self.sizes)
+        spans = block_of(shape, self.cuts_at(at), at)
+        if spans is None or any(s.count == 0 for s in spans):
             return
         for runs in product(*(range(s.blocks) for s in spans)):
             begin = tuple(b * s.run + s.first for b, s in zip(runs, spans))
