@@ -119,7 +119,7 @@ class Plan:
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
       exceptions: what the run computes otherwise than one device, in words.
-      variables: handle nodes of variables that lie split between steps, with how.
+      variables: handle nodes of variables that the axis divides between steps, with how (see ``ir.mesh.tiles_of``).
       offloaded: handle nodes of variables that lie in the host's memory, beside an accelerator.
       expanded: composite nodes that the plan speaks of in their decomposed form.
       inner: on a mesh of more axes, the plan of the next one, for what this axis' first coordinate runs.
