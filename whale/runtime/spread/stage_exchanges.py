@@ -72,9 +72,9 @@ class _Connector:
     def _receive(self, node: Node) -> dict[Ref, Ref]:
         """Receives each output that is read; output -> where it is now."""
         found = {}
-        source = int(node.attrs["source"])
+        source, travelling = int(node.attrs["source"]), self.stages.cuts[self.number].keys
         for index, key in enumerate(node.attrs["keys"]):
-            if key not in self.stages.cuts[self.number].keys:
+            if key not in travelling:
                 continue
             name = node.name if index == 0 else f"{node.name}/whale_output_{index}"
             mine = self.stages.parts_for(key, source, self.number, self.position)

@@ -84,20 +84,18 @@ class Stages:
         self, part: Cut, program: Program, number: int, at: tuple[int, ...], level: int
     ) -> Iterator[tuple[str, Strategy]]:
         """How tensors come in and go out of a group's program, over one axis."""
+        travelling = part.keys
         for node in program.nodes:
             if node.op == STAGE_INPUT:
                 source = int(node.attrs["source"])
                 lies = tuple(
-                    self.received(key, source, number, at)[level] if self._travels(part, key, node.name) else B
+                    self.received(key, source, number, at)[level] if key in travelling else B
                     for key in node.attrs["keys"]
                 )
                 yield node.name, Strategy((), lies, "from another stage", FIRST in lies)
             elif node.op == STAGE_OUTPUT:
                 wanted = self.sent(str(node.attrs["key"]), number, int(node.attrs["target"]), at)[level]
                 yield node.name, Strategy((wanted,), (), "to another stage", wanted == FIRST)
-
-    def _travels(self, part: Cut, key: str, name: str) -> bool:
-        return key in part.keys
 
     # -- layouts of what travels
 
