@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,17 @@ def test_a_script_that_fails_is_told_without_the_frames_of_whale(
     told = capsys.readouterr().err
     assert told.count("File ") == 3 and f'File "{script}", line 3, in <module>' in told  # this test's, and the script's
     assert told.endswith("ValueError: batch 3 is empty\n")
+
+
+def test_a_script_beside_the_package_is_the_users_though_its_name_begins_alike(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from whale.runtime.tools.as_main import failures_told
+
+    scope: dict[str, Callable[..., None]] = {}
+    exec(compile("def inside(f): f()", str(ROOT / "whale/inside.py"), "exec"), scope)
+    exec(compile("def fail(): raise ValueError('no rows')", str(ROOT / "whale_script.py"), "exec"), scope)
+    with pytest.raises(ProgramError, match="no rows"), failures_told("whale_script.py"):
+        scope["inside"](scope["fail"])
+    told = capsys.readouterr().err
+    assert "whale_script.py" in told and "inside.py" not in told

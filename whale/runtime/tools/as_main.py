@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import traceback
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from whale.errors import ProgramError, WhaleError
 
-_OURS = str(Path(__file__).resolve().parents[2])
+_HOME = Path(__file__).resolve().parents[3]
+_OURS = tuple(f"{_HOME / package}{os.sep}" for package in ("whale", "whale_ops", "cost_model"))
 _STARTING = (runpy.__file__, "<frozen runpy>")
 
 
