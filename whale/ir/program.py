@@ -213,6 +213,24 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     return tuple([nodes[name] for name in order])
 
 
+def rewired(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
+    """``program`` of other nodes, sorted, in which what reads a tensor of ``moved`` reads the one in its place.
+
+    What waits for a node that is not there any more waits for the one that makes what stands for its first tensor.
+    """
+    names = {old.node: new.node for old, new in moved.items() if old.index == 0 and old.node not in nodes}
+
+    def renamed(found: Collection[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([names.get(name, name) for name in found]))
+
+    changed = {
+        name: replace(n, inputs=tuple([moved.get(r, r) for r in n.inputs]), controls=renamed(n.controls))
+        for name, n in nodes.items()
+    }
+    outputs = tuple(moved.get(r, r) for r in program.outputs)
+    return program.with_nodes(topological(changed), outputs=outputs, effects=renamed(program.effects))
+
+
 def without_unread(program: Program, names: Collection[str]) -> Program:
     """``program`` without those of its nodes with ``names`` that nothing reads, waits for or returns."""
     needed = {*(r.node for r in program.outputs), *program.effects}

@@ -19,6 +19,7 @@ from whale.ir.layout import B, Partial, Split
 from whale.ir.mesh import chain
 from whale.ir.plan import Plan
 from whale.passes.facts.attention import attentions
+from whale.passes.normalise.ring import in_rings
 from whale.runtime.run.context import current
 
 SCOPE = partial(wh.split, context=1)
@@ -237,3 +238,18 @@ def test_what_else_reads_the_shares_is_no_attention(ranks: Callable[..., None]) 
     assert found(lambda q, k, v: tf.matmul(shares(q, k), v)) == 1
     assert found(returned) == 0
     assert found(lambda q, k, v: tf.matmul(tf.nn.softmax(tf.matmul(q, k, transpose_b=True), 2), v)) == 0
+
+
+def test_what_waits_for_a_result_waits_for_the_one_operation(ranks: Callable[..., None]) -> None:
+    from whale.capture.function import capture_function
+
+    def body(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Any:
+        mixed = tf.matmul(tf.nn.softmax(tf.matmul(q, k, transpose_b=True)), v)
+        with tf.control_dependencies([mixed]):
+            return mixed, tf.negative(q)
+
+    t = tf.TensorSpec((1, 2, 8, 4), tf.float64)
+    program = capture_function(body, (t, t, t), {}).program
+    (name,) = (one.name for one in attentions(program))
+    waits = [n.controls for n in in_rings(program, [name]).nodes if n.op == "Neg"]
+    assert waits == [(f"{name}/attention",)]

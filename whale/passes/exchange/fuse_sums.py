@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.program import Node, Program, Ref, rewired
 from whale.passes.facts.uses import taken_by_updates
 
 
@@ -76,13 +76,10 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
     if not groups:
         return program
     results: dict[Ref, Ref] = {}
-    names: dict[str, str] = {}
     joined: dict[str, Node] = {}
     for members in groups:
         first, name = members[0], f"{members[0].name}/whale_sums"
-        for i, node in enumerate(members):
-            results[Ref(node.name)] = Ref(name, i)
-            names[node.name] = name
+        results.update((Ref(node.name), Ref(name, i)) for i, node in enumerate(members))
         joined[name] = replace(
             first,
             name=name,
@@ -93,15 +90,7 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
         )
     nodes: dict[str, Node] = {}
     for node in program.nodes:
-        if node.name in names:
-            if names[node.name] in nodes:
-                continue
-            node = joined[names[node.name]]
-        inputs = tuple(results.get(r, r) for r in node.inputs)
-        controls = tuple(dict.fromkeys(names.get(c, c) for c in node.controls))
-        nodes[node.name] = replace(node, inputs=inputs, controls=controls)
-    return program.with_nodes(
-        topological(nodes),
-        outputs=tuple(results.get(r, r) for r in program.outputs),
-        effects=tuple(dict.fromkeys(names.get(e, e) for e in program.effects)),
-    )
+        made = results.get(Ref(node.name))
+        found = node if made is None else joined[made.node]
+        nodes[found.name] = found
+    return rewired(program, nodes, results)

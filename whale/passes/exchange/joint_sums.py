@@ -16,7 +16,7 @@ from dataclasses import replace
 from whale.ir.layout import B, Partial
 from whale.ir.mesh import AXIS
 from whale.ir.plan import Plan, Reshard
-from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.program import Node, Program, Ref, rewired
 
 _ALL_REDUCE = "WhaleAllReduce"
 
@@ -86,19 +86,14 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
         return program
     for name, kept in left.items():
         moved.update((Ref(name, i), Ref(name, at)) for at, i in enumerate(kept))
-    gone = {name: moved[Ref(name)].node for name, kept in left.items() if not kept}
+    gone = {name for name, kept in left.items() if not kept}
     nodes = {}
     for node in program.nodes:
-        if node.name in gone:
-            continue
-        node = over.get(node.name, node)
-        if node.name in left:
-            node = _with(node, left[node.name])
-        inputs = tuple(moved.get(r, r) for r in node.inputs)
-        nodes[node.name] = replace(node, inputs=inputs, controls=_renamed(node.controls, gone))
-    outputs = tuple(moved.get(r, r) for r in program.outputs)
-    effects = _renamed([e for e in program.effects if e not in gone], {})
-    return program.with_nodes(topological(nodes), outputs=outputs, effects=effects)
+        if node.name not in gone:
+            node = over.get(node.name, node)
+            nodes[node.name] = _with(node, left[node.name]) if node.name in left else node
+    effects = tuple(e for e in program.effects if e not in gone)
+    return rewired(replace(program, effects=effects), nodes, moved)
 
 
 def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
@@ -120,10 +115,6 @@ def _with(node: Node, kept: Collection[int]) -> Node:
         outputs=tuple(node.outputs[i] for i in kept),
         attrs={**node.attrs, "N": len(kept)},
     )
-
-
-def _renamed(names: Collection[str], gone: dict[str, str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(gone.get(name, name) for name in names))
 
 
 def axes_of_sum(node: Node) -> tuple[str, ...]:

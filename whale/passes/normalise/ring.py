@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from whale.ir.program import Node, Program, Ref, topological, without_unread
+from whale.ir.program import Node, Program, Ref, rewired, without_unread
 from whale.ir.values import Func, TensorType, static_shape
 from whale.passes.facts.attention import Attention, attentions
 from whale.passes.facts.scopes import context_of
@@ -27,25 +27,20 @@ def in_rings(program: Program, chosen: Collection[str]) -> Program:
     nodes = {n.name: n for n in program.nodes}
     moved: dict[Ref, Ref] = {}
     functions = dict(program.functions)
-    replaced: set[str] = set()
     for one in found:
         ahead = results[one.query, one.key, one.value]
         if one.mixed:
             nodes[ahead], functions[f"{ahead}/body"] = _forward(program, one, ahead)
             moved[Ref(one.mixed)] = Ref(ahead)
-            replaced.add(one.mixed)
         if one.backward is not None:
             back = one.backward
             name = f"{back.scores}/attention_grad"
             nodes[name], functions[f"{name}/body"] = _backward(program, one, ahead, name)
             moved |= {Ref(n): Ref(name, i) for i, n in enumerate((back.query, back.key, back.value))}
-            replaced |= {back.query, back.key, back.value}
-    for name in replaced:
-        del nodes[name]
-    nodes = {name: replace(n, inputs=tuple(moved.get(r, r) for r in n.inputs)) for name, n in nodes.items()}
-    outputs = tuple(moved.get(r, r) for r in program.outputs)
+    for ref in moved:
+        del nodes[ref.node]
     inside = {n for one in found for n in (one.product, one.softmax, *one.path, *_inner(one))}
-    return without_unread(program.with_nodes(topological(nodes), outputs=outputs, functions=functions), inside)
+    return without_unread(rewired(replace(program, functions=functions), nodes, moved), inside)
 
 
 def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:

@@ -9,13 +9,12 @@ what (``whale.passes.exchange``).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from zlib import crc32
 
 from whale.ir.layout import B, Partial
 from whale.ir.plan import DEVICE, Reshard
-from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.program import Node, Program, Ref, rewired
 from whale.lowering.emit import Emitter
 from whale.passes.exchange.device_sums import DEVICE_DTYPES
 from whale.passes.exchange.horovod import HOROVOD_DTYPES
@@ -47,7 +46,7 @@ def give_to_backend(program: Program, backend: str, rank: int, size: int, comm: 
         emitter.all_reduce(name, node.inputs[1:], node.outputs, r, key)
         emitter.nodes[name] = replace(emitter.nodes[name], controls=node.controls)
         moved.update((ref, Ref(name, ref.index)) for ref in node.refs())
-    return _with(program, emitter.nodes, moved) if moved else program
+    return rewired(program, emitter.nodes, moved) if moved else program
 
 
 def _can_go(program: Program, node: Node, backend: str, size: int) -> bool:
@@ -59,17 +58,3 @@ def _can_go(program: Program, node: Node, backend: str, size: int) -> bool:
     if backend != "horovod":
         return True
     return "wire_dtype" not in node.attrs and all(taken_by_updates(program, ref) for ref in node.refs())
-
-
-def _with(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
-    names = {old.node: new.node for old, new in moved.items()}
-
-    def renamed(found: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(names.get(name, name) for name in found)
-
-    changed = {
-        name: replace(n, inputs=tuple(moved.get(r, r) for r in n.inputs), controls=renamed(n.controls))
-        for name, n in nodes.items()
-    }
-    outputs = tuple(moved.get(r, r) for r in program.outputs)
-    return program.with_nodes(topological(changed), outputs=outputs, effects=renamed(program.effects))
