@@ -87,7 +87,7 @@ def reshards_of_tensor(
 
 def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Reshard:
     """What goes round the ranks for an attention: its keys lie as before, and all ranks have seen them."""
-    moved = ring_bytes(node, tuple(program.type_of(r) for r in node.inputs), strategy)
+    moved = ring_bytes(program, node, strategy)
     keys, placement = node.inputs[1], strategy.inputs[1]
     return Reshard(graph, keys, placement, placement, node.name, moved, origin=f"round the ranks, for {node.name}")
 

@@ -171,7 +171,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
     for r in plan.reshards:
         body = program if r.graph == "" else program.functions.get(r.graph)
         node = body.by_name.get(r.ref.node) if body is not None else None
-        if node is None or r.ref.index >= len(node.outputs):
+        if body is None or node is None or r.ref.index >= len(node.outputs):
             raise PlanError(
                 "the plan reshards a tensor that the program lacks",
                 action=_AGAIN,
@@ -191,10 +191,9 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(
                 node, f"{r.ref} from {r.source} to {r.target} as {r.wire_dtype}", "a float32 sum of the step itself"
             )
-        ring = body.by_name.get(r.key) if body is not None else None
+        ring = body.by_name.get(r.key)
         if r.source == r.target and ring is not None and ring.op in RINGS:
-            types = tuple(program.type_of(ref) for ref in ring.inputs)
-            moved = ring_bytes(ring, types, plan.strategies[r.graph][ring.name])
+            moved = ring_bytes(body, ring, plan.strategies[r.graph][ring.name])
         else:
             moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
         if r.bytes != moved:

@@ -7,7 +7,7 @@ their place exchanges blocks of keys and values (``whale.lowering.ring``): no ra
 from __future__ import annotations
 
 from whale.ir.layout import Split, Strategy
-from whale.ir.program import Node
+from whale.ir.program import Node, Program
 from whale.ir.values import Dims, TensorType
 from whale.rules.base import OpView
 from whale.rules.dims import names, term
@@ -33,12 +33,12 @@ def sides_of(node: Node) -> int:
     return _BEFORE_SIDES[node.op]
 
 
-def ring_bytes(node: Node, operands: tuple[TensorType, ...], strategy: Strategy) -> int:
+def ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
     """Bytes that travel in all: keys and values to every rank but their own, and back to it their gradients."""
     if not isinstance(strategy.inputs[0], Split):
         return 0
     times = 1 if node.op == ATTENTION else 2
-    return times * (len(strategy.inputs[0].sizes) - 1) * (operands[1].bytes + operands[2].bytes)
+    return times * (len(strategy.inputs[0].sizes) - 1) * sum(program.type_of(r).bytes for r in node.inputs[1:3])
 
 
 def along_sequence(op: OpView) -> str:

@@ -15,14 +15,11 @@ from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, s
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
-from whale.passes.facts.cost import LATENCY
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import context_of
+from whale.passes.layout.split.sequence import RANK, kept_whole
 from whale.rules import rule_of
 from whale.rules.graph import view
-
-_RANK = 3  # batch and sequence in either order, and features: what an activation has at least
-_WHOLE = 4.0  # an activation that is whole on every rank costs as if it were sent so often
 
 
 def layers_in_context(products: Mapping[str, Node]) -> dict[str, int]:
@@ -47,7 +44,7 @@ def context_seeds(
         for ref in (*(r for i, r in enumerate(node.inputs) if i not in weights), *node.refs()):
             behind = _unflattened(program, ref)
             shape: Dims = program.type_of(behind).shape or ()
-            size = shape[at] if len(shape) >= _RANK else None
+            size = shape[at] if len(shape) >= RANK else None
             if size is not None and size >= len(groups[name]):
                 found[behind] = split(at, sizes_within(size, groups[name], parts))
     return found
@@ -56,7 +53,7 @@ def context_seeds(
 def _unflattened(program: Program, ref: Ref) -> Ref:
     """The tensor of three dimensions or more that one of fewer is a view of; itself where there is none."""
     first = ref
-    while len(program.type_of(ref).shape or ()) < _RANK:
+    while len(program.type_of(ref).shape or ()) < RANK:
         node = program.by_name[ref.node]
         if node.op not in VIEWS or not node.inputs:
             return first
@@ -72,7 +69,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split
     """
     if not isinstance(placement, Split):
         return False
-    if len(shape) >= _RANK:
+    if len(shape) >= RANK:
         return placement.dim == at
     if placement.dim != 0:
         return False
@@ -121,7 +118,7 @@ def whole_activations(program: Program, node: Node, carriers: Collection[Ref], o
     """
     whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Broadcast)]
     whole += [ref for ref, p in zip(node.refs(), option.outputs) if isinstance(p, Partial)]
-    return sum(_WHOLE * (LATENCY + program.type_of(ref).bytes) for ref in whole if ref in carriers)
+    return sum(kept_whole(program.type_of(ref)) for ref in whole if ref in carriers)
 
 
 def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:

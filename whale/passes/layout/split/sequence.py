@@ -13,14 +13,14 @@ from whale.errors import PlanError
 from whale.ir.layout import Partial, Split, Strategy, split
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import Dims
+from whale.ir.values import Dims, TensorType
 from whale.passes.facts.cost import LATENCY
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import sequence_of
 
 _REDUCTIONS = frozenset({"Sum", "Mean", "BiasAddGrad"})  # a normalisation's statistics, and gradients of its weights
-_RANK = 3  # batch and sequence in either order, features
-_WHOLE = 4.0  # what is not divided costs as if it were sent so often; to divide it takes two transfers at most
+RANK = 3  # of activations at least: batch and sequence in either order, features
+_WHOLE = 4.0  # transfers of an activation; to divide it takes two at most
 
 
 def along_sequence(
@@ -41,10 +41,10 @@ def along_sequence(
         at = sequence_of(node.scope)
         for ref in node.refs() if at is not None and node.op != "Transpose" else ():
             shape = program.type_of(ref).shape
-            if shape is None or len(shape) != _RANK or shape[-1] not in widths or shape in weights:
+            if shape is None or len(shape) != RANK or shape[-1] not in widths or shape in weights:
                 continue
             lies, size, group = strategies[name].outputs[ref.index], shape[at or 0], groups[name]
-            if size is None or size < len(group) or (isinstance(lies, Split) and lies.dim == _RANK - 1):
+            if size is None or size < len(group) or (isinstance(lies, Split) and lies.dim == RANK - 1):
                 continue
             found[ref] = split(at or 0, sizes_within(size, group, parts))
     return found
@@ -58,8 +58,13 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option:
         if (along := wanted.get(ref)) is None or (isinstance(placement, Split) and placement.dim == along.dim):
             continue
         if not (isinstance(placement, Partial) and node.op in VIEWS):
-            found += _WHOLE * (LATENCY + program.type_of(ref).bytes)
+            found += kept_whole(program.type_of(ref))
     return found
+
+
+def kept_whole(activation: TensorType) -> float:
+    """What it costs that an activation is not divided along its sequence: as if it were sent so often."""
+    return _WHOLE * (LATENCY + activation.bytes)
 
 
 def check_sequences(
@@ -79,7 +84,7 @@ def check_sequences(
             cut = strategies[node.name].outputs[ref.index]
             if ref in wanted and isinstance(cut, Split) and cut.dim == at:
                 return
-            if len(shape := program.type_of(ref).shape or ()) == _RANK:
+            if len(shape := program.type_of(ref).shape or ()) == RANK:
                 shapes[f"{node.op} {list(shape)}"] = None
     if named:
         at = sequence_of(named[0])
