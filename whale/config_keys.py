@@ -277,6 +277,13 @@ KEYS: tuple[Key, ...] = (
         "memory, divided by its ranks; no limit on GPUs",
         minimum=0,
     ),
+    Key(
+        "log.level",
+        "str",
+        "info",
+        "lines of the logger `whale` below this level are left out; debug: also what is compiled, in what time",
+        choices=("debug", "info", "warning", "error"),
+    ),
     Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
     Key(
         "trace",

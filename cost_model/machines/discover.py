@@ -7,13 +7,13 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 from cost_model.hardware import Device, catalogue
 from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
 from whale.errors import ClusterError
+from whale.log import log
 
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
@@ -85,9 +85,9 @@ def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
     if known:
         return DeviceEntry(device.name, sockets, share=usable / logical, memory_gb=memory_gb)
     share = min(1.0, usable / (sockets * device.units))
-    sys.stderr.write(
-        f"whale: the hardware catalogue has no processor {name!r}: it is taken for {usable:g} of the {device.units} "
-        f"cores of {device.name}. A cluster file says it better (`whale cluster --example`).\n"
+    log.warning(
+        f"the hardware catalogue has no processor {name!r}: it is taken for {usable:g} of the {device.units} "
+        f"cores of {device.name}. A cluster file says it better (`whale cluster --example`)."
     )
     return DeviceEntry(device.name, sockets, share=share, memory_gb=memory_gb)
 

@@ -20,6 +20,7 @@ from whale.cli import (
 )
 from whale.cli.given import Parser
 from whale.errors import WhaleError, no_tensorflow
+from whale.log import set_level
 
 VERBS = (
     run,
@@ -49,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb. Returns the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
+    if getattr(options, "verbose", False):
+        set_level("debug")
     try:
         code = int(options.call(options))
         sys.stdout.flush()  # here, where it is known what to do if nobody reads it

@@ -26,6 +26,7 @@ from whale.launcher.protocol import (
     TRACE_VARIABLE,
 )
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
+from whale.log import LEVEL_VARIABLE
 from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
@@ -274,6 +275,8 @@ def environment(
         result.pop(name, None)  # of a run within which this one is started
         if wanted:
             result[name] = "1"
+    if options.verbose:
+        result.setdefault(LEVEL_VARIABLE, "debug")
     if options.threads is not None:
         result[THREADS_VARIABLE] = str(options.threads)
         result.update({name: str(count) for name, count in thread_variables(options.threads).items()})

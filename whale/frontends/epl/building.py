@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from whale.frontends.epl.env import Env
 from whale.frontends.epl.graph import Graph
 from whale.frontends.epl.growth import growth
 from whale.frontends.epl.strategies import marked
+from whale.log import log
 from whale.runtime.run.context import current, running
 
 _Apply = Callable[..., Any]
@@ -71,9 +71,9 @@ def _share(losses: Any, variables: Any) -> float:
         return copies ** -float(powers.pop() or 0)
     if not env.told and current("tf.gradients").rank == 0:
         env.told = True
-        sys.stderr.write(
-            "whale: how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of "
-            "a mean over the rows of all replicas\n"
+        log.warning(
+            "how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of "
+            "a mean over the rows of all replicas"
         )
     return 1.0
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from whale.errors import ProgramError
+from whale.log import log
 from whale.runtime.run.context import current
 
 _KINDS = ("scope", "op", "graph")
@@ -44,7 +44,7 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
                 key = {"graph": "all", "op": op, "scope": name.split("/")[0]}[kind]
                 sums[key] = sums.get(key, 0) + count
             for key, count in sorted(sums.items(), key=lambda item: -item[1]):
-                sys.stderr.write(f"whale: {kind} {key}: {count} FLOPs\n")
+                log.info(f"{kind} {key}: {count} FLOPs")
 
 
 def flops(graph: tf.Graph) -> dict[str, tuple[str, int]]:
@@ -122,5 +122,5 @@ def profile_memory(run_metadata: Any, prefix_name: str = "", visualize: bool = T
         peaks = [m.peak_bytes for node in device.node_stats for m in node.memory]
         if peaks and max(peaks):
             found[device.device] = max(peaks)
-            sys.stderr.write(f"whale: {prefix_name}{device.device}: {max(peaks)} bytes at most\n")
+            log.info(f"{prefix_name}{device.device}: {max(peaks)} bytes at most")
     return found

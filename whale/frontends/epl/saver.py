@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.ops import variables
 from tensorflow.python.training.saver import BulkSaverBuilder
 
+from whale.log import log
 from whale.runtime.run.context import current
 
 
@@ -43,7 +43,7 @@ class ShardingLoader:
         """Replaces the variables' initializers; to be called before they run."""
         if self.ckpt_file is None:
             if current("ShardingLoader.restore()").rank == 0:
-                sys.stderr.write("whale: ShardingLoader has no checkpoint, so variables begin as they are made\n")
+                log.warning("ShardingLoader has no checkpoint, so variables begin as they are made")
             return
         read: dict[str, tf.Tensor] = {}
         for variable in self.var_list:

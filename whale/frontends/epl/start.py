@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from whale.frontends.epl.graph import Graph
 from whale.frontends.epl.merged import growing, merge
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
+from whale.log import log
 from whale.runtime.run.again import begin_again
 from whale.runtime.run.context import current
 from whale.runtime.run.meaning import Batches
@@ -98,7 +98,7 @@ def _tell(config: Config) -> None:
     }
     for name, is_set in ignored.items():
         if is_set and context.rank == 0:
-            sys.stderr.write(f"whale: {name} has no effect\n")
+            log.warning(f"{name} has no effect")
 
 
 class _Meaning:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 from whale.config import Config
 from whale.errors import ClusterError, ProgramError
+from whale.log import log
 from whale.runtime.run import start
 from whale.runtime.run.context import Context, OwnPrograms, running
 
@@ -43,9 +43,9 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 def _say_if_nothing_was_exchanged(context: Context, programs: OwnPrograms) -> None:
     """A script that only asks for its rank may mean to run alone; one that trains has forgotten its optimizer."""
     if context.rank == 0 and context.size > 1 and not programs.exchanges:
-        sys.stderr.write(
-            f"whale: hvd.init() connected {context.size} ranks, and the script exchanged nothing: each has run alone; "
-            "training averages gradients by hvd.DistributedOptimizer or hvd.DistributedGradientTape\n"
+        log.warning(
+            f"hvd.init() connected {context.size} ranks, and the script exchanged nothing: each has run alone; "
+            "training averages gradients by hvd.DistributedOptimizer or hvd.DistributedGradientTape"
         )
 
 

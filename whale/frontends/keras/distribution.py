@@ -6,7 +6,6 @@ placement to the first plan that uses it, and the others lie as is planned.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from whale.errors import ConfigError, PlanError
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import Tiles
+from whale.log import log
 from whale.passes.facts.patterns import nearest
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.runtime.run.context import Context, current, running
@@ -122,7 +122,7 @@ def _say_what_fits_nothing(distribution: Any) -> None:
         one[key] = layouts[key]
         if all(one[path] is None for path in paths):
             near = nearest(key, paths) or paths[:3]
-            sys.stderr.write(f"whale: no variable fits the LayoutMap's {key!r}; there are {', '.join(near)}\n")
+            log.warning(f"no variable fits the LayoutMap's {key!r}; there are {', '.join(near)}")
 
 
 def _mesh(distribution: Any, context: Context) -> tuple[int, int]:

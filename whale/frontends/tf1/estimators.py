@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from types import ModuleType
 from typing import Any
 
 from whale.errors import CheckpointError, ProgramError
 from whale.frontends.tf1.taking import left_alone, replace_method, taken
+from whale.log import log
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
@@ -48,7 +48,7 @@ def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     left_out += [_CLUSTER] if cluster is not None else []
     if left_out and context.rank == 0 and "RunConfig" not in context.whole:
         context.whole.add("RunConfig")
-        sys.stderr.write(f"whale: RunConfig does without {', '.join(left_out)}: the ranks are those of the run\n")
+        log.info(f"RunConfig does without {', '.join(left_out)}: the ranks are those of the run")
 
 
 def _configured(original: Any, config: Any, model_dir: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.frontends.tf1.taking import replace_method, taken
+from whale.log import log
 from whale.runtime.run.context import Context
 
 
@@ -48,9 +48,9 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
 def _tell(context: Context) -> None:
     if context.rank == 0 and "SyncReplicasOptimizer" not in context.whole:
         context.whole.add("SyncReplicasOptimizer")
-        sys.stderr.write(
-            "whale: SyncReplicasOptimizer stands for the optimizer that it wraps: a step computes the global batch on "
-            "all ranks at once\n"
+        log.info(
+            "SyncReplicasOptimizer stands for the optimizer that it wraps: a step computes the global batch on "
+            "all ranks at once"
         )
 
 

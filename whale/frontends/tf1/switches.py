@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import tensorflow as tf
 
 from whale.frontends.tf1.taking import replace_function, taken
+from whale.log import log
 
 _SWITCHES = {
     "resource variables": ("enable_resource_variables", "disable_resource_variables", "resource_variables_enabled"),
@@ -37,6 +37,4 @@ def turn_on() -> None:
         getattr(v1, on)()
         context.at_end.append(getattr(v1, back))
     if off and context.rank == 0:
-        sys.stderr.write(
-            f"whale: turned on {' and '.join(off)} for the graphs that are built from now on (call wh.init() before)\n"
-        )
+        log.info(f"turned on {' and '.join(off)} for the graphs that are built from now on (call wh.init() before)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError
+from whale.log import log
 from whale.runtime.checkpoint import reading as checkpoint_reading
 from whale.runtime.checkpoint.agreement import Said, check_equal, decoded, encoded
 from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
@@ -89,7 +89,7 @@ class CheckpointManager:
                 self._folder = CheckpointFolder(self._directory, checkpoint_name, max_to_keep, keep_every_s)
                 self._folder.clean()
                 if self._folder.found_by_files:
-                    sys.stderr.write(f"whale: {self._folder.found_by_files}\n")
+                    log.warning(self._folder.found_by_files)
             return self._state_of_folder()
 
         self._state = self._together("opened", open_folder)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from google.protobuf.message import DecodeError
 from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
 
 from whale.errors import CheckpointError
+from whale.log import log
 from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
 from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import (
@@ -72,7 +72,7 @@ def newest_whole(paths: Sequence[str]) -> str:
         if not tensors and not files:
             return path
         what = f"{', '.join(tensors) or 'no tensor'} cannot be read, in {', '.join(files) or 'its index'}"
-        sys.stderr.write(f"whale: the checkpoint {path} is damaged ({what}); the one before is looked at\n")
+        log.warning(f"the checkpoint {path} is damaged ({what}); the one before is looked at")
     raise CheckpointError(
         "no checkpoint is whole",
         given=", ".join(paths),

@@ -6,8 +6,6 @@ the same way, because the variables lie so.
 
 from __future__ import annotations
 
-import sys
-
 import msgspec
 from tensorflow.python.eager.context import eager_mode
 
@@ -15,6 +13,7 @@ from cost_model.captured import table as tables
 from cost_model.captured.table import Table
 from whale.errors import ClusterError, PlanError
 from whale.ir.program import Program
+from whale.log import log
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Ground, Options, apply, best_way
 from whale.planner.captured.ways import Choice, has_scopes, trains
@@ -80,7 +79,7 @@ def _as_described(
         )
     chosen = choice_of(plan, program, settings, path)
     if context.rank == 0:
-        sys.stderr.write(f"whale: {chosen.name}, predicted {1e3 * chosen.predicted_s:.4g} ms a step\n")
+        log.info(f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.4g} ms a step")
     return chosen
 
 
@@ -141,13 +140,14 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
 
 
 def _say(chosen: Choice, lines: list[str]) -> None:
-    lines = [f"whale: auto_parallel: {lines[0]}", *(f"whale: {line}" for line in lines[1:])]
+    lines = [f"auto_parallel: {lines[0]}", *lines[1:]]
     if chosen.alone:
         lines.append(
-            "whale: one process with all of the host's cores may be faster: a rank cannot take the others' cores, as "
+            "one process with all of the host's cores may be faster: a rank cannot take the others' cores, as "
             "TensorFlow counts its threads when a process starts; try `whale run -np 1`"
         )
-    sys.stderr.write("\n".join(lines) + "\n")
+    for line in lines:
+        log.info(line)
 
 
 def _profile(context: Context) -> Table | None:

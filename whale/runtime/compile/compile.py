@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.log import log
 from whale.lowering.compiled import compile_marked
 from whale.passes.facts.scopes import all_paths
 from whale.passes.judge.undivided import undivided
@@ -121,6 +121,9 @@ def compile_program(
     _remember(lowered, plan, context)
     context.distributed = context.distributed or any(updates(program, node) for node in program.nodes)
     clock.lap("memory")
+    if context.dry is None:
+        spent = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in clock.seconds.items() if s >= 1e-3)
+        log.debug(f"{what} is compiled for {context.size} ranks in {sum(clock.seconds.values()):.3f} s (ms: {spent})")
     return Compiled(plan, expanded, ranks, number, clock.seconds)
 
 
@@ -131,7 +134,7 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> None:
     chosen = context.auto is not None and context.auto.alone
     if not chosen and (text := undivided(program, plan)):
         context.whole.add(plan.program)
-        sys.stderr.write(f"whale: {text}\n")
+        log.warning(text)
 
 
 def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
@@ -141,9 +144,9 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
         return
     sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
     given = sum(op != "WhaleAllReduce" for op in sums)
-    sys.stderr.write(
-        f'whale: communication.backend="{backend}" carries out the sums over all ranks: {given} of {len(sums)} of '
-        f"`{plan.program}`; Whale those over some ranks\n"
+    log.info(
+        f'communication.backend="{backend}" carries out the sums over all ranks: {given} of {len(sums)} of '
+        f"`{plan.program}`; Whale those over some ranks"
     )
 
 

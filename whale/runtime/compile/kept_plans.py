@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import sys
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -23,6 +22,7 @@ from whale.errors import WhaleError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.log import log
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile.kept_files import KeptFiles
@@ -147,10 +147,10 @@ def _put(files: KeptFiles, context: Context, name: str, data: bytes) -> None:
     except OSError as error:
         if not context.plans_not_kept:
             context.plans_not_kept = True
-            sys.stderr.write(f"whale: plans are not kept for later runs ({error}); plan_cache names another folder\n")
+            log.warning(f"plans are not kept for later runs ({error}); plan_cache names another folder")
 
 
 def _say_and_forget(files: KeptFiles, name: str, program: Program) -> None:
-    sys.stderr.write(f"whale: the plan that was kept of `{program.name}` is not legal, and is made anew\n")
+    log.warning(f"the plan that was kept of `{program.name}` is not legal, and is made anew")
     with contextlib.suppress(OSError):
         files.remove(name)

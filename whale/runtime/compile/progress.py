@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from whale.log import log
 
 FIRST_S, LATER_S = 2.0, 10.0
 
@@ -19,7 +20,7 @@ def told(what: str) -> Iterator[None]:
     def tell() -> None:
         wait_s = FIRST_S
         while not over.wait(wait_s):
-            sys.stderr.write(f"whale: {what}: {time.monotonic() - start_s:.0f} s\n")
+            log.info(f"{what}: {time.monotonic() - start_s:.0f} s")
             wait_s = LATER_S
 
     thread = threading.Thread(target=tell, name="whale progress", daemon=True)

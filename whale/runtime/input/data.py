@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 from whale.capture.sharded import ShardedTensor as ShardedTensor
 from whale.errors import PlanError, ProgramError
 from whale.ir.values import UNMOVABLE
+from whale.log import log
 from whale.runtime.input.dataset_position import Epochs, ShardedIterator
 from whale.runtime.input.dataset_rows import (
     OwnRows,
@@ -123,7 +123,7 @@ class ShardedDataset:
             refuse_other_orders(self._whole)
             text = f"every rank reads all rows and keeps its own: {reason}"
             if rank == 0 and self._told:
-                sys.stderr.write(f"whale: wh.shard: {text}\n")
+                log.warning(f"wh.shard: {text}")
             return text
         refuse_other_orders(self._whole, own.reseeded)
         self._own, self._read = own, own.dataset

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 
 from whale.config import Config
 from whale.errors import ConfigError
+from whale.log import log
 from whale.started import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
 
 _T = TypeVar("_T")
@@ -150,8 +150,7 @@ class Trace:
         self._waiting.clear()
         if not self._broken:
             self._broken = True
-            sys.stderr.write(f"whale: the trace is incomplete from here on: {error}\n")
-            sys.stderr.flush()
+            log.warning(f"the trace is incomplete from here on: {error}")
 
 
 def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: int) -> Trace | None:

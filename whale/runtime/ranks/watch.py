@@ -18,12 +18,12 @@ import json
 import os
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from whale.config import Config
+from whale.log import log
 from whale.replicas import Said
 from whale.runtime.ranks.trace import Trace
 from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
@@ -134,8 +134,7 @@ class Watch:
         if self._launcher is not None:
             self._tell({"stall": {"what": wait.what, "seconds": wait.seconds, "missing": wait.missing}})
             return
-        sys.stderr.write(f"whale: {_sentence(rank, wait)}; look at what is going on there\n")
-        sys.stderr.flush()
+        log.warning(f"{_sentence(rank, wait)}; look at what is going on there")
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self._launcher is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from whale.config import Config
 from whale.errors import ClusterError
+from whale.log import set_level
 from whale.runtime.run.context import Context, running
 
 # What ranks were connected with stays as it is until they are connected again.
@@ -34,6 +35,8 @@ def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
                 expected="the same value",
                 action="set it in the first init, or call wh.shutdown() in between",
             )
+    if config.origin("log.level") != "default":
+        set_level(config["log.level"])
     _forget(context)
     context.config = config
     return True

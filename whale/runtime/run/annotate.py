@@ -126,7 +126,7 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
 def unmatched(context: Context) -> str:
     """At the end of a run, what no program had anything for; "" if there is no such pattern."""
     missing = list(dict.fromkeys(repr(p.text) for p in context.annotations if p.text not in context.annotated))
-    return f"whale: no step of this run had anything for the annotations {', '.join(missing)}\n" if missing else ""
+    return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
 
 
 def _variable_names(captured: Captured) -> dict[str, str]:

@@ -17,9 +17,11 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.log import log, set_level
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds
+from whale.runtime.ranks.connect import connect
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
@@ -32,7 +34,6 @@ from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.variables import deferred
 from whale.runtime.variables.outside import Outside
 from whale.started import ProcessPlace, process_place
-from whale_ops.memory import share_tensors
 
 
 @contextmanager
@@ -109,6 +110,8 @@ def _begin(
             action="call wh.shutdown() in between, or remove one",
         )
     config = config if isinstance(config, Config) else Config(config or {})
+    if config.origin("log.level") != "default":
+        set_level(config["log.level"])
     place = process_place()
     _check_in_process(config, place)
     # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
@@ -145,6 +148,7 @@ def _begin(
             comm.trace_start(trace.descriptor)
     if process.runs == 1:
         atexit.register(_at_exit)
+    log.debug(f"rank {context.rank} of {context.size} takes part ({place.launcher})")
 
 
 def _undo() -> None:
@@ -207,7 +211,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     elif place.size > 1:
         watch = Watch(config, trace)
         try:
-            comms = _connect(name, place, config)
+            comms = connect(name, place, config)
         except BaseException:
             watch.stop()
             raise
@@ -228,33 +232,6 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         if config.link is not None:
             comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
     return process.context
-
-
-def _connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
-    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
-        _share_tensors(config, place)
-    comm = whale_ops.mpi(
-        name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
-    )
-    if comm.size != place.size:
-        raise ClusterError(
-            "MPI and the launcher disagree about the number of ranks",
-            given=f"MPI says {comm.size}, {place.launcher} says {place.size}",
-            expected="the same number",
-            action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
-        )
-    return (comm,)
-
-
-def _share_tensors(config: Config, place: ProcessPlace) -> None:
-    """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
-    if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
-        return
-    if (obstacle := share_tensors()) and place.local_rank == 0:
-        sys.stderr.write(
-            f"whale: large tensors are not shared between the ranks of this machine ({obstacle}), so all-reduces of "
-            "them are slower; call wh.init() before making tensors, or set communication.shared_tensors to false\n"
-        )
 
 
 def shutdown() -> None:
@@ -284,9 +261,9 @@ def _end() -> None:
     if context.outside is not None:
         context.outside.take_back()
     if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
-        sys.stderr.write(f"whale: no step of this run was the one of the saved plan {context.saved.path}\n")
-    if context.dry is None and context.rank == 0:
-        sys.stderr.write(unmatched(context))
+        log.warning(f"no step of this run was the one of the saved plan {context.saved.path}")
+    if context.dry is None and context.rank == 0 and (missing := unmatched(context)):
+        log.warning(missing)
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
     if context.watch is not None:
@@ -308,7 +285,8 @@ def _conclude(context: Context) -> None:
         return
     outside = context.outside
     if not context.watch.tell_end(process.alone, lambda: context.variables.held(context, outside, trainable=True)):
-        sys.stderr.write(f"whale: {process.alone}\n" if process.alone else "")
+        if process.alone:
+            log.warning(process.alone)
 
 
 def check_replicas() -> int:
@@ -326,7 +304,7 @@ def check_replicas() -> int:
     context = current("wh.check_replicas()")
     compared = context.variables.check(context, context.outside)
     if context.rank == 0:
-        print(f"whale: {compared} variables are equal on all ranks", file=sys.stderr)
+        log.info(f"{compared} variables are equal on all ranks")
     return compared
 
 
@@ -342,8 +320,7 @@ def _at_exit() -> None:
         try:
             shutdown()
         except WhaleError as e:
-            sys.stderr.write(f"whale: {e}\n")
-            sys.stderr.flush()
+            log.error(str(e))
             os._exit(1)
         _end_alone()
         return

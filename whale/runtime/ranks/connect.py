@@ -1,0 +1,43 @@
+"""The processes that a launcher started become ranks that exchange messages."""
+
+from __future__ import annotations
+
+import whale_ops
+from whale.config import Config
+from whale.errors import ClusterError
+from whale.log import log
+from whale.started import ProcessPlace
+from whale_ops.memory import share_tensors
+
+
+def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
+    """This process's end of a communicator between all of them.
+
+    Raises:
+      ClusterError: MPI knows another number of ranks than the launcher.
+      CommError: MPI cannot be loaded or started.
+    """
+    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+        _share_tensors(config, place)
+    comm = whale_ops.mpi(
+        name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
+    )
+    if comm.size != place.size:
+        raise ClusterError(
+            "MPI and the launcher disagree about the number of ranks",
+            given=f"MPI says {comm.size}, {place.launcher} says {place.size}",
+            expected="the same number",
+            action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
+        )
+    return (comm,)
+
+
+def _share_tensors(config: Config, place: ProcessPlace) -> None:
+    """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
+    if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
+        return
+    if (obstacle := share_tensors()) and place.local_rank == 0:
+        log.warning(
+            f"large tensors are not shared between the ranks of this machine ({obstacle}), so all-reduces of "
+            "them are slower; call wh.init() before making tensors, or set communication.shared_tensors to false"
+        )
