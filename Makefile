@@ -16,9 +16,9 @@ TF := $(DEFAULT_TF)
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 TESTS ?= tests
 PYTEST_ARGS ?=
-# Tests that start processes run one after the other; the others share the cores. Both halves are run and reported, and
+# Tests of what happens in time run one after the other; the others share the cores. Both halves are run and reported, and
 # either fails the target.
-APART := tests/distributed tests/doctor tests/epl tests/faults tests/frontends tests/keras_distribution tests/keras_fit tests/launcher tests/guides tests/whale_ops
+APART := tests/doctor tests/faults tests/launcher tests/whale_ops
 JOBS ?= 2
 BENCH_ARGS ?=
 DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto

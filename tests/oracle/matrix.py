@@ -119,8 +119,8 @@ def runs_under_split(cases: Iterable[Case], flavour: str) -> list[Run]:
     ]
 
 
-# With which factors a case is paired; a heavy case's traces cost seconds each.
-_PAIRED = {False: ("dtype", "optimizer", "ranks", "kind"), True: ("dtype", "optimizer")}
+# With which factors a case is paired: its traces cost seconds each. How rows are divided is paired with all others.
+_PAIRED = ("dtype", "optimizer")
 
 
 def _pairs(run: Run) -> set[tuple[object, ...]]:
@@ -129,7 +129,7 @@ def _pairs(run: Run) -> set[tuple[object, ...]]:
     found: set[tuple[object, ...]] = {(a, factors[a], b, factors[b]) for a, b in itertools.combinations(others, 2)}
     # One rank has nothing to spread: it is paired with everything but each single case.
     if run.spread.ranks > 1:
-        found |= {("case", run.name, other, factors[other]) for other in _PAIRED[run.case.heavy]}
+        found |= {("case", run.name, other, factors[other]) for other in _PAIRED}
     return found
 
 

@@ -1,4 +1,4 @@
-"""A seeded sample of the oracle's matrix: each pair of case, dtype, optimizer, ranks and kind of share meets."""
+"""A seeded sample of the oracle's matrix: each case meets each dtype and optimizer, and these each kind of share."""
 
 from __future__ import annotations
 
