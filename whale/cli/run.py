@@ -36,6 +36,14 @@ def add_to(verbs: Any) -> None:
         help="write where the time of all ranks goes, for ui.perfetto.dev or chrome://tracing",
     )
     verb.add_argument(
+        "--logdir", metavar="DIR", help="write step times, bytes, waits, memory and plans for TensorBoard"
+    )
+    verb.add_argument(
+        "--metrics-port",
+        metavar="[ADDRESS:]PORT",
+        help="answer Prometheus there while the run goes on; on this host alone unless an address is given",
+    )
+    verb.add_argument(
         "-v",
         "--verbose",
         action="store_true",
@@ -56,6 +64,7 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
+    from whale.launcher.job.metrics import parse_address
     from whale.launcher.mpirun import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, Options, parse_hosts
     from whale.launcher.run import run
 
@@ -81,6 +90,8 @@ def call(given: argparse.Namespace) -> int:
             threads=given.threads,
             verbose=given.verbose,
             trace=given.trace,
+            logdir=given.logdir,
+            metrics=parse_address(given.metrics_port) if given.metrics_port is not None else None,
             max_restarts=given.max_restarts,
             min_ranks=given.min_ranks,
         )

@@ -27,7 +27,7 @@ from whale.launcher.protocol import (
 )
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 from whale.log import LEVEL_VARIABLE
-from whale.started import COUNTERS_VARIABLE, RESTART_VARIABLE
+from whale.started import COUNTERS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
@@ -71,6 +71,8 @@ class Options:
         trace: the file that receives the trace of all ranks, or None.
         max_restarts: how often the run is started again after a fault.
         min_ranks: the least number of ranks with which it is, when hosts are lost.
+        logdir: the folder that receives TensorBoard's scalars and plans, or None.
+        metrics: address and port at which Prometheus may ask for the same, or None.
         starts_another: the target starts the script as a process of its own, of which the launcher hears nothing.
     """
 
@@ -84,6 +86,8 @@ class Options:
     trace: str | None = None
     max_restarts: int = 0
     min_ranks: int = 1
+    logdir: str | None = None
+    metrics: tuple[str, int] | None = None
     starts_another: bool = False
 
     @property
@@ -271,7 +275,13 @@ def environment(
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
     result[SEGMENTS_VARIABLE] = segments.folder_of(token)
-    for name, wanted in ((TRACE_VARIABLE, options.trace is not None), (COUNTERS_VARIABLE, options.verbose)):
+    progress = options.logdir is not None or options.metrics is not None
+    asked = (
+        (TRACE_VARIABLE, options.trace is not None),
+        (COUNTERS_VARIABLE, options.verbose),
+        (PROGRESS_VARIABLE, progress),
+    )
+    for name, wanted in asked:
         result.pop(name, None)  # of a run within which this one is started
         if wanted:
             result[name] = "1"

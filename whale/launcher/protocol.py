@@ -117,6 +117,28 @@ class Counter(TypedDict):
     waiting_seconds: float
 
 
+class Progress(TypedDict):
+    """What a rank's process has done since its ``wh.init``: calls and seconds by program, and sums over exchanges.
+
+    ``begun_ns`` tells one ``wh.init`` from another.
+    """
+
+    begun_ns: int
+    programs: dict[str, tuple[int, float]]
+    logical_bytes: int
+    sent_bytes: int
+    waiting_s: float
+    memory_bytes: int
+    peak_bytes: int
+
+
+class PlanText(TypedDict):
+    """The plan of a program, as a text."""
+
+    name: str
+    text: str
+
+
 class FromScript(msgspec.Struct, frozen=True):
     """A message of a script's; what it does not say is None."""
 
@@ -125,6 +147,8 @@ class FromScript(msgspec.Struct, frozen=True):
     stall: Stall | None = None
     end: End | None = None
     counters: list[Counter] | None = None
+    progress: Progress | None = None
+    plan: PlanText | None = None
 
 
 _Message = TypeVar("_Message")

@@ -10,7 +10,10 @@ import sys
 
 from whale.config import Config
 from whale.launcher import mpirun
+from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.job import Job
+from whale.launcher.job.metrics import metrics_port
+from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE
 
@@ -35,13 +38,28 @@ def run(options: mpirun.Options) -> int:
     if options.is_local and options.ranks > 2 * cores:
         sys.stderr.write(f"whale run: {options.ranks} ranks share {cores} core{'s' * (cores != 1)}\n")
     program, config = mpirun.find_mpirun(), Config()
-    if options.trace is None:
-        return _attempts(options, program, config, None)
-    with contextlib.closing(TraceFile(options.trace)) as trace:
-        return _attempts(options, program, config, trace)
+    with contextlib.ExitStack() as stack:
+        trace = files = progress = None
+        if options.trace is not None:
+            trace = stack.enter_context(contextlib.closing(TraceFile(options.trace)))
+        if options.logdir is not None:
+            files = stack.enter_context(contextlib.closing(EventFiles(options.logdir)))
+        if options.logdir is not None or options.metrics is not None:
+            progress = RunProgress(files)
+        if options.metrics is not None and progress is not None:
+            address = stack.enter_context(metrics_port(options.metrics, progress))
+            sys.stderr.write(f"whale run: metrics for Prometheus are at {address}\n")
+            sys.stderr.flush()
+        return _attempts(options, program, config, trace, progress)
 
 
-def _attempts(options: mpirun.Options, program: str, config: Config, trace: TraceFile | None) -> int:
+def _attempts(
+    options: mpirun.Options,
+    program: str,
+    config: Config,
+    trace: TraceFile | None,
+    progress: RunProgress | None,
+) -> int:
     restarts = 0
     while True:
         address = mpirun.listen_address(options)
@@ -52,7 +70,9 @@ def _attempts(options: mpirun.Options, program: str, config: Config, trace: Trac
             token, port = secrets.token_hex(16), listener.getsockname()[1]
             environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library)
             line = mpirun.command(options, program, environment)
-            job = Job(options, listener, token, config["fault.freeze_s"], trace)
+            job = Job(options, listener, token, config["fault.freeze_s"], trace, progress)
+            if progress is not None:
+                progress.begin(options.ranks, restarts)
             code = job.run(line, environment)
         if not job.failed or restarts == options.max_restarts:
             return code

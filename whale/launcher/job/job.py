@@ -31,6 +31,7 @@ from whale.launcher.job.ending import GRACE_S, OWN_END_S, Ending
 from whale.launcher.job.lookout import Lookout
 from whale.launcher.job.mpirun_process import MpirunProcess
 from whale.launcher.job.output import IDLE_S, Printer
+from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.reports import Reports
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import ASKED_VARIABLES, Options
@@ -51,6 +52,7 @@ class Job:
         token: what they show that they are of this run.
         freeze_s: for how long a rank may be stopped or silent; 0 for as long as it likes.
         trace: takes the ranks' events, or None.
+        progress: takes what they tell of their steps, or None.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Job:
         token: str,
         freeze_s: float,
         trace: TraceFile | None,
+        progress: RunProgress | None,
     ) -> None:
         self._options = options
         self._trace = trace
+        self._progress = progress
         self._freeze_s = freeze_s
         self._listener = listener
         self._token = token
@@ -71,7 +75,7 @@ class Job:
         self._links: dict[int, ranks.RankLink] = {}
         self._ending = Ending(self._links, self._printer, trace, options.verbose)
         self._lookout = Lookout(self._links, self._ending, trace, self.say)
-        self._reports = Reports(self._printer, self._ending, self._lookout, trace, options.verbose)
+        self._reports = Reports(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
         self._mpirun_gone_s = self._mpirun_stopped_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpirun: MpirunProcess
@@ -236,6 +240,8 @@ class Job:
         self._links[rank] = link
         if self._trace is not None:
             self._trace.greet(link)
+        if self._progress is not None:
+            self._progress.up(rank)
         if self._ending.begun:
             link.send_signal(signal.SIGKILL)
         return True
@@ -274,6 +280,8 @@ class Job:
         if self._trace is not None:
             self._trace.end(self._links.values())
             self.say(self._trace.summary())
+        if self._progress is not None and (summary := self._progress.summary()):
+            self.say(summary)
         if self._ending.stopped_by is not None:
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by

@@ -8,6 +8,7 @@ from whale.launcher.job import ranks
 from whale.launcher.job.ending import Ending
 from whale.launcher.job.lookout import Lookout
 from whale.launcher.job.output import Printer
+from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.protocol import Exit, FromScript, Kind, Raised, Stopped, unpack
 
@@ -23,16 +24,24 @@ class Reports:
         ending: is told how they end.
         lookout: is told when they wait.
         trace: takes their events, or None.
+        progress: takes what they tell of their steps, or None.
         verbose: whether what they write to stderr is shown while the run is being ended too.
     """
 
     def __init__(
-        self, printer: Printer, ending: Ending, lookout: Lookout, trace: TraceFile | None, verbose: bool
+        self,
+        printer: Printer,
+        ending: Ending,
+        lookout: Lookout,
+        trace: TraceFile | None,
+        progress: RunProgress | None,
+        verbose: bool,
     ) -> None:
         self._printer = printer
         self._ending = ending
         self._lookout = lookout
         self._trace = trace
+        self._progress = progress
         self._verbose = verbose
 
     def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> None:
@@ -57,7 +66,7 @@ class Reports:
         elif kind is Kind.STOPPED:
             link.stopped_s = time.monotonic() if unpack(payload, Stopped).stopped else None
         elif kind is Kind.SCRIPT:
-            self._take_message(link, unpack(payload, FromScript))
+            self._take_message(link, rank, unpack(payload, FromScript))
         elif kind in (Kind.CLOCK, Kind.TRACE) and self._trace is not None:
             self._trace.take(link, kind, payload)
 
@@ -72,13 +81,18 @@ class Reports:
         elif not link.raised:
             self._ending.fail(failure)
 
-    def _take_message(self, link: ranks.RankLink, message: FromScript) -> None:
+    def _take_message(self, link: ranks.RankLink, rank: int, message: FromScript) -> None:
         if message.joining is not None:
             link.joining = message.joining
         if message.freeze_s is not None:
             link.freeze_s = message.freeze_s
         link.end = message.end or link.end
         link.counters = message.counters or link.counters
+        if self._progress is not None:
+            if message.progress is not None:
+                self._progress.take(rank, message.progress)
+            if message.plan is not None:
+                self._progress.take_plan(rank, message.plan["name"], message.plan["text"])
         if message.stall is not None and not self._ending.begun:
             link.stall = message.stall
             self._lookout.expect_stalls()

@@ -13,6 +13,7 @@ import msgspec
 from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCES
 from whale.ir.plan import Plan
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.lowering.compiled import compile_marked
@@ -119,6 +120,8 @@ def compile_program(
         limit, _ = limit_bytes(context.config, context.local_ranks)
         refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit))
     _remember(lowered, plan, context)
+    if context.watch is not None and context.rank == 0:
+        context.watch.tell_plan(program.name, lambda: format_plan(plan))
     context.distributed = context.distributed or any(updates(program, node) for node in program.nodes)
     clock.lap("memory")
     if context.dry is None:

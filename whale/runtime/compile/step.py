@@ -242,8 +242,7 @@ def _callable(
     found = call if device is None else _on_device(call, device)
     if any(node.op == CALL for program in compiled.ranks for node in program.nodes):
         found = _as_lowered(found)
-    traced = found if context.trace is None else context.trace.steps(found, what, compiled.number)
-    return traced if context.meter is None else context.meter.steps(traced, compiled.plan)
+    return context.watched(found, what, compiled.number, compiled.plan)
 
 
 def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -31,7 +31,8 @@ class Ranks:
       ranks: those that this process runs: its own, or all of them with the in-process transport.
       comms: the communicators of these ranks, in the same order; empty when there is one rank only.
       comm_name: the name under which the op library finds them.
-      watch: what listens to `whale run` and reports long waits; None when no other process takes part.
+      watch: what listens to `whale run` and reports long waits; None when no other process takes part,
+        and `whale run` asks for no progress.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       seeds: for what draws without one, equal on all ranks; None when no other process takes part.
       ended: whether the run is over; what its variables hold then is all that can be had of them.

@@ -7,6 +7,7 @@ Between the script and the worker of `whale run` beside it goes a socket with li
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
                        {"counters": [...]}                                          what this rank has communicated
+                       {"progress": {...}}, {"plan": {"name": ..., "text": ...}}    steps so far, plans, where asked
 
 Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
 """
@@ -19,17 +20,20 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from whale.config import Config
 from whale.log import log
 from whale.replicas import Said
+from whale.runtime.ranks.progress import Progress
 from whale.runtime.ranks.trace import Trace
-from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, own_descriptor
+from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, PROGRESS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
 
 _LOOK_EVERY_S = 0.5
+_TELL_EVERY_S = 1.0
 
 
 class Watch:
@@ -38,6 +42,9 @@ class Watch:
     Args:
       config: for the keys under ``fault``.
       trace: shows what is heard and reported here, if there is one.
+
+    Attributes:
+      progress: counts the steps that `whale run` wants to hear of; None when it does not.
     """
 
     def __init__(self, config: Config, trace: Trace | None = None):
@@ -50,23 +57,37 @@ class Watch:
         self._launcher = _launcher_socket()
         self._wake, self._wake_writer = os.pipe()
         self._report_after_s = config["fault.stall_s"]
+        asked = self._launcher is not None and PROGRESS_VARIABLE in os.environ
+        self.progress = Progress() if asked else None
+        self._tell_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
         self._tell({"joining": True})
         self._thread.start()
 
-    def look_after(self, comm: Communicator) -> None:
-        """From now on operations of this communicator fail when another rank is gone, and their waits are reported."""
+    def look_after(self, comm: Communicator | None) -> None:
+        """From now on operations of this communicator fail when another rank is gone, and their waits are reported.
+
+        None: there is one rank.
+        """
         with self._lock:
             self._comm = comm
-            for message in self._early:
-                _lose(comm, message)
-            self._early.clear()
+            if comm is not None:
+                for message in self._early:
+                    _lose(comm, message)
+                self._early.clear()
         self._tell({"joining": False, "freeze_s": self._config["fault.freeze_s"]})
 
-    def tell_counters(self, comm: Communicator) -> None:
-        """Tells `whale run`, where it asks for that, what this rank has communicated so far; the last time counts."""
-        if COUNTERS_VARIABLE in os.environ:
-            self._tell({"counters": [dataclasses.asdict(counter) for counter in comm.counters()]})
+    def tell_counters(self) -> None:
+        """Tells `whale run`, where it asks for that, what this rank has done so far; the last time counts."""
+        if self._comm is not None and COUNTERS_VARIABLE in os.environ:
+            self._tell({"counters": [dataclasses.asdict(counter) for counter in self._comm.counters()]})
+        if self.progress is not None and (news := self.progress.news(self._comm)) is not None:
+            self._tell({"progress": news})
+
+    def tell_plan(self, name: str, text: Callable[[], str]) -> None:
+        """Tells `whale run`, where it asks for progress, under which plan a program runs."""
+        if self.progress is not None:
+            self._tell({"plan": {"name": name, "text": text()}})
 
     def tell_end(self, alone: str, held: Callable[[], Said]) -> bool:
         """Tells `whale run` how this rank's run ends; False where it was not started by that.
@@ -106,6 +127,10 @@ class Watch:
                     self._hear(json.loads(line))
             if self._comm is not None:
                 self._look(self._comm)
+            if self.progress is not None and time.monotonic() >= self._tell_at_s:
+                self._tell_at_s = time.monotonic() + _TELL_EVERY_S
+                if (news := self.progress.news(self._comm)) is not None:
+                    self._tell({"progress": news})
 
     def _hear(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -113,7 +138,7 @@ class Watch:
                 self._early.append(message)
             else:
                 _lose(self._comm, message)
-                self.tell_counters(self._comm)  # this process may be ended before it can
+                self.tell_counters()  # this process may be ended before it can
         if self._trace is not None:
             self._trace.mark(_lost(message))
 

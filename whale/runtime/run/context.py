@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError
@@ -20,6 +20,8 @@ from whale.runtime.run.meaning import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.owner import VariableOwner
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,14 @@ class Context(Ranks):
     between_runs: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
+
+    def watched(self, call: Callable[..., _T], name: str, number: int, plan: Plan) -> Callable[..., _T]:
+        """A program's callable, its calls counted, traced and measured where that is asked for."""
+        if self.watch is not None and self.watch.progress is not None:
+            call = self.watch.progress.steps(call, name)
+        if self.trace is not None:
+            call = self.trace.steps(call, name, number)
+        return call if self.meter is None else self.meter.steps(call, plan)
 
     @property
     def planned_size(self) -> int:

@@ -33,7 +33,7 @@ from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.variables import deferred
 from whale.runtime.variables.outside import Outside
-from whale.started import ProcessPlace, process_place
+from whale.started import PROGRESS_VARIABLE, ProcessPlace, process_place
 
 
 @contextmanager
@@ -219,6 +219,9 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         size, ranks = comms[0].size, (comms[0].rank,)
     else:
         size, ranks, comms = 1, (0,), ()
+        if PROGRESS_VARIABLE in os.environ:
+            watch = Watch(config, trace)
+            watch.look_after(None)
     process.context = Context(
         config, place, size, ranks, comms, name, watch, trace,
         dry=process.dry, meter=process.meter, after_horovod=after_horovod,
@@ -267,7 +270,7 @@ def _end() -> None:
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
     if context.watch is not None:
-        context.watch.tell_counters(context.comms[0])
+        context.watch.tell_counters()
     with span(context.trace, "wh.shutdown", "end"):
         for comm in context.comms:
             comm.close_device()
@@ -329,7 +332,7 @@ def _at_exit() -> None:
         comm.abort(f"rank {context.rank} {failure}")
     _end_trace(context, failure)
     if context.watch is not None:
-        context.watch.tell_counters(context.comms[0])
+        context.watch.tell_counters()
 
 
 def _end_alone() -> None:

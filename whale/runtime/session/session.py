@@ -332,9 +332,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
         )
-        trace = self._whale.trace
-        traced = run if trace is None else trace.steps(run, name, compiled.number)
-        self._runs[key] = traced if self._whale.meter is None else self._whale.meter.steps(traced, compiled.plan)
+        self._runs[key] = self._whale.watched(run, name, compiled.number, compiled.plan)
         return compiled
 
 

@@ -1,0 +1,140 @@
+"""TensorBoard's event files, written without TensorFlow: a folder for each rank, scalars and texts in it.
+
+A file is a row of records (length, its checksum, data, their checksum); a record is an ``Event`` of
+tensorflow/core/util/event.proto.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from whale.errors import ClusterError
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_DT_STRING = 7
+
+
+class EventFiles:
+    """Writes from its making to ``close``; each rank's file is made when it has something to say.
+
+    Args:
+        folder: what TensorBoard is given as ``--logdir``.
+
+    Raises:
+        ClusterError: it cannot be made, or written to.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._files: dict[int, BinaryIO] = {}
+        self._error: OSError | None = None
+        try:
+            os.makedirs(folder, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError("no permission")
+        except OSError as error:
+            raise ClusterError(
+                "TensorBoard's files cannot be written",
+                given=f"--logdir {folder}",
+                reason=error,
+                expected="a folder, or a place where one can be made",
+                action="correct the path",
+            ) from error
+
+    def scalars(self, rank: int, step: int, values: Mapping[str, float]) -> None:
+        """Values of a rank at a step, by tag."""
+        found = [_text(1, tag) + _field(2, _FIXED32, struct.pack("<f", value)) for tag, value in values.items()]
+        self._write(rank, step, found)
+
+    def text(self, rank: int, tag: str, text: str) -> None:
+        """A text of a rank, shown as it is under TensorBoard's Text."""
+        shown = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown leaves indented lines alone
+        tensor = _field(1, _VARINT, _varint(_DT_STRING)) + _message(2, b"") + _text(8, shown)
+        metadata = _message(1, _text(1, "text"))
+        self._write(rank, 0, [_text(1, tag) + _message(8, tensor) + _message(9, metadata)])
+
+    def summary(self) -> str:
+        """What was written, as a sentence."""
+        if not self._files and self._error is None:
+            return f"nothing for TensorBoard is in {self._folder}: no rank has run a step that Whale distributes"
+        text = f"scalars and plans are in {self._folder}: tensorboard --logdir {self._folder}"
+        return text if self._error is None else f"{text}; then they could not be written: {self._error}"
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, rank: int, step: int, values: list[bytes]) -> None:
+        """A full disk must not end the run."""
+        if self._error is not None:
+            return
+        try:
+            if rank not in self._files:
+                self._files[rank] = self._open(rank)
+            event = _now() + _field(2, _VARINT, _varint(step)) + _message(5, b"".join(_message(1, v) for v in values))
+            self._files[rank].write(_record(event))
+        except OSError as error:
+            self._error = error
+
+    def _open(self, rank: int) -> BinaryIO:
+        folder = os.path.join(self._folder, f"rank{rank}")
+        os.makedirs(folder, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.whale"
+        file = open(os.path.join(folder, name), "wb", buffering=0)
+        file.write(_record(_now() + _text(3, "brain.Event:2")))
+        return file
+
+
+def _now() -> bytes:
+    return _field(1, _FIXED64, struct.pack("<d", time.time()))
+
+
+def _record(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    return length + _checksum(length) + data + _checksum(data)
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def _field(number: int, kind: int, payload: bytes) -> bytes:
+    return _varint(number << 3 | kind) + payload
+
+
+def _message(number: int, payload: bytes) -> bytes:
+    return _field(number, _BYTES, _varint(len(payload)) + payload)
+
+
+def _text(number: int, text: str) -> bytes:
+    return _message(number, text.encode(errors="replace"))
+
+
+def _crc_table() -> list[int]:
+    table = list(range(256))
+    for i in table:
+        for _ in range(8):
+            table[i] = table[i] >> 1 ^ (0x82F63B78 if table[i] & 1 else 0)
+    return table
+
+
+_CRC32C = _crc_table()
+
+
+def _checksum(data: bytes) -> bytes:
+    """CRC-32C, masked as TensorFlow's records have it (tensorflow/core/lib/hash/crc32c.h)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

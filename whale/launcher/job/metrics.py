@@ -1,0 +1,118 @@
+"""The port of `whale run --metrics-port`: Prometheus' text form at /metrics; at /healthz whether all ranks are up."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from whale.errors import ClusterError
+from whale.launcher.job.progress import RunProgress
+
+LOOPBACK = "127.0.0.1"
+MOST_CONNECTIONS = 16
+_READ_S = 5.0
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Reads ``port`` or ``address:port``.
+
+    Raises:
+        ClusterError: it is neither.
+    """
+    found = re.fullmatch(r"(?:([A-Za-z0-9_.-]{1,253}):)?([0-9]{1,5})", text)
+    if found is None or int(found[2]) > 65535:
+        raise ClusterError(
+            "a port for metrics cannot be read",
+            given=f"--metrics-port {text}",
+            expected="a port, for this host alone, or address:port: 9400, or 0.0.0.0:9400",
+            action="correct it",
+        )
+    return found[1] or LOOPBACK, int(found[2])
+
+
+@contextmanager
+def metrics_port(address: tuple[str, int], progress: RunProgress) -> Iterator[str]:
+    """Answers under it, in threads of their own; what comes over a connection changes nothing of the run.
+
+    Yields:
+        The address of the metrics.
+
+    Raises:
+        ClusterError: nothing can listen there.
+    """
+    try:
+        server = _Server(address, progress)
+    except OSError as error:
+        raise ClusterError(
+            "the port for metrics cannot be opened",
+            given=f"--metrics-port {address[0]}:{address[1]}",
+            reason=error.strerror or error,
+            expected="a free port on an address of this host; 0 takes any",
+            action="choose another one",
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="whale-metrics", daemon=True)
+    thread.start()
+    try:
+        yield f"http://{address[0]}:{server.server_address[1]}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], progress: RunProgress) -> None:
+        self.progress = progress
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(address, _Answer)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begins a thread for a connection, while there are not too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is nothing to say."""
+
+
+class _Answer(BaseHTTPRequestHandler):
+    timeout = _READ_S
+    server: _Server
+    server_version, sys_version = "whale", ""
+
+    def do_GET(self) -> None:
+        """Answers; HTTP 1.0, so that the connection ends with it."""
+        progress = self.server.progress
+        if self.path == "/metrics":
+            self._send(200, "text/plain; version=0.0.4; charset=utf-8", progress.text())
+        elif self.path == "/healthz":
+            up = progress.complete
+            self._send(200 if up else 503, "text/plain", "ok\n" if up else "not all ranks are up\n")
+        else:
+            self._send(404, "text/plain", "there are /metrics and /healthz\n")
+
+    def _send(self, code: int, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing of requests."""

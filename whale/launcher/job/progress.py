@@ -1,0 +1,118 @@
+"""What the ranks of a run have told of their steps: handed to TensorBoard's files as it comes, and to Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from whale.launcher.job.event_files import EventFiles
+from whale.launcher.protocol import Progress
+
+_NONE = Progress(begun_ns=0, programs={}, logical_bytes=0, sent_bytes=0, waiting_s=0.0, memory_bytes=0, peak_bytes=0)
+# Name, type, help, and what of a rank's progress.
+_PER_RANK = (
+    ("logical_bytes_total", "counter", "Bytes that a rank's exchanges had to move", "logical_bytes"),
+    ("sent_bytes_total", "counter", "Bytes that a rank sent", "sent_bytes"),
+    ("waiting_seconds_total", "counter", "Seconds that a rank's exchanges waited for other ranks", "waiting_s"),
+    ("memory_bytes", "gauge", "Resident memory of a rank's process", "memory_bytes"),
+    ("memory_peak_bytes", "gauge", "The most of it so far", "peak_bytes"),
+)
+
+
+class RunProgress:
+    """The latest of each rank; goes on over restarts. Thread-safe, as the port's threads read it.
+
+    Args:
+        files: where scalars and plans go, or None.
+    """
+
+    def __init__(self, files: EventFiles | None) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._size = self._restarts = 0
+        self._latest: dict[int, Progress] = {}
+        self._before: dict[int, int] = {}  # steps of a rank's earlier processes, and of earlier runs in one
+        self._up: set[int] = set()
+
+    def begin(self, size: int, restarts: int) -> None:
+        """The ranks are about to be started."""
+        with self._lock:
+            self._size, self._restarts = size, restarts
+            self._up.clear()
+            self._latest = {rank: told for rank, told in self._latest.items() if rank < size}
+
+    def up(self, rank: int) -> None:
+        """A rank has come up."""
+        with self._lock:
+            self._up.add(rank)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have come up."""
+        with self._lock:
+            return bool(self._size) and len(self._up) == self._size
+
+    def take(self, rank: int, told: Progress) -> None:
+        """A rank's sums, which begin at 0 again in a new process, and with another ``wh.init``."""
+        with self._lock:
+            before = self._latest.get(rank, _NONE)
+            if told["begun_ns"] != before["begun_ns"]:
+                self._before[rank] = self._before.get(rank, 0) + _steps(before)
+                before = _NONE
+            self._latest[rank] = told
+        if self._files is not None:
+            self._files.scalars(rank, self._before.get(rank, 0) + _steps(told), _changes(before, told))
+
+    def take_plan(self, rank: int, name: str, text: str) -> None:
+        """A program's plan, as `whale plan` prints it."""
+        if self._files is not None:
+            self._files.text(rank, f"plan/{name}", text)
+
+    def summary(self) -> str:
+        """Where scalars and plans are, as a sentence; "" if nowhere."""
+        return "" if self._files is None else self._files.summary()
+
+    def text(self) -> str:
+        """All of it in Prometheus' text form."""
+        with self._lock:
+            size, restarts, latest = self._size, self._restarts, dict(sorted(self._latest.items()))
+        lines = _metric("ranks", "gauge", "Ranks of the run", [("", size)])
+        lines += _metric("restarts_total", "counter", "Starts of the run after the first", [("", restarts)])
+        each = [
+            (f'{{rank="{rank}",program="{_escaped(name)}"}}', calls, seconds)
+            for rank, told in latest.items()
+            for name, (calls, seconds) in told["programs"].items()
+        ]
+        lines += _metric("steps_total", "counter", "Steps that have ended", [(of, calls) for of, calls, _ in each])
+        lines += _metric("step_seconds_total", "counter", "Seconds inside of steps", [(of, s) for of, _, s in each])
+        for name, kind, what, key in _PER_RANK:
+            values = [(f'{{rank="{rank}"}}', told[key]) for rank, told in latest.items()]  # type: ignore[literal-required]
+            lines += _metric(name, kind, what, values)
+        return "\n".join(lines) + "\n"
+
+
+def _steps(told: Progress) -> int:
+    return sum(calls for calls, _ in told["programs"].values())
+
+
+def _changes(before: Progress, told: Progress) -> dict[str, float]:
+    """Scalars of the steps between two messages, by tag."""
+    steps = _steps(told) - _steps(before)
+    found: dict[str, float] = {}
+    for name, (calls, seconds) in told["programs"].items():
+        earlier_calls, earlier_s = before["programs"].get(name, (0, 0.0))
+        if calls > earlier_calls:
+            found[f"step_ms/{name}"] = 1e3 * (seconds - earlier_s) / (calls - earlier_calls)
+    if steps > 0:
+        found["waiting_ms_per_step"] = 1e3 * (told["waiting_s"] - before["waiting_s"]) / steps
+        found["sent_KiB_per_step"] = (told["sent_bytes"] - before["sent_bytes"]) / 1024 / steps
+    return found | {"memory_MiB": told["memory_bytes"] / 2**20}
+
+
+def _metric(name: str, kind: str, what: str, values: Iterable[tuple[str, float]]) -> list[str]:
+    name = f"whale_{name}"
+    return [f"# HELP {name} {what}.", f"# TYPE {name} {kind}", *(f"{name}{of} {value}" for of, value in values)]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

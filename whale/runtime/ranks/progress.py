@@ -1,0 +1,59 @@
+"""What this process has done so far, for `whale run --logdir` and `--metrics-port`: sums that only grow, and memory."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whale_ops import Communicator
+
+_T = TypeVar("_T")
+_NAME_LIMIT = 100  # characters of a program's name: a session's run bears those of all its fetches
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Progress:
+    """Counts the steps of this process, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._programs: dict[str, tuple[int, float]] = {}
+        self._told: dict[str, Any] = {}
+        self._begun_ns = time.monotonic_ns()
+
+    def steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
+        """The same callable, its calls counted under the program's name."""
+        name = name[:_NAME_LIMIT]
+
+        def counted(*args: Any) -> _T:
+            start_s = time.perf_counter()
+            result = call(*args)
+            taken_s = time.perf_counter() - start_s
+            with self._lock:
+                calls, seconds = self._programs.get(name, (0, 0.0))
+                self._programs[name] = calls + 1, seconds + taken_s
+            return result
+
+        return counted
+
+    def news(self, comm: Communicator | None) -> dict[str, Any] | None:
+        """All sums as `whale.launcher.protocol.Progress` has them; None if there is no step since they were asked."""
+        with self._lock:
+            programs = dict(self._programs)
+        if programs == self._told:
+            return None
+        self._told = programs
+        counters = comm.counters() if comm is not None else []
+        return {
+            "begun_ns": self._begun_ns,
+            "programs": programs,
+            "logical_bytes": sum(c.logical_bytes for c in counters),
+            "sent_bytes": sum(c.wire_bytes for c in counters),
+            "waiting_s": sum(c.waiting_seconds for c in counters),
+            "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
