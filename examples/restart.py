@@ -3,13 +3,14 @@
     whale run -np 2 --max-restarts 3 examples/restart.py --folder checkpoints
 
 Kill one of its Python processes while it runs: the run starts again from the last checkpoint, and ends with the weights
-that it would have had anyway. Every rank makes the same calls; `wh.CheckpointManager` lets the first one write.
+that it would have had anyway. Stop it with SIGTERM: it saves, and ends with code 0. Every rank makes the same calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -31,7 +32,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 def train(folder: str, steps: int, save_every: int, after_step: Callable[[int], None] = lambda step: None) -> tf.Module:
     """Trains up to step number ``steps``, from the last checkpoint in ``folder`` if there is one. Returns the model."""
-    wh.init()
+    wh.init({"fault.notice_s": 30.0})  # from SIGTERM to the end, as a queue or a cloud gives it
     tf.keras.utils.set_random_seed(SEED)
     with wh.replica():
         model = tf.keras.Sequential(
@@ -61,11 +62,14 @@ def train(folder: str, steps: int, save_every: int, after_step: Callable[[int], 
     while (number := int(done)) < steps:
         loss = step(*batch(number))
         done.assign_add(1)
-        if (number + 1) % save_every == 0:
+        told_to_end = wh.preempted()
+        if told_to_end or (number + 1) % save_every == 0:
             manager.save(checkpoint_number=number + 1)
             if wh.rank() == 0:
                 print(f"step {number + 1:4d}  loss {float(loss):.4f}  saved", flush=True)
         after_step(number)
+        if told_to_end:
+            sys.exit(0)
     return model
 
 

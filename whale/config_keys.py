@@ -181,6 +181,13 @@ KEYS: tuple[Key, ...] = (
         minimum=0.0,
     ),
     Key(
+        "fault.notice_s",
+        "float",
+        0.0,
+        "seconds from SIGTERM in which the script saves and ends by itself (wh.preempted); 0 = SIGTERM ends it",
+        minimum=0.0,
+    ),
+    Key(
         "fault.stall_s",
         "float",
         60.0,

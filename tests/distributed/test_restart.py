@@ -19,7 +19,7 @@ import restart
 
 def fault(step):
     if {fatal} and wh.restarts() == 0 and (wh.rank(), step) == {fatal}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.{kind})
 
 model = restart.train({folder!r}, {steps}, {save_every}, fault)
 if wh.rank() == 1:
@@ -27,34 +27,46 @@ if wh.rank() == 1:
 """
 
 
-def weights(launcher: Launcher, name: str, fatal: tuple[int, int] | None) -> tuple[list[np.ndarray], str]:
-    """The weights after a run in which, if ``fatal``, that rank is killed after that step; and what was printed."""
-    result = launcher.folder / f"{name}.npz"
+def run(launcher: Launcher, name: str, fatal: tuple[int, int] | None, kind: str = "SIGKILL") -> str:
+    """What was printed by a run in which, if ``fatal``, that rank gets that signal after that step."""
     text = SCRIPT.format(
         examples=str(ROOT / "examples"),
         folder=str(launcher.folder / name),
         steps=STEPS,
         save_every=SAVE_EVERY,
-        result=str(result),
+        result=str(launcher.folder / f"{name}.npz"),
         fatal=fatal,
+        kind=kind,
     )
     done = launcher.run("-np", "2", "--max-restarts", "1", launcher.script(text), timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    with np.load(result) as arrays:
-        return [arrays[key] for key in arrays], done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def weights(launcher: Launcher, name: str) -> list[np.ndarray]:
+    """Those of a run that came to its end."""
+    with np.load(launcher.folder / f"{name}.npz") as arrays:
+        return [arrays[key] for key in arrays]
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(launcher: Launcher) -> None:
+def test_a_run_that_is_killed_or_told_to_end_ends_with_the_weights_of_an_undisturbed_one(launcher: Launcher) -> None:
     generator = random.Random()
     fatal = generator.randrange(2), generator.randrange(SAVE_EVERY, STEPS - 1)
-    expected, said = weights(launcher, "undisturbed", None)
+    said = run(launcher, "undisturbed", None)
+    expected = weights(launcher, "undisturbed")
     assert "attempt 2" not in said
-    found, said = weights(launcher, "disturbed", fatal)
+    said = run(launcher, "killed", fatal)
     assert f"whale run: rank {fatal[0]} was killed by SIGKILL" in said, (fatal, said)
     assert "whale run: starting again (restart 1 of 1)" in said
     saved = (fatal[1] + 1) // SAVE_EVERY * SAVE_EVERY
     assert re.search(rf"attempt 2: on from \S+-{saved}\b", said), (fatal, said)
-    for a, b in zip(expected, found, strict=True):
-        assert a.dtype == np.float64
-        np.testing.assert_array_equal(a, b, err_msg=f"rank and step of the fault: {fatal}")
+    # Told by SIGTERM to one rank, all save after the next step and end; the next run goes on from there.
+    said = run(launcher, "told", (fatal[0], SAVE_EVERY), "SIGTERM")
+    assert f"step {SAVE_EVERY + 2:4d}" in said and "attempt 2" not in said, said
+    assert not (launcher.folder / "told.npz").exists()
+    assert re.search(rf"attempt 1: on from \S+-{SAVE_EVERY + 2}\b", run(launcher, "told", None))
+    for name in ("killed", "told"):
+        for a, b in zip(expected, weights(launcher, name), strict=True):
+            assert a.dtype == np.float64
+            np.testing.assert_array_equal(a, b, err_msg=f"{name}, rank and step of the fault: {fatal}")

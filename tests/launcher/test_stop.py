@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, PATIENT, Launcher, wait_for_line
+from tests.launcher.test_faults import CONNECT
 
 SLEEP = MEET + "meet('a')\nprint('up')\ntime.sleep(600)"
 # A script that neither signals nor Python's own end can hurry, with a child of its own.
@@ -170,3 +172,29 @@ def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:
         _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
         assert errors.splitlines()[-1].startswith("whale run: rank 1 was lost: ")
+
+
+# Saves when it is told to end; rank 1 takes longer than ranks have that are to end at once.
+SAVES = (
+    CONNECT + "from whale.runtime.ranks.notice import Notice\nfrom whale.runtime.ranks.ranks import Ranks\n"
+    "notice, comm = Notice(), connect()\n"
+    "ranks = Ranks(Config(), None, comm.size, (comm.rank,), [comm], 'test')\nprint('up', flush=True)\n"
+    "while not notice.reached(ranks): time.sleep(0.05)\n"
+    "time.sleep(3.5 * rank)\nprint('saved', flush=True)\ncomm.leave()\nsys.exit({code})"
+)
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_who_saves_when_told_to_end_has_the_time_that_it_asked_for(launcher: Launcher, code: int) -> None:
+    launcher.environment["WHALE_FAULT_NOTICE_S"] = "20"
+    with launcher.start("-np", "2", launcher.script(SAVES.replace("{code}", str(code)))) as process:
+        wait_for_line(process, "up")
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == code, errors
+    assert output.count("saved") == 2
+    first, *_, last = errors.splitlines()
+    assert first == "whale run: told to end by SIGTERM: the ranks have 20 s to save"
+    by_itself = "stopped by SIGTERM; every rank has ended by itself with code 0"
+    assert re.fullmatch(f"whale run: {'rank [01] failed: exit code 75' if code else by_itself}", last), last
+    assert launcher.left_behind() == []

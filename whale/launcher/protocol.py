@@ -144,6 +144,7 @@ class FromScript(msgspec.Struct, frozen=True):
 
     joining: bool | None = None
     freeze_s: float | None = None
+    notice_s: float | None = None
     stall: Stall | None = None
     end: End | None = None
     counters: list[Counter] | None = None

@@ -28,6 +28,7 @@ class Ending:
     Attributes:
         failures: in the order in which they were reported, without those that follow from being stopped.
         stopped_by: the signal with which this process was told to stop, or None.
+        notice_s: how long the ranks have to save, where it was SIGTERM and their scripts do so; else 0.
         give_up_s: when to stop waiting for ranks that do not even end by SIGKILL; monotonic time.
     """
 
@@ -40,6 +41,7 @@ class Ending:
         self._verbose = verbose
         self.failures: list[ranks.Failure] = []
         self.stopped_by: int | None = None
+        self.notice_s = 0.0
         self.give_up_s = math.inf
         self._sent: set[int] = set()  # signals that this process has sent to the ranks
         self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
@@ -65,7 +67,11 @@ class Ending:
             self._signal_ranks(signal.SIGKILL)
             return
         self.stopped_by = number
-        self._end_by_s(time.monotonic() + GRACE_S)
+        if number == signal.SIGTERM:
+            self.notice_s = max((link.notice_s for link in self._links.values() if not link.exited), default=0.0)
+        if self.notice_s:
+            self._printer.say(f"whale run: told to end by SIGTERM: the ranks have {self.notice_s:g} s to save")
+        self._end_by_s(time.monotonic() + max(self.notice_s, GRACE_S))
         self._signal_ranks(number)
 
     def fail(self, failure: ranks.Failure) -> None:
@@ -76,17 +82,19 @@ class Ending:
             self._trace.mark(failure.rank or 0, f"{failure.who} {failure.reason}")
         if self._verbose and failure.rank is not None:
             self._printer.write_lines(failure.rank, 1, failure.traceback)
-        if self.stopped_by is not None:
+        if self.stopped_by is not None and not self.notice_s:
             return
-        if not failure.is_consequence:
+        saved = self.notice_s > 0 and failure.by_itself  # and the others go on to save
+        if not failure.is_consequence and not saved:
             self.tell_others(failure.rank, failure.reason)
         # What this rank wrote before its own failure, though after another's, explains it as well.
         hidden = self._links[failure.rank].hidden if failure.rank is not None else b""
         text = hidden.decode(errors="replace") + failure.traceback
         self.failures.append(dataclasses.replace(failure, traceback=text))
-        if len(self.failures) == 1:
+        if not saved and len([f for f in self.failures if not (self.notice_s and f.by_itself)]) == 1:
             now_s = time.monotonic()
-            self._due.append((now_s + OWN_END_S, signal.SIGTERM))
+            if self.stopped_by is None:
+                self._due.append((now_s + OWN_END_S, signal.SIGTERM))
             self._end_by_s(now_s + GRACE_S)
 
     def tell_others(self, rank: int | None, what: str) -> None:

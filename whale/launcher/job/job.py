@@ -8,6 +8,7 @@ How a run ends:
   they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's. With
   ``max_restarts`` the run then starts again, on the hosts that still answer.
 * SIGINT, SIGTERM or SIGHUP: passed on to every rank, SIGKILL after `GRACE_S`; code 128 + signal. A second one kills.
+  After SIGTERM ranks whose scripts ask `wh.preempted()` have `fault.notice_s` instead; code 0 if all end with it.
 * the launcher itself is killed: workers and mpirun see it and end (worker.py; the death signal in mpirun_process.py).
 """
 
@@ -282,7 +283,11 @@ class Job:
             self.say(self._trace.summary())
         if self._progress is not None and (summary := self._progress.summary()):
             self.say(summary)
-        if self._ending.stopped_by is not None:
+        noticed = self._ending.notice_s and not self._ending.failures
+        if noticed and all(link.code == 0 for link in self._links.values()):
+            self.say("stopped by SIGTERM; every rank has ended by itself with code 0")
+            return 0
+        if self._ending.stopped_by is not None and not (self._ending.notice_s and self._ending.failures):
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by
         ends = [self._links[rank].end for rank in sorted(self._links)]

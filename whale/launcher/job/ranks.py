@@ -56,6 +56,11 @@ class Failure:
         return "mpirun" if self.rank is None else f"rank {self.rank}"
 
     @property
+    def by_itself(self) -> bool:
+        """Whether the script has ended with that code, as by sys.exit."""
+        return not (self.error_type or self.signal)
+
+    @property
     def is_consequence(self) -> bool:
         """Whether this failure only says that another rank is gone."""
         return self.error_type == _CONSEQUENCE
@@ -170,6 +175,7 @@ class RankLink:
         heard_s: when the worker was heard last; monotonic clock of this process, as all times here.
         stopped_s: since when the script's process is stopped, or None.
         freeze_s: for how long it may be; 0 for as long as it likes.
+        notice_s: how long its script has to save once it is told to end; 0 where it saves nothing then.
         joining: its script is in wh.init, waiting for the others; None before, False after.
         clock: how much its host's clock is ahead of this one; known after the greeting.
         trace: what has come of it and is not yet in the launcher's.
@@ -190,6 +196,7 @@ class RankLink:
     heard_s: float = field(default_factory=time.monotonic)
     stopped_s: float | None = None
     freeze_s: float = 0.0
+    notice_s: float = 0.0
     joining: bool | None = None
     stall: Stall | None = None
     trace: bytearray = field(default_factory=bytearray)

@@ -86,6 +86,8 @@ class Reports:
             link.joining = message.joining
         if message.freeze_s is not None:
             link.freeze_s = message.freeze_s
+        if message.notice_s is not None:
+            link.notice_s = message.notice_s
         link.end = message.end or link.end
         link.counters = message.counters or link.counters
         if self._progress is not None:

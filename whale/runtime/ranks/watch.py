@@ -3,7 +3,7 @@
 Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
 
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone; null: mpirun
-    script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5}   before and after connecting
+    script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
                        {"counters": [...]}                                          what this rank has communicated
@@ -75,7 +75,8 @@ class Watch:
                 for message in self._early:
                     _lose(comm, message)
                 self._early.clear()
-        self._tell({"joining": False, "freeze_s": self._config["fault.freeze_s"]})
+        limits = {"freeze_s": self._config["fault.freeze_s"], "notice_s": self._config["fault.notice_s"]}
+        self._tell({"joining": False, **limits})
 
     def tell_counters(self) -> None:
         """Tells `whale run`, where it asks for that, what this rank has done so far; the last time counts."""

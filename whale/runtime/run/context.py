@@ -15,6 +15,7 @@ from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.planner.report.planfile import PlanFile
+from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.run.meaning import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
@@ -96,6 +97,7 @@ class Context(Ranks):
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
+      notice: hears that the run is to end, where it may save then.
       between_runs: what is done on every rank after a run of a session that all ranks make.
       at_end: what puts TensorFlow's settings back that the run has changed.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
@@ -132,6 +134,7 @@ class Context(Ranks):
     outside: Outside | None = None
     distributed: bool = False
     solo: bool = False
+    notice: Notice | None = None
     between_runs: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)

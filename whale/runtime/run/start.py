@@ -22,6 +22,7 @@ from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.connect import connect
+from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
@@ -160,6 +161,8 @@ def _undo() -> None:
     for taken in (context.seeds, context.outside):
         if taken is not None:
             taken.take_back()
+    if context.notice is not None:
+        context.notice.stop()
     for comm in context.comms:
         comm.leave()
     if context.watch is not None:
@@ -228,6 +231,9 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     )  # fmt: skip
     if config["communication.backend"] == "horovod" and process.dry is None:
         horovod.start(config, size, ranks)
+    if process.dry is None and config["fault.notice_s"]:
+        process.context.notice = Notice()
+        process.context.at_end.append(process.context.notice.stop)
     if process.dry is None:
         device_exchange.start(config, place, size, comms)
     for comm in comms:
