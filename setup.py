@@ -64,7 +64,7 @@ def _refuse_another_tensorflow() -> None:
         raise SystemExit(
             "the op library would be built for another TensorFlow than the one installed\n"
             f"  installed: {'.'.join(installed)}\n  in the isolated build: {'.'.join(seen)}\n"
-            "  next: pip install setuptools wheel && pip install --no-build-isolation ."
+            "  next: pip install 'setuptools>=77' wheel && pip install --no-build-isolation ."
         )
 
 

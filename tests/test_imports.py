@@ -54,7 +54,15 @@ ALLOWED: dict[str, set[str]] = {
         "whale.replicas",
         "whale_ops",
     },
-    "whale.doctor": {"whale", "whale.errors", "whale.python", "whale.cgroup", "whale.launcher", "whale_ops"},
+    "whale.doctor": {
+        "whale",
+        "whale.errors",
+        "whale.python",
+        "whale.cgroup",
+        "whale.ir",
+        "whale.launcher",
+        "whale_ops",
+    },
     "whale.cli": {
         "whale",
         "whale.errors",

@@ -78,3 +78,9 @@ def test_derived_numbers() -> None:
     assert plan.split_flops_fraction == 0.75
     assert Plan("p", "f", 2).split_flops_fraction == 1.0
     assert ("", Ref("a", 1), split(0, (1, 1))) not in plan.reshard_of
+
+
+def test_a_notebook_shows_what_whale_plan_prints() -> None:
+    plan = Plan("step <1>", "", 2, ("a & b", "c"))
+    shown = plan._repr_html_()  # type: ignore[attr-defined]
+    assert shown.startswith("<pre") and "Plan for step &lt;1&gt;: 2 ranks: 2 replicas (a &amp; b, c)" in shown

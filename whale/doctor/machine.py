@@ -12,6 +12,7 @@ from pathlib import Path
 
 from whale import cgroup
 from whale.doctor.finding import Finding, output_of
+from whale.ir.plan_text import human_bytes
 
 GIB = 1 << 30
 _SHARED_BYTES = 128 << 20  # Docker gives 64 MB unless asked
@@ -37,10 +38,6 @@ def look() -> Iterator[Finding]:
 def usable_cpus() -> int:
     """The number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
-
-
-def _gib(count_bytes: int) -> str:
-    return f"{count_bytes / GIB:.1f} GiB"
 
 
 def system() -> Finding:
@@ -91,13 +88,13 @@ def memory(root: Path = Path("/")) -> Finding:
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     known_bytes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
     limit_bytes = cgroup.memory_limit_bytes(root)
-    text = f"{_gib(known_bytes['MemTotal'])}, available {_gib(known_bytes['MemAvailable'])}"
+    text = f"{human_bytes(known_bytes['MemTotal'])}, available {human_bytes(known_bytes['MemAvailable'])}"
     available_bytes = known_bytes["MemAvailable"]
     if limit_bytes is not None and limit_bytes < known_bytes["MemTotal"]:
-        text += f", limited to {_gib(limit_bytes)}"
+        text += f", limited to {human_bytes(limit_bytes)}"
         available_bytes = min(available_bytes, limit_bytes)
     if available_bytes < 2 * _RANK_BYTES:
-        action = f"two ranks need some {_gib(2 * _RANK_BYTES)}: end other programs or raise the limit"
+        action = f"two ranks need some {human_bytes(2 * _RANK_BYTES)}: end other programs or raise the limit"
         return Finding("memory", "warning", text, action)
     return Finding("memory", "ok", text)
 
@@ -108,7 +105,7 @@ def shared_memory(folder: str = "/dev/shm") -> Finding:
         action = f"mount a tmpfs at {folder}, writable for you; without it ranks talk through slower ways or not at all"
         return Finding(folder, "problem", "missing or not writable", action)
     space = shutil.disk_usage(folder)
-    text = f"{_gib(space.total)}, free {_gib(space.free)}"
+    text = f"{human_bytes(space.total)}, free {human_bytes(space.free)}"
     if space.free < _SHARED_BYTES:
         action = f"remove what others left in {folder}, or enlarge it (docker run --shm-size=1g)"
         return Finding(folder, "warning", text, action)
@@ -126,7 +123,7 @@ def limits() -> Iterator[Finding]:
     yield _limit("processes and threads", processes, _PROCESSES, "ulimit -u 4096, or docker run --pids-limit=4096")
     space_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space_bytes != resource.RLIM_INFINITY:
-        text = f"limited to {_gib(space_bytes)}"
+        text = f"limited to {human_bytes(space_bytes)}"
         yield Finding("address space", "warning", text, "ulimit -v unlimited; TensorFlow reserves more than it uses")
     if any(Path("/sys/class/infiniband").glob("*")):
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -143,7 +140,7 @@ def temporary_folder() -> Finding:
     """Where mpirun keeps its sockets and files."""
     folder = tempfile.gettempdir()
     space = shutil.disk_usage(folder)
-    text = f"{folder}, free {_gib(space.free)}"
+    text = f"{folder}, free {human_bytes(space.free)}"
     if len(folder) > _SOCKET_PATH:
         return Finding(
             "temporary folder", "warning", text, "its path is too long for MPI's sockets: export TMPDIR=/tmp"

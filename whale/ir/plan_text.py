@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from itertools import pairwise
 
@@ -30,6 +31,13 @@ def human_flops(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.2f} {unit}"
         count /= 1000
     return f"{count:.2f} TFLOP"
+
+
+def human_seconds(value: float) -> str:
+    """Seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
+    if value >= 100:
+        return f"{value:.0f} s"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def _verb(r: Reshard) -> str:
@@ -102,6 +110,14 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     if plan.predicted is not None:
         out += _predicted(plan, plan.predicted)
     return "\n".join(out) + "\n"
+
+
+def _shown(plan: Plan) -> str:
+    return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(format_plan(plan))}</pre>'
+
+
+# A notebook looks for it in the class, whose module cannot import this one.
+Plan._repr_html_ = _shown  # type: ignore[attr-defined]
 
 
 def _ways(plan: Plan) -> str:

@@ -23,10 +23,10 @@ from cost_model.machines import cluster as clusters
 from cost_model.machines import files
 from cost_model.machines.cluster import Cluster
 from whale.errors import ClusterError, PlanError
+from whale.ir.plan_text import human_seconds
 from whale.planner import ask
 from whale.planner.described.layer_tables import Table
 from whale.planner.report.planfile import PlanFile
-from whale.planner.report.show import seconds_text
 from whale.planner.search.candidates import Limits
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
@@ -147,7 +147,7 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
         marks = [word for word, one in (("fastest", fitting[0]), ("cheapest", cheapest)) if one is answer]
         mark = f"({', '.join(marks)}) " if marks else ""
         rows.append(
-            f"{offer.name[:20]:20} {seconds_text(step_s):>10} {plan.batch / step_s:>12,.1f} "
+            f"{offer.name[:20]:20} {human_seconds(step_s):>10} {plan.batch / step_s:>12,.1f} "
             f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.spread.summary()}"
         )
     return rows
@@ -255,7 +255,7 @@ def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
     for one in packed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)
-        step = seconds_text(one.plan.predicted.step_s)
+        step = human_seconds(one.plan.predicted.step_s)
         rows.append(
             f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  {one.plan.spread.summary()}"
         )

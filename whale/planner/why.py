@@ -14,10 +14,10 @@ from cost_model.hardware import catalogue
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError, WhaleError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import human_bytes, human_seconds
 from whale.planner import ask
 from whale.planner.report.planfile import PlanFile
-from whale.planner.report.show import against, seconds_text
+from whale.planner.report.show import against
 from whale.planner.search.candidates import FIXED
 
 FORMS = (
@@ -110,9 +110,9 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
             f"  on {part.replicas} x {part.tensor} {pool.name}, {part.rows} rows each; {human_bytes(room)} left"
         )
     rest = f"{each[index] / each[slowest]:.0%} of stage {slowest}, the slowest" if index != slowest else "the slowest"
-    lines.append(f"  a micro-batch: {seconds_text(each[index])}, {rest}; of it sends {seconds_text(cost.send_s)}")
+    lines.append(f"  a micro-batch: {human_seconds(each[index])}, {rest}; of it sends {human_seconds(cost.send_s)}")
     lines.append(
-        f"  after the last one: sum of gradients {seconds_text(cost.reduce_s)}, update {seconds_text(cost.update_s)}"
+        f"  after the last one: sum of gradients {human_seconds(cost.reduce_s)}, update {human_seconds(cost.update_s)}"
     )
     return "\n".join(lines)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import whale as wh
 from tests.launcher.helpers import Launcher
 from whale.errors import ClusterError, ConfigError
-from whale.frontends.strategy.workers import Resolver, check, tf_config
+from whale.frontends.strategy.workers import Resolver
+from whale.runtime.run.tf_config import check, check_alone, tf_config
 
 TWO = {"worker": ["host1:12345", "host2:23456"]}
 
@@ -50,6 +52,27 @@ def test_another_number_of_workers_says_how_to_start_them() -> None:
     one_host = {"worker": ["localhost:1", "localhost:2"]}
     with pytest.raises(ClusterError, match=r"`whale run -np 2 script.py`"):
         check(said(cluster=one_host), 0, 4, "whale run")
+
+
+def test_a_process_that_nothing_started_does_not_train_without_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {"cluster": {"worker": ["host1:1"]}, "task": {"type": "worker", "index": 0}}
+    for environment in ({}, {"TF_CONFIG": json.dumps(alone)}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
+        check_alone(environment)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ClusterError, match=r"whale run -np 2 --hosts host1:1,host2:1 script.py"):
+        check_alone({"TF_CONFIG": json.dumps({"cluster": TWO, "task": {"type": "worker", "index": 1}})})
+    check_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    assert "SLURM gave this job 8 tasks, and the script runs alone: start it with `srun" in capsys.readouterr().err
+
+
+def test_wh_init_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO}))
+    with pytest.raises(ClusterError, match="TF_CONFIG names other workers"):
+        wh.init()
+    wh.init(solo=True)
+    wh.shutdown()
+    wh.init(ranks=2)  # of this process
+    wh.shutdown()
 
 
 def test_another_place_than_the_launcher_says() -> None:

@@ -14,6 +14,7 @@ from whale.frontends import start
 from whale.frontends.strategy import checkpoints, steps, workers
 from whale.frontends.strategy.datasets import DistributedDataset
 from whale.runtime.run.context import Context, current, running
+from whale.runtime.run.tf_config import check, tf_config
 
 _REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
 
@@ -54,7 +55,7 @@ class Strategy:
                 expected="wh.Strategy(); a process for each device",
                 action="start as many processes as there are devices: `whale run -np 4 script.py`",
             )
-        said = workers.tf_config()
+        said = tf_config()
         if running() is None:
             start.init(config)
         context = current("wh.Strategy()")
@@ -66,7 +67,7 @@ class Strategy:
                 action="remove one of the two",
             )
         if context.dry is None:
-            workers.check(said, context.rank, context.size, context.place.launcher)
+            check(said, context.rank, context.size, context.place.launcher)
         steps.install()
         checkpoints.install()
         self._steps = steps.Steps()

@@ -11,6 +11,7 @@ from cost_model.described.evaluate import Evaluation, played
 from cost_model.described.spread import Spread, Stage
 from cost_model.formulas.simulate import Tasks, Timeline, memory_curve
 from cost_model.machines.pools import Machines
+from whale.ir.plan_text import human_seconds
 from whale.ir.schedule import schedule
 from whale.planner.report import show
 from whale.planner.report.planfile import PlanFile
@@ -108,7 +109,11 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
     whole = sum(pool.devices for pool in Machines(plan.cluster).pools)
     name, most = max(show.parts_of(found).items(), key=lambda e: e[1])
     cards = [
-        ("one step", show.seconds_text(found.step_s), f"not below {show.seconds_text(plan.bound_s)} on these devices"),
+        (
+            "one step",
+            human_seconds(found.step_s),
+            f"not below {human_seconds(plan.bound_s)} on these devices",
+        ),
         ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
         ("devices", f"{plan.spread.ranks:,}", f"of {whole:,}"),
         ("bound by", name, f"{most / found.step_s:.0%} of the step, stage {found.busiest}"),

@@ -12,12 +12,11 @@ from cost_model.captured.predict import CapturedPrediction, Span, Timeline
 from whale.ir.layout import Partial, Split, Strategy
 from whale.ir.mesh import tiles_of
 from whale.ir.plan import Plan
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import human_bytes, human_seconds
 from whale.ir.program import Program
 from whale.planner.captured.pipelines import levels
 from whale.planner.report.analysis import layer_of
 from whale.planner.report.draw import page, short
-from whale.planner.report.show import seconds_text
 
 KINDS = ("forward", "backward", "exchange", "update and other")
 MOST_SPANS = 20_000  # drawn; the shortest are left out
@@ -122,8 +121,8 @@ def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
     most = max(range(len(found.ranks)), key=lambda r: found.ranks[r].peak_bytes)
     gain = drawn.alone_s / found.step_s
     return [
-        ("one step", seconds_text(found.step_s), "predicted"),
-        ("against one rank", f"{gain:.2f} x", f"one rank alone: {seconds_text(drawn.alone_s)}"),
+        ("one step", human_seconds(found.step_s), "predicted"),
+        ("against one rank", f"{gain:.2f} x", f"one rank alone: {human_seconds(drawn.alone_s)}"),
         ("moved", human_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
         (
             "memory",
@@ -286,7 +285,7 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
         ("bytes moved", [float(moved.get(n, 0)) for n in layers], [human_bytes(moved.get(n, 0)) for n in layers])
     )
     rows.append(
-        ("kernels' time", [time_s.get(n, 0.0) for n in layers], [seconds_text(time_s.get(n, 0.0)) for n in layers])
+        ("kernels' time", [time_s.get(n, 0.0) for n in layers], [human_seconds(time_s.get(n, 0.0)) for n in layers])
     )
     return rows
 
@@ -355,5 +354,5 @@ def _last(drawn: Drawn) -> str:
     share = ", ".join(f"{n} {v / found.step_s:.0%}" for n, v, _, _ in _fall(drawn) if v > 0)
     return (
         f"Plan: {len(found.ranks)} ranks, {len(moving)} tensors change their layout "
-        f"({human_bytes(plan.logical_bytes)} a step). Predicted {seconds_text(found.step_s)}: {share}."
+        f"({human_bytes(plan.logical_bytes)} a step). Predicted {human_seconds(found.step_s)}: {share}."
     )

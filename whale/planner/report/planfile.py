@@ -20,7 +20,7 @@ from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import human_bytes, human_seconds
 from whale.planner.described.check import check
 from whale.planner.described.layer_tables import Table, TableModel
 from whale.planner.search.candidates import SearchResult
@@ -43,8 +43,7 @@ class Alternative(msgspec.Struct, frozen=True):
         """In words."""
         if self.lacking_bytes is not None:
             return f"does not fit by {human_bytes(self.lacking_bytes)}"
-        slower_s = self.slower_s or 0.0
-        return f"slower by {slower_s:.2f} s" if slower_s >= 1 else f"slower by {1e3 * slower_s:.1f} ms"
+        return f"slower by {human_seconds(self.slower_s or 0.0)}"
 
 
 class Predicted(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from cost_model.described.memory import Footprint, offloaded_bytes
 from cost_model.described.spread import Spread, Stage, counted, expert_ranks
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import human_bytes, human_seconds
 from whale.ir.schedule import schedule
 from whale.planner.report.planfile import PlanFile
 from whale.planner.search.neighbours import move_cut
@@ -23,13 +23,6 @@ CHANGES = 16  # stages that are printed of a difference
 SAME_S = 5e-5  # what two plans differ by at most without being said to differ: half of the last digit printed
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
 WIDTH = 120  # characters of a line, where no terminal says how many it has
-
-
-def seconds_text(value: float) -> str:
-    """Seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
-    if value >= 100:
-        return f"{value:.0f} s"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def terminal_width() -> int:
@@ -46,11 +39,11 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
         f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         f"cluster    {plan.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         f"plan       {spread.summary()}",
-        f"predicted  {seconds_text(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
+        f"predicted  {human_seconds(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
         + (f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device" if plan.transformer else ""),
-        f"likely     {seconds_text(low_s)} to {seconds_text(high_s)}, as nine of ten published steps",
+        f"likely     {human_seconds(low_s)} to {human_seconds(high_s)}, as nine of ten published steps",
         f"bound by   {bound_by(found)}",
-        f"optimum    not below {seconds_text(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
+        f"optimum    not below {human_seconds(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
         "",
         *stage_table(plan, machines, found, width),
         "",
@@ -234,7 +227,7 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
     whole_or = ["whole" if n == 1 else f"split {n} ways" for n in (tensor, data)]
     return (
         f"Plan: {counted(len(spread.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, {spread.ranks} of "
-        f"{counted(machines.devices, 'device')}. Predicted {seconds_text(found.step_s)}: {share}."
+        f"{counted(machines.devices, 'device')}. Predicted {human_seconds(found.step_s)}: {share}."
     )
 
 
@@ -255,8 +248,9 @@ def explain(plan: PlanFile, layer: int) -> str:
             f"{human_bytes(used.total_bytes)} of {human_bytes(pool.memory_bytes)}"
         )
     lines.append(
-        f"  a micro-batch: forward {seconds_text(sum(cost.forward_s))}, backward {seconds_text(sum(cost.backward_s))}, "
-        f"send {seconds_text(cost.send_s)}; after the last: reduce {seconds_text(cost.reduce_s)}"
+        f"  a micro-batch: forward {human_seconds(sum(cost.forward_s))}, backward "
+        f"{human_seconds(sum(cost.backward_s))}, send {human_seconds(cost.send_s)}; after the last: reduce "
+        f"{human_seconds(cost.reduce_s)}"
     )
     lines += _other_recompute(plan, model, machines, found, index)
     low, high = stage.layers[0]
@@ -317,12 +311,12 @@ def diff(one: PlanFile, other: PlanFile) -> str:
         after = parts_of(b)[name]
         if abs(after - value) > SAME_S:
             lines.append(
-                f"  {name:14} {seconds_text(value)} -> {seconds_text(after)} ({1e3 * (after - value):+.1f} ms)"
+                f"  {name:14} {human_seconds(value)} -> {human_seconds(after)} ({1e3 * (after - value):+.1f} ms)"
             )
     if not lines:
         return "The plans are equal."
     change = b.step_s / a.step_s - 1
-    return "\n".join([*lines, f"Step: {seconds_text(a.step_s)} -> {seconds_text(b.step_s)} ({change:+.1%})."])
+    return "\n".join([*lines, f"Step: {human_seconds(a.step_s)} -> {human_seconds(b.step_s)} ({change:+.1%})."])
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:
@@ -334,7 +328,7 @@ def against(fixed: PlanFile, free: PlanFile) -> str:
     before, after = parts_of(other), parts_of(mine)
     parts = [f"{name} {1e3 * (after[name] - before[name]):+.1f} ms" for name in before]
     parts = [text for text in parts if not text.endswith(("+0.0 ms", "-0.0 ms"))]
-    total = f"{1e3 * change_s:+.1f} ms ({seconds_text(other.step_s)} -> {seconds_text(mine.step_s)})"
+    total = f"{1e3 * change_s:+.1f} ms ({human_seconds(other.step_s)} -> {human_seconds(mine.step_s)})"
     return f"{total}: {', '.join(parts)}; without: {free.spread.summary()}"
 
 

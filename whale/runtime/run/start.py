@@ -32,6 +32,7 @@ from whale.runtime.run.annotate import annotate, read_annotations, unmatched
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
+from whale.runtime.run.tf_config import check_alone
 from whale.runtime.variables import deferred
 from whale.runtime.variables.outside import Outside
 from whale.started import PROGRESS_VARIABLE, ProcessPlace, process_place
@@ -49,12 +50,16 @@ def planning_run(size: int, seen: Callable[[Plan, Program, PlanSettings], None],
 
 
 def init(
-    config: Config | Mapping[str, Any] | None = None, plan: str | os.PathLike[str] = "", solo: bool = False
+    config: Config | Mapping[str, Any] | None = None,
+    plan: str | os.PathLike[str] = "",
+    solo: bool = False,
+    *,
+    ranks: int | None = None,
 ) -> None:
     """Starts Whale in this process; every rank calls it before scopes and steps.
 
-    Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``cluster.ranks`` ranks inside this
-    process when ``communication.transport`` is ``"in-process"``. Rank 0's Python and NumPy random states and
+    Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``ranks`` of them inside this
+    process, as a notebook wants them. Rank 0's Python and NumPy random states and
     TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal. Shuffles of
     tf.data that have no seed, and are made from now on, get equal ones.
 
@@ -66,13 +71,19 @@ def init(
       plan: file of the plan that the script's step runs under, as the key ``plan``.
       solo: whether each rank may train by itself. Otherwise a run of several processes that trains, and of which Whale
         distributes nothing, ends with exit code 2.
+      ranks: so many ranks as threads of this process; short for the keys ``cluster.ranks`` and
+        ``communication.transport="in-process"``.
 
     Raises:
-      ConfigError: an unknown key or a wrong value.
+      ConfigError: an unknown key or a wrong value; ``TF_CONFIG`` names tasks that are no workers.
       PlanError: the saved plan cannot be read, or is for another number of ranks.
-      ClusterError: the ranks cannot be connected; or a second call has a ``plan`` or ``solo``, or other keys that say
+      ClusterError: the ranks cannot be connected; or ``TF_CONFIG`` names several workers, and nothing has started ranks
+        for them; or a second call has a ``plan`` or ``solo``, or other keys that say
         how ranks are connected, or the ranks run programs of their own.
     """
+    if ranks is not None:
+        config = config if isinstance(config, Config) else Config(config or {})
+        config = config.but({"communication.transport": "in-process", "cluster.ranks": ranks})
     going_on = process.context
     if going_on is not None and going_on.own_programs is None and not plan and not solo:
         begin_again(config)
@@ -115,6 +126,8 @@ def _begin(
         set_level(config["log.level"])
     place = process_place()
     _check_in_process(config, place)
+    if place.launcher == "none" and not (solo or _in_process(config) or process.dry is not None):
+        check_alone()
     # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
     path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]
     saved = read_saved_plan(path, _size(config, place)) if path else None
