@@ -12,6 +12,7 @@ from tests.ir.strategies import plans
 from tests.programs import mlp, planned
 from whale.ir.layout import P_SUM, B, split
 from whale.ir.plan import Plan, Reshard, load_plan, plan_from_json
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Ref
 
 
@@ -84,3 +85,4 @@ def test_a_notebook_shows_what_whale_plan_prints() -> None:
     plan = Plan("step <1>", "", 2, ("a & b", "c"))
     shown = plan._repr_html_()  # type: ignore[attr-defined]
     assert shown.startswith("<pre") and "Plan for step &lt;1&gt;: 2 ranks: 2 replicas (a &amp; b, c)" in shown
+    assert len(shown.splitlines()) == len(format_plan(plan).splitlines()) + 1
