@@ -6,6 +6,7 @@
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
 # make sanitize        the core under the thread and the address sanitizer
 # make docs            the pages as a site in build/docs, every link checked
+# make wheels          a wheel for each of WHEEL_TFS, in dist/tf<version>
 # make lint            ruff and mypy                  make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
@@ -21,6 +22,7 @@ PYTEST_ARGS ?=
 APART := tests/doctor tests/faults tests/launcher tests/whale_ops
 JOBS ?= 2
 BENCH_ARGS ?=
+WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto
 
 # The newest Python for which that TensorFlow has wheels.
@@ -35,7 +37,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod sanitize docs lint bazel clean setup build check-bazel check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -70,6 +72,14 @@ sanitize: $(VENV)/.installed
 # Warnings, of links above all, are errors.
 docs: $(VENV)/.docs build
 	@$(RUN) -m mkdocs build --quiet --strict
+
+# A wheel holds the op library for one TensorFlow, and its name does not say which: each has a folder of its own.
+wheels:
+	@for version in $(WHEEL_TFS); do $(MAKE) --no-print-directory wheel TF=$$version || exit 1; done
+
+wheel: $(VENV)/.tensorflow
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist/tf$(TF) .
+	@ls dist/tf$(TF)/*.whl
 
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .
