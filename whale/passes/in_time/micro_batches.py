@@ -27,7 +27,7 @@ from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
 from whale.passes.exchange.reshards import explicit_reshards
-from whale.passes.facts.scopes import ranks_of_scope, with_paths, with_ranks
+from whale.passes.facts.scopes import has_split_scopes, ranks_of_scope, with_paths, with_ranks
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
@@ -351,15 +351,28 @@ def _on_whole_batch(
 
 def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
     """Raises PlanError for rows that ranks bring together, which a scope around some of the layers does."""
+    if not has_split_scopes(program):
+        return  # the operation itself wants all rows
     for reader, _ in program.consumers.get(ref, ()):
         if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
+            wants = _that_wants(program, reader)
             raise PlanError(
                 "the rows of a micro-batch would be brought together at the border of a scope that divides otherwise",
-                op=f"{reader.name} ({reader.op})",
+                op=f"{wants.name} ({wants.op})",
                 given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
                 expected="a wh.split scope around the whole model and its loss, or none",
                 action="put wh.split around the rest of the forward pass too, or set pipeline.num_micro_batch=1",
             )
+
+
+def _that_wants(program: Program, node: Node) -> Node:
+    """The operation of the user's program for whose sake there is a node that lowering added."""
+    while node.name.startswith("whale/"):
+        found = next((reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())), None)
+        if found is None:
+            break
+        node = found
+    return node
 
 
 def _summed_inside(plan: Plan, node: Node) -> Ref | None:
