@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"whale.launcher"},
     "whale.horovod": {"whale.frontends"},
     "whale.epl": {"whale.frontends"},
+    "whale.ray": {"whale.frontends"},
     "whale.launcher": {
         "whale.errors",
         "whale.started",
@@ -89,7 +90,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.planner": ("described", "search", "captured", "report", "run_described", "ask", "why", "offers"),
     "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
     + ("session", "tools", "measure"),
-    "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl", "launch"),
+    "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl", "launch")
+    + ("on_ray",),
     "whale.frontends.tf1": ("taking", "*", "install"),
     "whale.launcher": ("*", "job", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),

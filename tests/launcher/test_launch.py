@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 
 import pytest
@@ -30,3 +31,13 @@ def test_a_function_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(wh.ClusterError, match="the run of the function failed"):
         wh.launch(fail, np=1)
     assert "rank 0 failed: KeyError: 'nothing here'" in capfd.readouterr().err
+
+
+def test_functions_bring_their_sources() -> None:
+    """AutoGraph reads them, and a cell of a notebook has no file on the ranks."""
+    cell = "def call(x):\n    def inner():\n        return x\n    import inspect\n    return inspect.getsource(inner)\n"
+    name = "<a cell of a notebook>"
+    linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+    scope = {"__name__": "__main__"}
+    exec(compile(cell, name, "exec"), scope)
+    assert wh.launch(scope["call"], (1,), np=1) == ["    def inner():\n        return x\n"]

@@ -5,13 +5,17 @@ python -m whale.frontends.launch FOLDER        one rank: reads the call there, l
 
 from __future__ import annotations
 
+import collections
+import io
+import linecache
 import os
 import pickle
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from whale.errors import ClusterError, InstallError
 from whale.launcher.mpirun import Options, parse_hosts
@@ -51,17 +55,9 @@ def launch(
       InstallError: cloudpickle, which carries the function, is not installed.
       ClusterError: the run cannot be started, or failed.
     """
-    try:
-        import cloudpickle
-    except ModuleNotFoundError:
-        raise InstallError(
-            "wh.launch needs cloudpickle, which carries the function to the ranks",
-            given=f"none in {sys.executable}",
-            expected="cloudpickle 2.2 or newer",
-            action="pip install cloudpickle",
-        ) from None
+    call = pickled(fn, args, kwargs)
     with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
-        Path(folder, _CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+        Path(folder, _CALL).write_bytes(call)
         where = parse_hosts(hosts) if hosts is not None else ()
         options = Options(
             np, "whale.frontends.launch", (folder,), as_module=True, hosts=where, threads=threads, verbose=verbose
@@ -75,6 +71,42 @@ def launch(
                 action="correct what the ranks say above",
             )
         return [unpack(path.read_bytes()) for path in found]
+
+
+def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """A call, functions by value and with their sources, which AutoGraph reads on the ranks.
+
+    Raises:
+      InstallError: cloudpickle is not installed.
+    """
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise InstallError(
+            "wh.launch needs cloudpickle, which carries the function to the ranks",
+            given=f"none in {sys.executable}",
+            expected="cloudpickle 2.2 or newer",
+            action="pip install cloudpickle",
+        ) from None
+    plain = cloudpickle.CloudPickler.dispatch_table[types.CodeType]
+
+    def with_source(code: types.CodeType) -> tuple[Any, ...]:
+        return _code_of, (*plain(code), code.co_filename, linecache.getlines(code.co_filename))
+
+    class Pickler(cloudpickle.CloudPickler):
+        dispatch_table: ClassVar[Any] = collections.ChainMap(
+            {types.CodeType: with_source}, cloudpickle.CloudPickler.dispatch_table
+        )
+
+    file = io.BytesIO()
+    Pickler(file).dump((fn, tuple(args), dict(kwargs or {})))
+    return file.getvalue()
+
+
+def _code_of(make: Callable[..., types.CodeType], args: Sequence[Any], name: str, lines: list[str]) -> types.CodeType:
+    """A function's code, whose source is found here as well: cells of notebooks have no file."""
+    linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
+    return make(*args).replace(co_filename=name)
 
 
 def main() -> None:
