@@ -74,7 +74,7 @@ def test_ranks_of_one_node_are_started_by_a_task(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_of_several_nodes_are_started_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, Ray([2, 0, 2]))
-    monkeypatch.setattr(on_ray, "launch", lambda fn, args, kwargs, np, **options: [options["hosts"]])
+    monkeypatch.setattr(on_ray, "launch_pickled", lambda call, np, hosts, threads, verbose: [hosts])
     assert whale.ray.run(print, np=3) == ["10.0.0.2:2,10.0.0.0:1"]
 
 
@@ -85,12 +85,12 @@ def test_a_cluster_without_room_and_a_failed_run(monkeypatch: pytest.MonkeyPatch
     assert ray.held == []
     ray.room = True
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any) -> None:
         error = ray.exceptions.RayTaskError()
         error.cause = ClusterError("the run of the function failed")
         raise error
 
-    monkeypatch.setattr(on_ray, "launch", fail)
+    monkeypatch.setattr(on_ray, "launch_pickled", fail)
     with pytest.raises(ClusterError, match="the run of the function failed"):
         whale.ray.run(print, np=3)
     assert ray.held == []

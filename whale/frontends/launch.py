@@ -55,7 +55,11 @@ def launch(
       InstallError: cloudpickle, which carries the function, is not installed.
       ClusterError: the run cannot be started, or failed.
     """
-    call = pickled(fn, args, kwargs)
+    return launch_pickled(pickled(fn, args, kwargs), np, hosts, threads, verbose)
+
+
+def launch_pickled(call: bytes, np: int, hosts: str | None, threads: int | None, verbose: bool) -> list[Any]:
+    """As `launch`, of a call that `pickled` has made."""
     with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
         Path(folder, _CALL).write_bytes(call)
         where = parse_hosts(hosts) if hosts is not None else ()
@@ -88,15 +92,14 @@ def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             expected="cloudpickle 2.2 or newer",
             action="pip install cloudpickle",
         ) from None
-    plain = cloudpickle.CloudPickler.dispatch_table[types.CodeType]
+    usual = cloudpickle.CloudPickler.dispatch_table
+    plain = usual[types.CodeType]
 
     def with_source(code: types.CodeType) -> tuple[Any, ...]:
         return _code_of, (*plain(code), code.co_filename, linecache.getlines(code.co_filename))
 
     class Pickler(cloudpickle.CloudPickler):
-        dispatch_table: ClassVar[Any] = collections.ChainMap(
-            {types.CodeType: with_source}, cloudpickle.CloudPickler.dispatch_table
-        )
+        dispatch_table: ClassVar[Any] = collections.ChainMap({types.CodeType: with_source}, usual)
 
     file = io.BytesIO()
     Pickler(file).dump((fn, tuple(args), dict(kwargs or {})))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whale.errors import ClusterError, InstallError
-from whale.frontends.launch import launch, pickled
+from whale.frontends.launch import launch_pickled, pickled
 
 
 def run(
@@ -58,7 +57,7 @@ def run(
                 action="start fewer ranks, or wait for what else runs there",
             )
         at = scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        task = ray.remote(num_cpus=cpus_per_rank, max_retries=0, scheduling_strategy=at)(_launch)
+        task = ray.remote(num_cpus=cpus_per_rank, max_retries=0, scheduling_strategy=at)(launch_pickled)
         hosts = _hosts(ray, placement.placement_group_table(group)["bundles_to_node_id"], np)
         # Ray's own pickles leave out a function's source, which AutoGraph wants to read.
         call = task.remote(pickled(fn, args, kwargs), np, hosts, cpus_per_rank, verbose)
@@ -68,12 +67,6 @@ def run(
             raise error.cause if isinstance(error.cause, ClusterError) else error from None
     finally:
         placement.remove_placement_group(group)
-
-
-def _launch(called: bytes, np: int, hosts: str | None, threads: int, verbose: bool) -> list[Any]:
-    """The task."""
-    fn, args, kwargs = pickle.loads(called)  # written by the user who started this
-    return launch(fn, args, kwargs, np, hosts=hosts, threads=threads, verbose=verbose)
 
 
 def _hosts(ray: Any, nodes: Mapping[int, str], np: int) -> str | None:
