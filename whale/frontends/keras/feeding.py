@@ -77,7 +77,8 @@ class FedIterator:
 
 def _takes_whole_batches(context: Context) -> bool:
     """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
-    return context.stages_seen or bool(context.config["auto_parallel"])
+    saved = context.saved is not None and context.saved.takes_whole_batches
+    return saved or context.stages_seen or bool(context.config["auto_parallel"])
 
 
 def whole(data: Any) -> Any:

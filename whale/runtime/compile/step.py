@@ -137,11 +137,13 @@ def _compiled(
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
     parts = tuple(local)
-    # A pipeline's stages cut micro-batches out of the whole batch, each what it computes.
-    gathers = bool(local) and has_stages(captured.program)
+    # A pipeline's stages cut micro-batches out of the whole batch, each what it computes. A saved plan of several axes
+    # was made of whole batches, too, whose rows it may divide otherwise than by ranks.
+    staged, saved = has_stages(captured.program), context.saved
+    gathers = bool(local) and (staged or (saved is not None and saved.takes_whole_batches))
     if gathers:
         local = {}
-        context.stages_seen = True
+        context.stages_seen |= staged
 
     def marked() -> Program:
         with captures_steps():

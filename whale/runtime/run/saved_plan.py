@@ -38,6 +38,11 @@ class SavedPlan:
         """How `auto_parallel` spread the program, where the plan comes from there."""
         return msgspec.json.decode(self.plan.choice, type=Choice) if self.plan.choice else None
 
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Whether ranks that pass rows of their own are to bring them together: it has several axes, or stages."""
+        return self.plan.inner is not None or bool(self.plan.stage_groups)
+
     def of(self, program: Program, settings: PlanSettings) -> Plan | None:
         """The plan, if it is this program's.
 
@@ -67,15 +72,15 @@ class SavedPlan:
         """The plan, which was made of whole batches, for ranks that pass their own rows: all else lies as it says.
 
         Raises:
-          PlanError: it has several axes, or stages.
+          PlanError: it has several axes, or stages, and a session cannot bring the rows together.
         """
-        if plan.inner is not None or plan.stage_groups:
+        if self.takes_whole_batches:
             raise PlanError(
                 "a saved plan of several axes, or of stages, takes whole batches",
                 op=program.name,
                 given=f"{self.path}; each rank passes its own rows",
                 expected="the whole batch on every rank",
-                action="leave wh.shard out (or pass arrays to fit), or run without --plan",
+                action="feed whole batches (batch.mode=global), or run without --plan",
             )
         here = settings.but(batch__inputs=plan.batch_inputs)
         found = complete_plan(seen_along(program, plan.axis), here, plan)
