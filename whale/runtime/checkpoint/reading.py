@@ -89,7 +89,7 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         keys = [a.checkpoint_key for a in found.object_graph_proto.nodes[number].attributes]
         if deferred_of(variable) is not None:
             for key in keys:
-                restore_from(variable, partial(read_region, path, key, tuple(variable.shape), variable.dtype))
+                restore_from(variable, partial(read_region, path, key, tuple(variable.shape.as_list()), variable.dtype))
         elif lies_split(variable):
             waiting += [(variable, key) for key in keys]
     for group in _in_groups(waiting, context):

@@ -39,7 +39,7 @@ def lies_split(variable: Any) -> bool:
 
 def regions(variable: Any) -> list[Region]:
     """The rectangles into which a variable that lies split is cut; those without elements are left out."""
-    return regions_of(variable._whale_parts.tiles, tuple(variable.shape))
+    return regions_of(variable._whale_parts.tiles, tuple(variable.shape.as_list()))
 
 
 def regions_of(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
@@ -77,7 +77,7 @@ def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], co
         if len(mine) == 1:
             parts.of_rank(rank).assign(mine[0][1])
         elif mine:
-            whole = np.empty(tuple(parts.of_rank(rank).shape), parts.dtype.as_numpy_dtype)
+            whole = np.empty(parts.of_rank(rank).shape.as_list(), parts.dtype.as_numpy_dtype)
             for region, value in mine:
                 whole[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))] = value.numpy()
             parts.of_rank(rank).assign(whole)

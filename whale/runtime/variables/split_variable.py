@@ -182,7 +182,7 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
 
 def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
     """The part number ``place`` of a value, in memory of its own."""
-    regions = list(tiles.regions(tuple(whole.shape), place))
+    regions = list(tiles.regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
         return own_memory(tf.slice(whole, regions[0].begin, regions[0].size))
     at = coordinates_of(place, tiles.sizes)
