@@ -1,4 +1,8 @@
-"""``python -m tests.combinations [--triples 300] [--only NAME ...] [--jobs 2] [--out docs/combinations.md]``."""
+"""``python -m tests.combinations [--triples 300] [--only NAME ...] [--jobs 2] [--out docs/combinations.md]``.
+
+With ``--kept FILE`` what comes out of each run is added to the file, and the page is made of all that it has; what was
+mended since is run again by its names: ``--kept FILE --cells "tensor + loop" "zero 3 + scan" --out PAGE``.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +44,46 @@ def main() -> int:
     arguments.add_argument("--only", nargs="+", default=[], choices=sorted(BY_NAME))
     arguments.add_argument("--jobs", type=int, default=1, help="processes beside each other")
     arguments.add_argument("--part", nargs=2, type=int, default=[0, 1], metavar=("NUMBER", "OF"), help="of the runs")
+    arguments.add_argument("--size", type=int, choices=[1, 2, 3], help="only combinations of so many features")
+    arguments.add_argument("--cells", nargs="+", default=[], metavar="'NAME + NAME'", help="these, and no others")
+    arguments.add_argument("--kept", type=Path, help="outcomes of earlier runs, to which those of this one are added")
     arguments.add_argument("--out", type=Path)
     asked = arguments.parse_args()
-    rows: dict[Names, Outcome] = {}
     number, parts = asked.part
-    combinations = chosen(asked.triples, asked.only)[number::parts]
+    combinations = [_named(cell) for cell in asked.cells] or chosen(asked.triples, asked.only)
+    combinations = [c for c in combinations if asked.size in (None, len(c))][number::parts]
+    rows = _kept(asked.kept) if asked.kept else {}
+    done: dict[Names, Outcome] = {}
     without = [] if find_spec("horovod") else [c for c in combinations if "horovod" in c]
     if without:
         print(f"{len(without)} runs are left out: Horovod is not installed (python -m whale_ops.build_horovod)")
     between = [c for c in combinations if c not in without and _between_processes(c)]
     inside = [c for c in combinations if c not in without and c not in between]
     for names, (kind, what) in itertools.chain(in_this_process(inside, asked.jobs), on_ranks(between)):
-        rows[names] = kind, what
+        done[names] = kind, what
         print(f"{kind:8}{' + '.join(names):60}{what.splitlines()[0]}", flush=True)
+        if asked.kept:
+            with asked.kept.open("a") as out:
+                print(json.dumps([names, kind, what]), file=out)
     if asked.out:
-        asked.out.write_text(page(rows))
-    count = {kind: sum(k == kind for k, _ in rows.values()) for kind in ("equal", "refused", "WRONG")}
+        asked.out.write_text(page(rows | done))
+    count = {kind: sum(k == kind for k, _ in done.values()) for kind in ("equal", "refused", "WRONG")}
     print(", ".join(f"{n} {kind}" for kind, n in count.items()))
     return int(count["WRONG"] > 0)
+
+
+def _named(cell: str) -> Names:
+    """The features of a cell, in the order of the page."""
+    asked = cell.split(" + ")
+    if unknown := [name for name in asked if name not in BY_NAME]:
+        raise SystemExit(f"no feature is called {unknown[0]!r}: {', '.join(BY_NAME)}")
+    return tuple(name for name in BY_NAME if name in asked)
+
+
+def _kept(path: Path) -> dict[Names, Outcome]:
+    """What the last run of each combination came to."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {tuple(names): (kind, what) for names, kind, what in map(json.loads, lines)}
 
 
 def _between_processes(names: Names) -> bool:

@@ -15,7 +15,7 @@ SAMPLE = [
     ("second tensor axis", "session"),
     ("sequence", "zero 3"),
     ("tensor", "zero 3", "session"),
-    ("context", "micro-batches", "recompute auto"),
+    ("tensor", "context", "micro-batches", "recompute auto"),
     ("tensor", "unequal shares"),
     ("lstm", "zero 3"),
     ("second tensor axis", "saved"),
@@ -23,6 +23,9 @@ SAMPLE = [
     ("scan", "amp"),
     ("interleaved", "unequal shares", "session"),
     ("unequal stages", "some devices", "zb-h1"),
+    ("sequence", "2 stages", "gpipe", "some devices"),
+    ("second tensor axis", "gpipe", "some devices"),
+    ("second tensor axis", "2 stages", "unequal shares"),
     ("second tensor axis", "some devices", "loop", "recompute marked"),
 ]
 
@@ -42,6 +45,8 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
         ),  # of each rank: a stage takes those of its own
         (("tensor",), (6, 6, 4, 4, 4, 4, 2, 2)),  # two of a group are alike, and groups are not
         (("tensor", "2 stages", "gpipe"), (20, 12)),  # of each coordinate of the axis data
+        (("tensor", "gpipe"), (16, 0, 16, 0)),
+        (("second tensor axis", "micro-batches"), (16, 0, 16, 0, 0, 0, 0, 0)),
     ],
 )
 def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int, ...]) -> None:

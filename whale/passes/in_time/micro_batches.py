@@ -85,6 +85,10 @@ def _is_nothing(node: Node) -> bool:
     return t.is_static and t.dtype not in UNMOVABLE and static_shape(t)[:1] == (0,)
 
 
+def _has_no_elements(node: Node) -> bool:
+    return all(t.is_static and 0 in static_shape(t) for t in node.outputs)
+
+
 def _acts(program: Program, node: Node) -> bool:
     """Whether it does more than compute and look: a branch or loop that only reads variables does not."""
     if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
@@ -140,9 +144,10 @@ def time_plan(
 def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
     """How a rank that has no rows takes part where others exchange theirs: in each micro-batch, as they do."""
     found: dict[str, Strategy] = {}
-    known: set[str] = set()  # what constants alone make
+    known: set[str] = set()  # what constants alone make, or ranks that have no rows either
     for node in program.nodes:
-        if node.op == "Const" or (node.inputs and not node.stateful and all(r.node in known for r in node.inputs)):
+        of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
+        if node.op == "Const" or of_known or (node.op in COLLECTIVES and _has_no_elements(node)):
             known.add(node.name)
         dim, runs = node.attrs.get(RUNS, (0, 0))
         if node.op in COLLECTIVES and runs == micro_batches and all(r.node in known for r in node.inputs[1:]):

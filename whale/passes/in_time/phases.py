@@ -7,8 +7,10 @@ needs: the gradients that the last stage begins with. Weights' gradients are wha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from whale.errors import PlanError
+from whale.ir.ops import COLLECTIVES
 from whale.ir.program import Node, Program
 from whale.passes.facts.stages import free_nodes, stage_of
 
@@ -107,6 +109,26 @@ def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
             seen.add(name)
             stack += [r.node for r in program.by_name[name].inputs]
     return found
+
+
+def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Mapping[str, str]) -> Program:
+    """``program`` in which ranks bring parts of an input, which has no stage, together in the first that reads them.
+
+    Args:
+      agreed: stages of nodes on other ranks: one without rows reads nothing of what it sends to them.
+    """
+    first = {name: stage for name, stage in agreed.items() if stage}  # node -> the first of the stages that read it
+    moved: dict[str, Node] = {}
+    for node in reversed(program.nodes):
+        stage = stage_of(node.scope)
+        if stage not in stages and node.name in first:
+            stage = first[node.name]
+            if node.op in COLLECTIVES:
+                moved[node.name] = replace(node, scope=f"{stage}/{node.scope}".rstrip("/"))
+        if stage in stages:
+            for ref in node.inputs:
+                first[ref.node] = min(stage, first.get(ref.node, stage), key=stages.__getitem__)
+    return program.with_nodes(tuple(moved.get(n.name, n) for n in program.nodes)) if moved else program
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
 from whale.ir.program import Node, Ref
@@ -138,16 +138,20 @@ class NodeChoice:
             if rule is None or ref not in self.state.origins or not t.is_static:
                 continue
             for dim, size in enumerate(static_shape(t)):
-                as_before = next((s for s in self.state.origins[ref] if s.extent == size), None)
-                cut = (
-                    split(dim, as_before.sizes, as_before.blocks)
-                    if as_before
-                    else split(dim, even_sizes(size, self.state.parts))
-                )
+                cut = self._cut_as(self.state.origins[ref], dim, size)
                 current: list[Placement] = [B] * len(op.inputs)
                 current[i] = cut
                 found.update((o, None) for o in rule.strategies(op, current) if _divides(o))
         return list(found)
+
+    def _cut_as(self, origins: Iterable[Split], dim: int, size: int) -> Split:
+        """A dimension cut as one that it is made from; several times the batch's rows in their runs; else evenly."""
+        if same := next((s for s in origins if s.extent == size), None):
+            return split(dim, same.sizes, same.blocks)
+        for s in self.state.axis.rows.values():
+            if s.blocks > 1 and s.dim == dim and s.extent and size % s.extent == 0:
+                return split(dim, tuple(n * size // s.extent for n in s.sizes), s.blocks)
+        return split(dim, even_sizes(size, self.state.parts))
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
         """Lists passed on, zeroed or added element by element: one placement for operands and result."""

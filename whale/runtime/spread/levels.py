@@ -120,7 +120,8 @@ class Levels:
         """Sums along earlier axes that are one with those along the axis of this level (see ``sums_to_join``)."""
         if level not in self._sums:
             first = (0,) * level
-            alike = level > 0 and not named_ranks(self._programs[()])  # else ranks without rows have constants there
+            # Ranks without rows have constants there.
+            alike = level > 0 and not named_ranks(self._programs[()]) and all(all(sizes_of(b)) for b in self.rows)
             self._sums[level] = sums_to_join(self.expanded(first), self.plan(first)) if alike else {}
         return self._sums[level]
 
@@ -318,8 +319,13 @@ def _is_alike(one: Program, other: Program) -> bool:
 
 def levels_of(program: Program, plan: Plan, settings: PlanSettings) -> Levels:
     """What a plan of several axes, or of one, says of a normalised program."""
-    models = list(chain(plan))
-    axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(models)]
+    axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))]
+    handles = [v.node for v in program.variables]
+    models = []
+    for level in chain(plan):
+        # A plan of stages names the variables of its own groups; what others hold is in the whole program as well.
+        lying = {n: s.outputs[0] for n in handles if (s := level.strategies[""].get(n)) is not None}
+        models.append(replace(level, variables={n: p for n, p in lying.items() if isinstance(p, Split)}))
     return Levels(program, settings, axes, plan.batch_inputs, models)
 
 

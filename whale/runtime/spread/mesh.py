@@ -103,7 +103,7 @@ def _without_rows(program: Program, settings: PlanSettings, axis: Axis) -> PlanS
 
 
 def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
-    """Settings by which each rank has some rows of each micro-batch, where a split scope brings rows together.
+    """Settings by which each rank has some rows of each micro-batch, or none, where a split scope brings rows together.
 
     Where the rows allow it: a rank that has rows of its own of some micro-batches only could not go on.
 
@@ -118,7 +118,10 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
     found = _rows(program, settings, [a.size for a in axes])
     rows = [sum(sizes_of(b)) for b in found]
     of_one = [_of_one(b, count, [a.size for a in axes], bool(batch.shares)) for b in found]
-    if not all(n % count == 0 and all(sizes_of(b)) for b, n in zip(of_one, rows)):
+    if any(n % count for n in rows):
+        return settings
+    kept = all(not a or b for one, of_all in zip(of_one, found) for a, b in zip(sizes_of(of_all), sizes_of(one)))
+    if batch.shares and not kept:
         return settings
     return settings.but(batch__inputs=tuple(of_one))
 

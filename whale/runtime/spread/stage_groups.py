@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd, prod
 
 from whale.errors import PlanError
@@ -218,30 +219,46 @@ def lower_stage_groups(
     if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
         rows = WholeInTime(expanded, Stages(expanded, plan, settings, {}), 0, (), settings).rows
     stages = Stages(expanded, plan, settings, rows)
+    agreed: dict[int, dict[str, str]] = {}  # of each stage group
     programs = []
     for rank in ranks:
         number, at = stages.where(rank)
         whole = None
         if in_time:
-            # The first coordinates alone may have what is fetched, so that more belongs to their forward passes: sums
-            # over ranks in which the others take part.
-            first = WholeInTime(expanded, stages, number, (), settings) if any(at) and _first_has_more(plan) else None
-            forward = [name for name, kind in first.kinds.items() if kind == "F"] if first else ()
-            whole = WholeInTime(expanded, stages, number, at, settings, forward)
+            readers = _first_readers(plan.of(plan.stage_groups[number]))
+            if number not in agreed and readers not in ([], [at]):
+                agreed[number] = _agreed_forward([WholeInTime(expanded, stages, number, r, settings) for r in readers])
+            whole = WholeInTime(expanded, stages, number, at, settings, agreed.get(number, {}))
         mine = rows or (whole.rows if whole else {})
         connected = connect(stages, stages.lowered(rank, comm), rank, comm, mine, (plan.fingerprint, what))
         programs.append(whole.pipelined(connected, number) if whole else connected)
     return programs
 
 
-def _first_has_more(plan: Plan) -> bool:
-    """Whether the first coordinates of some axis compute more than others: what runs once, or one has of a sum."""
-    levels = [level for one in (plan, *plan.others) for level in chain(one)]
-    return any(
-        any(s.once for s in level.strategies[""].values())
-        or any(isinstance(r.target, Partial) and not isinstance(r.source, Partial) for r in level.reshards)
-        for level in levels
-    )
+def _agreed_forward(readers: Sequence[WholeInTime]) -> dict[str, str]:
+    """What some coordinates compute in their forward passes, and the stage that it belongs to."""
+    found: dict[str, str] = {}
+    for one in readers:
+        for name, stage in one.forward.items():
+            found[name] = found.get(name) or stage
+    return found
+
+
+def _first_readers(plan: Plan) -> list[tuple[int, ...]]:
+    """Coordinates along a plan's axes that together read all that some read in their forward passes.
+
+    The first ones alone may have what is fetched; those without rows read nothing of what the others gather.
+    """
+    along: list[list[int]] = []
+    more = False
+    for level in chain(plan):
+        more |= any(s.once for s in level.strategies[""].values())
+        more |= any(isinstance(r.target, Partial) and not isinstance(r.source, Partial) for r in level.reshards)
+        cuts = {p for s in level.strategies[""].values() for p in (*s.inputs, *s.outputs) if isinstance(p, Split)}
+        some_hold = {min(p.holders) for p in cuts if p.smallest == 0 < p.largest}
+        more |= bool(some_hold)
+        along.append(sorted({0, *some_hold}))
+    return list(product(*along)) if more else []
 
 
 def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.layout import Split, parse_placement, split
@@ -11,13 +12,15 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.schedule import credits, live_micro_batches, schedule
 from whale.lowering.ahead import ahead
 from whale.lowering.micro import Call, roll
-from whale.passes.facts.stages import stages_of
+from whale.passes.facts.stages import stage_of, stages_of
 from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
-from whale.passes.in_time.phases import kinds, phases_of_rank
+from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_rank
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
 from whale.runtime.spread.micro_batches import batch_rows
 from whale.runtime.spread.stages import Stages
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class WholeInTime:
@@ -25,6 +28,7 @@ class WholeInTime:
 
     Attributes:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
+      forward: what it computes in its forward passes, and the stage that it belongs to.
     """
 
     def __init__(
@@ -34,18 +38,19 @@ class WholeInTime:
         number: int,
         at: tuple[int, ...],
         settings: PlanSettings,
-        forward: Collection[str] = (),
+        agreed: Mapping[str, str] = NOTHING,
     ):
         """
         Args:
           number: of the stage group; at: coordinates in its mesh, () for the first ones.
-          forward: what the first coordinates compute in their forward passes.
+          agreed: what other coordinates compute in their forward passes, and the stage that it belongs to.
         """
         plan = self.plan = stages.plan
         levels, mesh = stages.levels(number), stages.meshes[number]
         at = at or (0,) * len(mesh.axes)
         self.mine, self.position, self.settings = plan.of(plan.stage_groups[number]), levels.position(at), settings
-        whole = prepared(levels.with_own_rows(levels.program(at), expanded, at))
+        self.numbers, self.agreed = {stage: i for i, stage in enumerate(stages_of(expanded))}, agreed
+        whole = self._prepared(levels.with_own_rows(levels.program(at), expanded, at))
         time = self._planned(whole, {})
         each = {name for name, region in regions(whole, time).items() if region == EACH}
         strategies = time.strategies[""]
@@ -55,8 +60,8 @@ class WholeInTime:
                 for ref, placement in zip(node.refs(), strategies[node.name].outputs):
                     if isinstance(placement, Split):
                         self.rows[ref] = placement
-        numbers = {stage: i for i, stage in enumerate(stages_of(expanded))}
-        self.kinds = kinds(whole, each, numbers, plan.schedule == "zb-h1", forward)
+        self.kinds = kinds(whole, each, self.numbers, plan.schedule == "zb-h1", agreed)
+        self.forward = {n.name: stage_of(n.scope) for n in whole.nodes if self.kinds.get(n.name) == "F"}
 
     def pipelined(self, program: Program, number: int) -> Program:
         """The program of this coordinate's rank in stage group ``number``, rolled up.
@@ -68,7 +73,7 @@ class WholeInTime:
           PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the groups
             are not alike; a tensor is cut otherwise by its sender than by its receiver.
         """
-        program = prepared(program)
+        program = self._prepared(program)
         received: dict[str, Split] = {}
         for node in program.nodes:
             if node.op == "WhaleRecv" and node.attrs.get(ROWS):
@@ -107,6 +112,9 @@ class WholeInTime:
             return 1 + waiting.get(edge, live_micro_batches(rows[edge[0]]))
 
         return ahead(roll(program, time, each, calls, phases), room)
+
+    def _prepared(self, program: Program) -> Program:
+        return prepared(in_stages_of_readers(program, self.numbers, self.agreed))
 
     def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
         rows = {**batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
