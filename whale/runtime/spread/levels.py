@@ -120,8 +120,9 @@ class Levels:
         """Sums along earlier axes that are one with those along the axis of this level (see ``sums_to_join``)."""
         if level not in self._sums:
             first = (0,) * level
-            # Ranks without rows have constants there.
-            alike = level > 0 and not named_ranks(self._programs[()]) and all(all(sizes_of(b)) for b in self.rows)
+            # Ranks without rows have constants there, in micro-batches.
+            some_none = self.settings.time.micro_batches > 1 and not all(all(sizes_of(b)) for b in self.rows)
+            alike = level > 0 and not named_ranks(self._programs[()]) and not some_none
             self._sums[level] = sums_to_join(self.expanded(first), self.plan(first)) if alike else {}
         return self._sums[level]
 
