@@ -12,6 +12,7 @@ from whale.ir.layout import Split
 from whale.ir.mesh import Tiles, mesh_of, tiles_of
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.lowering.as_first import is_alike, surely_as_first
 from whale.lowering.local import localise
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.mesh import lower_mesh
@@ -28,8 +29,11 @@ def feeds_of(program: Program, seed: int = 0) -> tuple[dict[str, np.ndarray], di
 
 
 def lowered(program: Program, plan: Plan) -> list[Program]:
-    """What each rank runs."""
-    return [localise(program, plan, rank, "comm", program.name) for rank in range(plan.size)]
+    """What each rank runs: the same but for values, where the plan says that it surely is."""
+    ranks = [localise(program, plan, rank, "comm", program.name) for rank in range(plan.size)]
+    if surely_as_first(program, plan):
+        assert all(is_alike(ranks[0], other) for other in ranks[1:])
+    return ranks
 
 
 def run_both(

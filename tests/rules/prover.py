@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,8 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
     """The outputs that the coordinates produce together under ``strategy``."""
     operands = [shard(x, p, op.parts, draw) for x, p in zip(inputs, strategy.inputs)]
     results: list[list[np.ndarray]] = []
+    if len({_form(rule, op, strategy, at) for at in range(op.parts)}) > 1 and _is_even(strategy):
+        raise ValueError("coordinates with parts of one size would run more than other values")
     for at in range(op.parts):
         known = known_outputs(op, strategy, at)
         if all(k is not None for k in known):
@@ -185,6 +187,20 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
         if isinstance(placement, Broadcast) and not all(agree(r[j], results[0][j]) for r in results):
             raise ValueError(f"output {j} differs between coordinates")
     return [unshard([r[j] for r in results], p) for j, p in enumerate(strategy.outputs)]
+
+
+def _is_even(strategy: Strategy) -> bool:
+    """Whether all coordinates have as much of every tensor."""
+    cuts = [p for p in strategy.inputs + strategy.outputs if isinstance(p, Split)]
+    return all(p.smallest == p.largest and p.plain is p for p in cuts)
+
+
+def _form(rule: LineRule, op: OpView, strategy: Strategy, coordinate: int) -> tuple[object, ...]:
+    """What a coordinate runs, but for values."""
+    known, local = known_outputs(op, strategy, coordinate), rule.localize(op, strategy, coordinate)
+    window = replace(local.window, offset=0) if local.window is not None else None
+    operands = [tuple(side) for side in (local.attrs, local.consts, local.added, local.moved)]
+    return tuple(k is None for k in known), local.op, *operands, window, local.divide_by
 
 
 def _shares(size: int | None, parts: int) -> Iterator[tuple[int, ...]]:

@@ -223,10 +223,19 @@ def rewired(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref
     def renamed(found: Collection[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys([names.get(name, name) for name in found]))
 
-    changed = {
-        name: replace(n, inputs=tuple([moved.get(r, r) for r in n.inputs]), controls=renamed(n.controls))
-        for name, n in nodes.items()
-    }
+    from_nodes = {ref.node for ref in moved}
+
+    def of_node(node: Node) -> Node:
+        inputs, controls = node.inputs, node.controls
+        if any(r.node in from_nodes for r in inputs):
+            inputs = tuple([moved.get(r, r) for r in inputs])
+        if not names.keys().isdisjoint(controls):
+            controls = renamed(controls)
+        return node if inputs is node.inputs and controls is node.controls else replace(
+            node, inputs=inputs, controls=controls
+        )  # fmt: skip
+
+    changed = {name: of_node(node) for name, node in nodes.items()}
     outputs = tuple(moved.get(r, r) for r in program.outputs)
     return program.with_nodes(topological(changed), outputs=outputs, effects=renamed(program.effects))
 

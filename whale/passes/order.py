@@ -199,7 +199,14 @@ def complete_plan(
     """
     with no_garbage_collection():
         expanded = expand(program, frozenset(model.expanded), settings)
-        plan = _kept_to(expanded, settings, model, fixed)
+        batch = settings.batch.inputs or ()
+        ours = {b.name: _sizes(b) for b in batch}
+        rows = {_sizes(b): ours.get(b.name, ()) for b in model.batch_inputs}
+        if all(one == other for one, other in rows.items()):
+            rows = {}
+        layouts = layouts_of(expanded, batch, settings, fixed, model=Model(model.strategies, rows))
+        plan = _as_plan(expanded, _as_in(model, expanded, layouts, settings), settings, model.fingerprint)
+        plan = replace(plan, expanded=model.expanded)
         for refuse in CHECKS:
             refuse(expanded, plan)
         return plan
@@ -212,24 +219,28 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
       ends: how tensors come in and go out.
     """
     with no_garbage_collection():
-        return _kept_to(part, settings, model, ends)
+        known = Model(model.strategies)
+        kept = known.layout_of_part(part, ends)
+        layouts = {"": kept} if kept else layouts_of(part, settings.batch.inputs or (), settings, ends, model=known)
+        draft = _as_in(model, part, layouts, settings)
+        return replace(
+            model,
+            batch_inputs=draft.batch,
+            strategies={g: layout.strategies for g, layout in layouts.items()},
+            returned={g: layout.outputs for g, layout in layouts.items()},
+            reshards=draft.reshards,
+        )
 
 
-def _kept_to(program: Program, settings: PlanSettings, model: Plan, fixed: Mapping[str, Strategy]) -> Plan:
-    batch = settings.batch.inputs or ()
-    ours = {b.name: _sizes(b) for b in batch}
-    rows = {_sizes(b): ours.get(b.name, ()) for b in model.batch_inputs}
-    if all(one == other for one, other in rows.items()):
-        rows = {}
-    layouts = layouts_of(program, batch, settings, fixed, model=Model(model.strategies, rows))
-    draft = Draft(program, frozenset(model.expanded), batch, model.variables, layouts)
+def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], settings: PlanSettings) -> Draft:
+    """The draft with these layouts, whose sums travel together as the model's do."""
+    draft = Draft(program, frozenset(model.expanded), settings.batch.inputs or (), model.variables, layouts)
     draft = _applied(EXCHANGES, draft, settings)
     # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
     # way of the other axis, for what the model has behind it.
     together = {r.key: r.group for r in model.reshards}
     reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
-    plan = _as_plan(program, replace(draft, reshards=reshards), settings, model.fingerprint)
-    return replace(plan, expanded=model.expanded)
+    return replace(draft, reshards=reshards)
 
 
 def _sizes(b: BatchInput) -> tuple[int, ...]:

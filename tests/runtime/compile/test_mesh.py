@@ -19,7 +19,11 @@ from whale.ir.mesh import Axis, chain, moved_along, tiles_of
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan, human_bytes
 from whale.ir.program import Program, Ref
+from whale.lowering.local import localise
+from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
+from whale.runtime.spread import levels
+from whale.runtime.spread.lower import lower_ranks, make_any_plan
 from whale.runtime.spread.mesh import plan_program
 
 
@@ -195,3 +199,25 @@ def test_what_is_divided_goes_through_loops_and_branches() -> None:
     plan = run_axes(carried(), ("data", 2), ("tensor", 2))
     assert set(tiles_of(plan)) == {"w1", "w2"}
     assert plan.inner.strategies[""]["loop"].outputs[1] == split(1, (12, 12))
+
+
+def test_a_rank_of_a_stage_lowers_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each axis, whatever its coordinates: neither the other stages nor what the first coordinates run."""
+    program = scoped(mlp(12, 12, 24, 6))
+    of_stage = {n.name: int("w2" in n.name or "logits" in n.name) for n in program.nodes}
+    staged = (replace(n, scope="/".join(filter(None, (f"stage_{of_stage[n.name]}", n.scope)))) for n in program.nodes)
+    settings = PlanSettings(8, mesh=(Axis("stage", 2), Axis("data", 2), Axis("tensor", 2)))
+    program = normalise(program.with_nodes(tuple(staged)), settings)
+    plan = make_any_plan(program, settings)
+    assert len(plan.stage_groups) == 2 and plan.inner is not None
+    sizes: list[int] = []
+
+    def localised(part: Program, *rest: object) -> Program:
+        sizes.append(len(part.nodes))
+        return localise(part, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(levels, "localise", localised)
+    for rank in range(8):
+        sizes.clear()
+        lower_ranks(program, plan, settings, [rank])
+        assert len(sizes) == 2, f"rank {rank}: of {sizes} nodes"

@@ -12,6 +12,8 @@ from dataclasses import replace
 from whale.ir.program import Node, Program, Ref, rewired
 from whale.passes.facts.uses import taken_by_updates
 
+_ALL_REDUCE = "WhaleAllReduce"
+
 
 def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
     """``program`` in which the all-reduces of gradients over the same ranks, none behind another, are few.
@@ -31,11 +33,15 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
     """The sums over ``ranks`` that are to become one each."""
+    over = [n for n in program.nodes if n.op == _ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
+    joining = {n.name for n in over if _may_join(program, n, group_bytes)}
+    if len(joining) < 2:
+        return []
     depth: dict[str, int] = {}
     kinds: dict[tuple[object, ...], list[Node]] = {}
     for node in program.nodes:
-        behind = max((depth[name] for name in (*(r.node for r in node.inputs), *node.controls)), default=0)
-        joins = tuple(node.attrs.get("ranks", ())) == ranks and _may_join(program, node, group_bytes)
+        behind = max([0, *[depth[r.node] for r in node.inputs], *[depth[name] for name in node.controls]])
+        joins = node.name in joining
         depth[node.name] = behind + joins
         if joins:
             kind = (behind, node.attrs["reduction"], node.attrs.get("wire_dtype"), node.outputs[0].dtype)
@@ -47,10 +53,10 @@ def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: 
 
 
 def _may_join(program: Program, node: Node, group_bytes: int) -> bool:
-    if node.op != "WhaleAllReduce" or len(node.outputs) != 1:
-        return False
     t = node.outputs[0]
-    return t.is_static and t.bytes <= group_bytes and taken_by_updates(program, Ref(node.name))
+    return (
+        len(node.outputs) == 1 and t.is_static and t.bytes <= group_bytes and taken_by_updates(program, Ref(node.name))
+    )
 
 
 def _place(node: Node, order: Mapping[str, int]) -> tuple[int, str]:
@@ -76,11 +82,11 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
     if not groups:
         return program
     results: dict[Ref, Ref] = {}
-    joined: dict[str, Node] = {}
+    stands_for: dict[str, Node] = {}  # of the sums that are joined
     for members in groups:
         first, name = members[0], f"{members[0].name}/whale_sums"
         results.update((Ref(node.name), Ref(name, i)) for i, node in enumerate(members))
-        joined[name] = replace(
+        joined = replace(
             first,
             name=name,
             inputs=(first.inputs[0], *(n.inputs[1] for n in members)),
@@ -88,9 +94,6 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
             attrs={**first.attrs, "N": len(members), "key": f"{first.attrs['key']}+{len(members) - 1}"},
             outputs=tuple(n.outputs[0] for n in members),
         )
-    nodes: dict[str, Node] = {}
-    for node in program.nodes:
-        made = results.get(Ref(node.name))
-        found = node if made is None else joined[made.node]
-        nodes[found.name] = found
-    return rewired(program, nodes, results)
+        stands_for.update((node.name, joined) for node in members)
+    found = [stands_for.get(node.name, node) for node in program.nodes]
+    return rewired(program, {node.name: node for node in found}, results)

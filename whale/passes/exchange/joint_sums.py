@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from whale.ir.layout import B, Partial
 from whale.ir.mesh import AXIS
-from whale.ir.plan import Plan, Reshard
+from whale.ir.plan import STAGE_OUTPUT, Plan, Reshard
 from whale.ir.program import Node, Program, Ref, rewired
 
 _ALL_REDUCE = "WhaleAllReduce"
@@ -50,7 +50,8 @@ def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> 
     readers = body.consumers.get(r.ref, ())
     if r.ref.node != node.name and ([reader.name for reader, _ in readers] != [node.name] or r.ref in body.outputs):
         return False
-    taken = [strategies[reader.name].inputs[i] for reader, i in readers]
+    # What another stage group takes it has made itself, or its own sum of it, as the program in whole says.
+    taken = [strategies[reader.name].inputs[i] for reader, i in readers if reader.op != STAGE_OUTPUT]
     taken += [p for ref, p in zip(body.outputs, plan.returned[graph]) if ref == r.ref]
     return all(p == B for p in taken)
 

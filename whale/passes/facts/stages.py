@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -171,24 +171,38 @@ def free_nodes(program: Program) -> set[str]:
         for ref in node.inputs:
             if ref.node in takers:
                 takers[ref.node].append(node)
+    nodes: Sequence[Node] = program.nodes
     light: dict[str, bool] = {}  # as far as it was asked for: few nodes read nothing but free ones
     while True:
         free: set[str] = set()
-        for node in program.nodes:
+        kept: list[Node] = []
+        for node in nodes:
             if node.name in handles:
                 found = node.name in shared
-            elif all(r.node in free for r in node.inputs) and all(c in free for c in node.controls):
+            elif not _all_in(free, node):
+                continue
+            else:
                 if node.name not in light:
                     light[node.name] = _is_light(program, node)
                 found = light[node.name]
-            else:
-                continue
             if found:
                 free.add(node.name)
-        kept = {name for name in shared if all(n.name in free for n in takers[name])}
-        if kept == shared:
+                kept.append(node)
+        still = {name for name in shared if all(n.name in free for n in takers[name])}
+        if still == shared:
             return free
-        shared = kept
+        shared, nodes = still, kept  # what is not free does not become so where less is shared
+
+
+def _all_in(free: Collection[str], node: Node) -> bool:
+    """Whether all that a node reads or waits for is free."""
+    for ref in node.inputs:
+        if ref.node not in free:
+            return False
+    for name in node.controls:
+        if name not in free:
+            return False
+    return True
 
 
 def _is_light(program: Program, node: Node) -> bool:
@@ -202,7 +216,7 @@ def _is_light(program: Program, node: Node) -> bool:
         (node.op in _COUNTING if of_variable else not node.stateful)
         and not any(t.dtype in UNMOVABLE for t in node.outputs)
         and not matmul_flops(node, [program.type_of(r) for r in node.inputs])
-        and not any(True for _ in function_refs(node))
+        and not (program.functions and any(True for _ in function_refs(node)))
     )
 
 

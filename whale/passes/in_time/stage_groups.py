@@ -55,13 +55,33 @@ def cut(program: Program, groups: Sequence[StageGroup]) -> tuple[Cut, ...]:
 
 class _Cutter:
     def __init__(self, program: Program, groups: Sequence[StageGroup]):
-        self.program, self.groups = with_tokens(program, groups), groups
-        self.free = free_nodes(self.program)
-        self.group_of = _group_numbers(self.program, groups, self.free)
+        self.groups = groups
+        program = without_waits(program)
+        self.free = free_nodes(program)
+        self.group_of = _group_numbers(program, groups, self.free)
+        self.program = self._with_tokens(program)
+
+    def _with_tokens(self, program: Program) -> Program:
+        """``program`` with a small tensor to be sent in place of each control edge between groups."""
+        nodes: list[Node] = []
+        tokens: dict[str, str] = {}
+        for node in program.nodes:
+            mine = self.group_of.get(node.name)
+            elsewhere = [c for c in node.controls if mine is not None and self.group_of.get(c, mine) != mine]
+            for name in elsewhere:
+                if name not in tokens:
+                    tokens[name] = f"{name}/whale_token"
+                    self.group_of[tokens[name]] = self.group_of[name]
+                    token = const_node(tokens[name], np.zeros((), np.int32))
+                    nodes.append(replace(token, controls=(name,), scope=program.by_name[name].scope))
+            if elsewhere:
+                node = replace(node, controls=tuple(tokens[c] if c in elsewhere else c for c in node.controls))
+            nodes.append(node)
+        return program.with_nodes(tuple(nodes)) if tokens else program
 
     def run(self) -> tuple[Cut, ...]:
         needed = [self._needed(k) for k in range(len(self.groups))]
-        taken = [self._taken(k, names) for k, names in enumerate(needed)]
+        taken = self._taken(needed)
         given: list[dict[Ref, list[int]]] = [{} for _ in self.groups]
         for k, refs in enumerate(taken):
             for ref, source in refs.items():
@@ -83,16 +103,17 @@ class _Cutter:
             stack.extend(by_name[name].controls)
         return found
 
-    def _taken(self, k: int, needed: Collection[str]) -> dict[Ref, int]:
-        found: dict[Ref, int] = {}
+    def _taken(self, needed: Sequence[Collection[str]]) -> list[dict[Ref, int]]:
+        """What each group reads of others, and of which, given the names of the nodes that it needs."""
+        found: list[dict[Ref, int]] = [{} for _ in needed]
         for node in self.program.nodes:
-            if node.name in needed:
-                for ref in node.inputs:
-                    if self.group_of.get(ref.node, k) != k:
-                        found[ref] = self.group_of[ref.node]
-                for control in node.controls:  # what is left of them are tokens
-                    if self.group_of.get(control, k) != k:
-                        found[Ref(control)] = self.group_of[control]
+            # What is left of what nodes wait for are tokens.
+            read = [r for r in (*node.inputs, *map(Ref, node.controls)) if r.node in self.group_of]
+            if not read:
+                continue
+            for k, names in enumerate(needed):
+                if node.name in names:
+                    found[k].update((r, self.group_of[r.node]) for r in read if self.group_of[r.node] != k)
         return found
 
     def _program(
@@ -146,45 +167,37 @@ def _input(name: str, outputs: tuple[TensorType, ...], source: int, keys: Sequen
 
 def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collection[str]) -> dict[str, int]:
     number = {stage: k for k, group in enumerate(groups) for stage in group.stages}
+    of_scope: dict[str, int] = {}
     found = {}
     for node in program.nodes:
         if node.name not in free and not does_nothing(node):
-            found[node.name] = number[stage_of(node.scope)]
+            if node.scope not in of_scope:
+                of_scope[node.scope] = number[stage_of(node.scope)]
+            found[node.name] = of_scope[node.scope]
     return found
 
 
-def with_tokens(program: Program, groups: Sequence[StageGroup]) -> Program:
-    """``program`` without NoOps, and with a small tensor to be sent in place of each control edge between groups."""
-    free = free_nodes(program)
-    group_of = _group_numbers(program, groups, free)
+def without_waits(program: Program) -> Program:
+    """``program`` without NoOps: what waits for one waits for what that waits for.
+
+    A result that only waits, so that whoever fetches it has the rest done, need not: the rest is done for its effects.
+    """
     behind: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for
 
     def resolved(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(n for name in names for n in behind.get(name, (name,))))
 
     nodes: list[Node] = []
-    tokens: dict[str, str] = {}
-    # A result that only waits, so that whoever fetches it has the rest done, need not.
     last = {r.node for r in program.outputs} - {c for n in program.nodes for c in n.controls}
     last -= {r.node for n in program.nodes for r in n.inputs}
     alone: list[str] = []
     for node in program.nodes:
-        controls = resolved(node.controls)
+        controls = resolved(node.controls) if node.controls else ()
         if node.name in last and not node.stateful:
             alone += controls
-            node, controls = replace(node, controls=()), ()
+            controls = ()
         if does_nothing(node):
             behind[node.name] = controls
-            continue
-        mine = group_of.get(node.name)
-        elsewhere = [c for c in controls if mine is not None and group_of.get(c, mine) != mine]
-        for name in elsewhere:
-            if name not in tokens:
-                tokens[name] = f"{name}/whale_token"
-                token = const_node(tokens[name], np.zeros((), np.int32))
-                nodes.append(replace(token, controls=(name,), scope=program.by_name[name].scope))
-        if controls != node.controls or elsewhere:
-            node = replace(node, controls=tuple(tokens[c] if c in elsewhere else c for c in controls))
-        nodes.append(node)
-    effects = resolved((*program.effects, *alone))
-    return program.with_nodes(tuple(nodes), effects=effects)
+        else:
+            nodes.append(node if controls == node.controls else replace(node, controls=controls))
+    return program.with_nodes(tuple(nodes), effects=resolved((*program.effects, *alone)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from whale.ir.layout import Placement, Strategy
-from whale.ir.program import Ref
+from whale.ir.layout import FIRST, B, Placement, Strategy
+from whale.ir.program import Program, Ref
+from whale.ir.values import UNMOVABLE
 
 
 @dataclass
@@ -30,3 +32,10 @@ class GraphLayout:
     def place(self, ref: Ref) -> Placement:
         """Where consumers find a tensor: in its preferred placement, or in that of its producer."""
         return self.preferred.get(ref) or self.produced[ref]
+
+
+def fetched(program: Program, produced: Mapping[Ref, Placement]) -> tuple[Placement, ...]:
+    """How a program's outputs are wanted, given how they are made: whole, but for what cannot be sent."""
+    return tuple(
+        FIRST if produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
+    )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from whale.ir.layout import Broadcast, Placement, Split, Strategy, split, times_of
 from whale.ir.mesh import AXIS
 from whale.ir.ops import HAS_BODIES
-from whale.ir.program import Node, Program
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
+from whale.passes.layout.graph_layout import GraphLayout, fetched
 from whale.rules import rule_of
 from whale.rules.base import as_whole
 from whale.rules.graph import view
@@ -58,6 +59,22 @@ class Model:
         if mine == found and (not self.rows or along_axis):
             return found
         return mine if self._is_legal(program, node, mine) else None
+
+    def layout_of_part(self, part: Program, ends: Mapping[str, Strategy]) -> GraphLayout | None:
+        """How a part of the other program lies; None where that is not all said, or there are loops or branches.
+
+        Args:
+          ends: how tensors come in and go out.
+        """
+        strategies: dict[str, Strategy] = {}
+        produced: dict[Ref, Placement] = {}
+        for node in part.nodes:
+            found = ends.get(node.name) or self.alike("", node)
+            if found is None or node.op in HAS_BODIES or len(found.inputs) != len(node.inputs):
+                return None
+            strategies[node.name] = found
+            produced.update(zip(node.refs(), found.outputs))
+        return GraphLayout(strategies, produced, outputs=fetched(part, produced))
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
         """How a tensor lies here that lies as ``p`` there; None: what is cut may be rows or not."""

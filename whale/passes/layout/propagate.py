@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from whale.ir.layout import FIRST, B, Placement, Split, Strategy
+from whale.ir.layout import B, Placement, Split, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import UNMOVABLE
 from whale.passes.facts.rank_groups import RankGroups
 from whale.passes.facts.scopes import split_scope
 from whale.passes.facts.uses import leaving
 from whale.passes.layout.control_flow import branch, loop
-from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.graph_layout import GraphLayout, fetched
 from whale.passes.layout.graph_state import Axis, GraphState
 from whale.passes.layout.model import Model
 from whale.passes.layout.node_choice import NodeChoice
@@ -93,9 +92,7 @@ def _propagate(
     Propagation(main, NodeChoice(main), fixed, gathered, sliced, model).run()
     for ref in program.outputs:
         main.need(ref, B, program.by_name[ref.node])
-    layout.outputs = tuple(
-        FIRST if layout.produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
-    )
+    layout.outputs = fetched(program, layout.produced)
     return {**axis.layouts, "": layout}
 
 

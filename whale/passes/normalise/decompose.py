@@ -49,7 +49,7 @@ def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node:
 
 
 def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Program:
-    chosen = {n.name for n in program.nodes if (is_composite(n) or has_split_form(program, n)) and predicate(n)}
+    chosen = {n.name for n in program.nodes if predicate(n) and (is_composite(n) or has_split_form(program, n))}
     if not chosen:
         return program
     taken = set(program.by_name)

@@ -13,14 +13,17 @@ from dataclasses import replace
 
 from whale.ir.program import Node, Program, Ref, rewired, without_unread
 from whale.ir.values import Func, TensorType, static_shape
-from whale.passes.facts.attention import Attention, attentions
+from whale.passes.facts.attention import Attention, attentions, letters
 from whale.passes.facts.scopes import context_of
 from whale.rules.nn.attention import ATTENTION, ATTENTION_GRADIENT, has_keys, has_queries
 
 
 def in_rings(program: Program, chosen: Collection[str]) -> Program:
     """``program`` with some of its attentions, by name, as one operation forward and one backward."""
-    found = [one for one in attentions(program) if one.name in chosen]
+    named = [program.by_name[name] for name in chosen if name in program.by_name]
+    # One is called as a product or a multiplication in it is. To look for all of them takes long.
+    is_one = any(n.op == "Mul" or letters(program, n) is not None for n in named)
+    found = [one for one in attentions(program) if one.name in chosen] if is_one else []
     if not found:
         return program
     results = {(one.query, one.key, one.value): f"{one.mixed}/attention" for one in found if one.mixed}

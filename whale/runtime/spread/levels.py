@@ -18,6 +18,7 @@ from whale.ir.mesh import AXIS, Axis, chain, cut_of
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
+from whale.lowering.as_first import is_alike, surely_as_first
 from whale.lowering.local import localise
 from whale.passes.exchange.joint_sums import axes_of_sum, join_sums, sums_to_join
 from whale.passes.facts.axes import known_along, seen_along
@@ -60,7 +61,8 @@ class Levels:
         self._programs: dict[tuple[int, ...], Program] = {(): program}
         self._expanded: dict[tuple[int, ...], Program] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
-        self._sums: dict[int, dict[str, tuple[Reshard, Node]]] = {}
+        self._alike: dict[tuple[int, ...], bool] = {}
+        self._sums: dict[tuple[int, ...], dict[str, tuple[Reshard, Node]]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -102,29 +104,33 @@ class Levels:
     def program(self, at: tuple[int, ...]) -> Program:
         """What the ranks with these first coordinates run."""
         if at not in self._programs:
-            *before, coordinate = at
-            outer = tuple(before)
-            lowered = self.localised(self.expanded(outer), self.plan(outer), outer, coordinate)
-            scopes = self.expanded(outer).by_name
-            self._programs[at] = _in_scopes(lowered, {name: node.scope for name, node in scopes.items()})
+            scopes = self.expanded(at[:-1]).by_name
+            self._programs[at] = _in_scopes(self.lowered(at), {name: node.scope for name, node in scopes.items()})
         return self._programs[at]
 
-    def localised(self, expanded: Program, plan: Plan, outer: tuple[int, ...], coordinate: int) -> Program:
-        """A program lowered for the axis after ``outer``, whose exchanges say that they are along it."""
-        level, axis = len(outer), self.axes[len(outer)].name
-        plan = replace(plan, micro_batches=self.settings.time.micro_batches)
-        lowered = marked(localise(expanded, plan, coordinate, "", None, prefix_of(level)), axis)
-        return join_sums(lowered, self._joined(level), axis)
+    def lowered(self, at: tuple[int, ...]) -> Program:
+        """What the ranks with these coordinates run, the exchanges of the last axis marked as along it."""
+        *before, coordinate = at
+        level, outer, axis = len(before), tuple(before), self.axes[len(before)].name
+        plan = replace(self.plan(outer), micro_batches=self.settings.time.micro_batches)
+        lowered = marked(localise(self.expanded(outer), plan, coordinate, "", None, prefix_of(level)), axis)
+        return join_sums(lowered, self._joined(outer), axis)
 
-    def _joined(self, level: int) -> dict[str, tuple[Reshard, Node]]:
-        """Sums along earlier axes that are one with those along the axis of this level (see ``sums_to_join``)."""
-        if level not in self._sums:
-            first = (0,) * level
-            # Ranks without rows have constants there, in micro-batches.
-            some_none = self.settings.time.micro_batches > 1 and not all(all(sizes_of(b)) for b in self.rows)
-            alike = level > 0 and not named_ranks(self._programs[()]) and not some_none
-            self._sums[level] = sums_to_join(self.expanded(first), self.plan(first)) if alike else {}
-        return self._sums[level]
+    def _joined(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
+        """Sums along earlier axes that are one with those along the axis after ``at`` (see ``sums_to_join``).
+
+        Those of the first coordinates, so that all ranks agree.
+        """
+        at = at if self.is_like_first(at) else (0,) * len(at)
+        if at not in self._sums:
+            alike = bool(at) and self.all_compute()
+            self._sums[at] = sums_to_join(self.expanded(at), self.plan(at)) if alike else {}
+        return self._sums[at]
+
+    def all_compute(self) -> bool:
+        """Whether no rank has constants where others compute: scopes on other ranks, or micro-batches without rows."""
+        some_none = self.settings.time.micro_batches > 1 and not all(all(sizes_of(b)) for b in self.rows)
+        return not some_none and not named_ranks(self._programs[()])
 
     def expanded(self, at: tuple[int, ...]) -> Program:
         """``program`` as the plan of the next axis speaks of it."""
@@ -158,9 +164,8 @@ class Levels:
     def _completed(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
         """The model's plan for what ranks with other coordinates run."""
         level = len(at)
-        first = (0,) * level
-        model = self.plan(first)
-        if self._rows_of(at) == self._rows_of(first) and _is_alike(self.program(at), self.program(first)):
+        model = self.plan((0,) * level)
+        if self.is_like_first(at):
             return replace(model, batch_inputs=settings.batch.inputs or ())
         program = self.seen(self.program(at), level)
         model = _of_parts_here(model, program)
@@ -229,8 +234,20 @@ class Levels:
         first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
         return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
 
-    def _rows_of(self, at: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [sizes_of(b) for b in self._of_ranks(at)]
+    def has_rows_of_first(self, at: tuple[int, ...]) -> bool:
+        """Whether the ranks with these first coordinates have as many rows as those with the first ones."""
+        return [sizes_of(b) for b in self._of_ranks(at)] == [sizes_of(b) for b in self._of_ranks((0,) * len(at))]
+
+    def is_like_first(self, at: tuple[int, ...]) -> bool:
+        """Whether what ranks with these coordinates run differs from what the first ones run in values only."""
+        if at not in self._alike:
+            self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._runs_as_first(at))
+        return self._alike[at]
+
+    def _runs_as_first(self, at: tuple[int, ...]) -> bool:
+        outer, first = at[:-1], (0,) * len(at)
+        surely = self.is_like_first(outer) and (not at[-1] or surely_as_first(self.expanded(outer), self.plan(outer)))
+        return surely or is_alike(self.program(at), self.program(first))
 
     def with_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
         """``lowered``, what the rank at ``at`` runs, that takes whole batches, of which it cuts its group's rows.
@@ -276,7 +293,7 @@ class Levels:
     def _counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
         """Keys of sums that are one with those along earlier axes, and so take place in the first group of these."""
         here = {a.name for a, c in zip(self.axes, at) if c}
-        return {r.key for r, node in self._joined(len(at)).values() if here.intersection(axes_of_sum(node))}
+        return {r.key for r, node in self._joined((0,) * len(at)).values() if here.intersection(axes_of_sum(node))}
 
     def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
         """Key of a change of layout -> how often it takes place: once in each group that has the whole tensor."""
@@ -301,21 +318,6 @@ class Levels:
                     if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
                         found.add(key)
         return found
-
-
-def _is_alike(one: Program, other: Program) -> bool:
-    """Whether what two coordinates run differs in values only, and not in what there is, and of which types."""
-    if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
-        return False
-    if [v.type for v in one.variables] != [v.type for v in other.variables]:
-        return False  # cut unevenly over an earlier axis
-    same = all(
-        a.name == b.name and a.op == b.op and a.inputs == b.inputs and a.outputs == b.outputs and a.scope == b.scope
-        for a, b in zip(one.nodes, other.nodes)
-    )
-    return same and one.outputs == other.outputs and all(
-        _is_alike(body, other.functions[name]) for name, body in one.functions.items()
-    )  # fmt: skip
 
 
 def levels_of(program: Program, plan: Plan, settings: PlanSettings) -> Levels:

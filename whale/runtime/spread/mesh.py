@@ -68,9 +68,7 @@ def lower_mesh(
     found = []
     for rank in ranks:
         at = mesh.coordinates(rank)
-        *outer, last = at
-        lowered = levels.localised(levels.expanded(tuple(outer)), levels.plan(tuple(outer)), tuple(outer), last)
-        lowered = placed(lowered, mesh, rank, comm)
+        lowered = placed(levels.lowered(at), mesh, rank, comm)
         lowered = with_check(lowered, rank, comm, plan.fingerprint, what)
         found.append(levels.with_own_rows(lowered, program, at))
     return found

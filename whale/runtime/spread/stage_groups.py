@@ -220,6 +220,7 @@ def lower_stage_groups(
         rows = WholeInTime(expanded, Stages(expanded, plan, settings, {}), 0, (), settings).rows
     stages = Stages(expanded, plan, settings, rows)
     agreed: dict[int, dict[str, str]] = {}  # of each stage group
+    parts = {number: stages.part(number) for number in sorted({stages.where(rank)[0] for rank in ranks})}
     programs = []
     for rank in ranks:
         number, at = stages.where(rank)
@@ -230,7 +231,9 @@ def lower_stage_groups(
                 agreed[number] = _agreed_forward([WholeInTime(expanded, stages, number, r, settings) for r in readers])
             whole = WholeInTime(expanded, stages, number, at, settings, agreed.get(number, {}))
         mine = rows or (whole.rows if whole else {})
-        connected = connect(stages, stages.lowered(rank, comm), rank, comm, mine, (plan.fingerprint, what))
+        connected = connect(
+            stages, stages.lowered(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
+        )
         programs.append(whole.pipelined(connected, number) if whole else connected)
     return programs
 

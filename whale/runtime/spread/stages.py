@@ -1,14 +1,14 @@
 """A pipeline's stage groups: what each runs, axis by axis of its mesh, and how tensors travel between them.
 
 Stages           the parts of a program under a plan with stages, and the layouts in which tensors cross
-Stages.lowered   one rank's part, lowered for all axes of its group's mesh
+Stages.part      what the ranks of a group run, axis by axis; Stages.lowered: one rank's, for all axes
 Stages.edges     what travels in a step
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from math import prod
 
 from whale.ir.crossing import (
@@ -28,11 +28,10 @@ from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, static_shape
 from whale.passes.facts.rank_groups import in_positions
-from whale.passes.in_time.stage_groups import FETCH_KEY, Cut, cut
-from whale.passes.lay_out import expand
-from whale.passes.order import plan_of_part
+from whale.passes.in_time.stage_groups import FETCH_KEY, cut
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import Levels, levels_of
+from whale.runtime.spread.part_levels import PartLevels
 from whale.runtime.spread.placing import placed
 
 Layout = tuple[Placement, ...]
@@ -52,7 +51,7 @@ class Stages:
         groups = plan.stage_groups
         self._of_plan = {
             g.plan: levels_of(in_positions(expanded, groups, g.plan), plan.of(g), settings.but(size=len(g.ranks)))
-            for g in groups
+            for g in {g.plan: g for g in groups}.values()
         }
         self.meshes = [mesh_of(plan.of(g), g.ranks) for g in groups]
 
@@ -65,37 +64,31 @@ class Stages:
         number = next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
         return number, self.meshes[number].coordinates(rank)
 
-    def lowered(self, rank: int, comm: str) -> Program:
-        """What a rank runs, with the ends of its group's program still there."""
-        number, at = self.where(rank)
-        levels, part = self.levels(number), self.cuts[number]
-        program = in_positions(part.program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
-        for level, coordinate in enumerate(at):
-            outer = at[:level]
-            model, settings = levels.plan(outer), levels.settings_at(outer)
-            ends = dict(self._ends(part, program, number, at, level))
-            program = expand(program, model.expanded, settings)
-            mine = plan_of_part(levels.seen(program, level), settings, model, ends)
-            program = levels.localised(program, mine, outer, coordinate)
-        program = placed(program, self.meshes[number], rank, comm)
-        return levels.with_own_rows(program, self.expanded, at)
+    def part(self, number: int) -> PartLevels:
+        """What the ranks of a group run, with the ends of its program still there, axis by axis."""
+        program = in_positions(self.cuts[number].program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
+        return PartLevels(self.levels(number), program, partial(self._ends, number))
 
-    def _ends(
-        self, part: Cut, program: Program, number: int, at: tuple[int, ...], level: int
-    ) -> Iterator[tuple[str, Strategy]]:
-        """How tensors come in and go out of a group's program, over one axis."""
-        travelling = part.keys
+    def lowered(self, part: PartLevels, rank: int, comm: str) -> Program:
+        """What a rank runs of its group's part."""
+        number, at = self.where(rank)
+        program = placed(part.lowered(at), self.meshes[number], rank, comm)
+        return self.levels(number).with_own_rows(program, self.expanded, at)
+
+    def _ends(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
+        """How tensors come in and go out of a group's program, over the axis after these coordinates."""
+        travelling, found = self.cuts[number].keys, {}
         for node in program.nodes:
             if node.op == STAGE_INPUT:
                 source = int(node.attrs["source"])
                 lies = tuple(
-                    self.received(key, source, number, at)[level] if key in travelling else B
-                    for key in node.attrs["keys"]
+                    self.received(key, source, number, at)[-1] if key in travelling else B for key in node.attrs["keys"]
                 )
-                yield node.name, Strategy((), lies, "from another stage", FIRST in lies)
+                found[node.name] = Strategy((), lies, "from another stage", FIRST in lies)
             elif node.op == STAGE_OUTPUT:
-                wanted = self.sent(str(node.attrs["key"]), number, int(node.attrs["target"]), at)[level]
-                yield node.name, Strategy((wanted,), (), "to another stage", wanted == FIRST)
+                wanted = self.sent(str(node.attrs["key"]), number, int(node.attrs["target"]), at)[-1]
+                found[node.name] = Strategy((wanted,), (), "to another stage", wanted == FIRST)
+        return found
 
     # -- layouts of what travels
 
@@ -104,14 +97,18 @@ class Stages:
         return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
     def sent(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """How a tensor lies over each axis when it leaves the ranks of a group."""
+        """How a tensor lies over each axis up to the one after ``at`` when it leaves the ranks of a group.
+
+        Args:
+          at: first coordinates of these ranks.
+        """
         made = self._made(key, source, at)
         if self.is_direct(source, target):
             return made
         return self._changed(key, made, self.meshes[source], at, sent_as, self._meets(key, source, target))
 
     def received(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """How a tensor lies over each axis when it has come to the ranks of a group."""
+        """How a tensor lies over each axis up to the one after ``at`` when it has come to the ranks of a group."""
         made = self._made(key, target, at)
         if self.is_direct(source, target):
             return made
@@ -143,7 +140,7 @@ class Stages:
             mesh, t = self.meshes[number], self.type_of(key)
             lies = self.sent if number == source else self.received
             for at in all_coordinates([a.size for a in mesh.axes]):
-                known.append(block_of(static_shape(t), lies(key, source, target, at), at))
+                known.append(block_of(static_shape(t), lies(key, source, target, at[:-1]), at))
         return known
 
     @cached_property
@@ -157,7 +154,8 @@ class Stages:
             return True
         ends = []
         for number, change in ((source, sent_as), (target, received_as)):
-            mesh, first = self.meshes[number], (0,) * len(self.meshes[number].axes)
+            mesh = self.meshes[number]
+            first = (0,) * (len(mesh.axes) - 1)
             lies = self._changed(key, self._made(key, number, first), mesh, first, change, True)
             at = next(
                 (c for c in all_coordinates([a.size for a in mesh.axes]) if block_of(static_shape(t), lies, c)), None
@@ -176,17 +174,26 @@ class Stages:
         return tuple(found)
 
     def _made(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
-        """How a tensor is made over each axis of a group's mesh, if the group makes all."""
-        levels, found = self.levels(number), []
-        for level in range(len(at)):
-            plan = levels.plan(at[:level])
-            if key in self._refs:
-                ref = self._refs[key]
-                strategy = plan.strategies[""].get(ref.node)
-                found.append(strategy.outputs[ref.index] if strategy is not None else B)
-            else:
-                found.append(plan.returned[""][self._fetches[key]])
+        """How a tensor is made over each axis of a group's mesh up to the one after ``at``, if the group makes all.
+
+        With as many rows as the first coordinates it is made as there, where it is of the size that is cut there.
+        """
+        levels, t = self.levels(number), self.type_of(key)
+        found: list[Placement] = []
+        for level in range(len(at) + 1):
+            p = self._made_by(key, levels.plan((0,) * level))
+            if any(at[:level]) and not (levels.has_rows_of_first(at[:level]) and _fits(p, local_type(t, found, at))):
+                p = self._made_by(key, levels.plan(at[:level]))
+            found.append(p)
         return tuple(found)
+
+    def _made_by(self, key: str, plan: Plan) -> Placement:
+        """How a tensor is made over the axis of a plan of the whole program."""
+        if key not in self._refs:
+            return plan.returned[""][self._fetches[key]]
+        ref = self._refs[key]
+        strategy = plan.strategies[""].get(ref.node)
+        return strategy.outputs[ref.index] if strategy is not None else B
 
     @cached_property
     def _refs(self) -> dict[str, Ref]:
@@ -220,5 +227,10 @@ class Stages:
         t, axes = self.type_of(key), self.meshes[target].axes
         if not t.is_static:
             return 0
-        lies = self.received(key, source, target, (0,) * len(axes))
+        lies = self.received(key, source, target, (0,) * (len(axes) - 1))
         return t.bytes * prod(a.size for a, p in zip(axes, lies) if not isinstance(p, Split) and p != FIRST)
+
+
+def _fits(p: Placement, t: TensorType) -> bool:
+    """Whether a tensor of this type is of the size that a placement cuts."""
+    return not isinstance(p, Split) or (t.shape is not None and t.shape[p.dim] == p.extent)
