@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import urllib.error
@@ -17,6 +18,7 @@ from whale.errors import ClusterError
 from whale.launcher.job import metrics
 from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.metrics import metrics_port, parse_address
+from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.protocol import Progress
 
@@ -162,11 +164,47 @@ watch.stop()
 
 
 def test_a_script_s_steps_and_its_plan_are_told(launcher: Launcher) -> None:
-    done = launcher.run("-np", "1", "--logdir", "tb", launcher.script(STEP))
+    done = launcher.run("-np", "1", "--logdir", "tb", "--trace", "t.json", launcher.script(STEP))
     assert done.returncode == 0, done.stderr
     found = events(launcher.folder / "tb" / "rank0")
     assert found["step_ms/train_step"][-1][0] == 5
     assert "Plan for train_step" in found["plan/train_step"][0][1]
+    (profile,) = (launcher.folder / "tb").glob("plugins/profile/*/rank0.xplane.pb")
+    assert b"train_step 4" in profile.read_bytes()
+
+
+def test_a_trace_becomes_a_profile_that_tensorflow_reads(tmp_path: Path) -> None:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    lines = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "steps"}},
+        {"name": "step 0", "ph": "B", "pid": 1, "tid": 1, "ts": 10.0, "args": {"number": 0}},
+        {"name": "AllReduce", "ph": "X", "pid": 1, "tid": 100, "ts": 11.5, "dur": 2.25, "args": {"key": "g"}},
+        {"name": "step 0", "ph": "E", "pid": 1, "tid": 1, "ts": 14.0},
+        {"name": "step 1", "ph": "B", "pid": 1, "tid": 1, "ts": 20.0},
+        {"name": "rank 0 was killed by SIGKILL", "ph": "i", "pid": 1, "tid": 1, "ts": 26.0},
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n")
+    assert write_profile(str(trace), str(tmp_path)) == ""
+    (path,) = tmp_path.glob("plugins/profile/*/rank1.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(path.read_bytes())
+    (plane,) = space.planes
+    assert (plane.name, list(space.hostnames)) == ("/host:CPU", ["rank1"])
+    found = {
+        (line.name, plane.event_metadata[event.metadata_id].name): (event.offset_ps, event.duration_ps)
+        for line in plane.lines
+        for event in line.events
+    }
+    assert found == {
+        ("steps", "step 0"): (10_000_000, 4_000_000),
+        ("steps", "step 1"): (20_000_000, 6_000_000),  # it was under way at the end
+        ("steps", "rank 0 was killed by SIGKILL"): (26_000_000, 0),
+        ("track 100", "AllReduce"): (11_500_000, 2_250_000),
+    }
+    stats = [(plane.stat_metadata[s.metadata_id].name, s.str_value) for s in plane.lines[1].events[0].stats]
+    assert stats == [("key", "g")]
+    assert "could not be made a profile" in write_profile(str(tmp_path / "none.json"), str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_made_is_said_first(launcher: Launcher) -> None:

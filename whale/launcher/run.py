@@ -13,6 +13,7 @@ from whale.launcher import mpirun
 from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.job import Job
 from whale.launcher.job.metrics import metrics_port
+from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE
@@ -40,6 +41,8 @@ def run(options: mpirun.Options) -> int:
     program, config = mpirun.find_mpirun(), Config()
     with contextlib.ExitStack() as stack:
         trace = files = progress = None
+        if options.trace is not None and options.logdir is not None:
+            stack.callback(_profile, options.trace, options.logdir)  # once the trace is closed
         if options.trace is not None:
             trace = stack.enter_context(contextlib.closing(TraceFile(options.trace)))
         if options.logdir is not None:
@@ -51,6 +54,11 @@ def run(options: mpirun.Options) -> int:
             sys.stderr.write(f"whale run: metrics for Prometheus are at {address}\n")
             sys.stderr.flush()
         return _attempts(options, program, config, trace, progress)
+
+
+def _profile(trace: str, folder: str) -> None:
+    if wrong := write_profile(trace, folder):
+        sys.stderr.write(f"whale run: {wrong}\n")
 
 
 def _attempts(

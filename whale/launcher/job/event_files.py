@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from whale.errors import ClusterError
+from whale.launcher.protobuf import FIXED32, FIXED64, field, message, number, string
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _DT_STRING = 7
 
 
@@ -48,15 +48,15 @@ class EventFiles:
 
     def scalars(self, rank: int, step: int, values: Mapping[str, float]) -> None:
         """Values of a rank at a step, by tag."""
-        found = [_text(1, tag) + _field(2, _FIXED32, struct.pack("<f", value)) for tag, value in values.items()]
+        found = [string(1, tag) + field(2, FIXED32, struct.pack("<f", value)) for tag, value in values.items()]
         self._write(rank, step, found)
 
     def text(self, rank: int, tag: str, text: str) -> None:
         """A text of a rank, shown as it is under TensorBoard's Text."""
         shown = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown leaves indented lines alone
-        tensor = _field(1, _VARINT, _varint(_DT_STRING)) + _message(2, b"") + _text(8, shown)
-        metadata = _message(1, _text(1, "text"))
-        self._write(rank, 0, [_text(1, tag) + _message(8, tensor) + _message(9, metadata)])
+        tensor = number(1, _DT_STRING) + message(2, b"") + string(8, shown)
+        metadata = message(1, string(1, "text"))
+        self._write(rank, 0, [string(1, tag) + message(8, tensor) + message(9, metadata)])
 
     def summary(self) -> str:
         """What was written, as a sentence."""
@@ -77,7 +77,7 @@ class EventFiles:
         try:
             if rank not in self._files:
                 self._files[rank] = self._open(rank)
-            event = _now() + _field(2, _VARINT, _varint(step)) + _message(5, b"".join(_message(1, v) for v in values))
+            event = _now() + number(2, step) + message(5, b"".join(message(1, v) for v in values))
             self._files[rank].write(_record(event))
         except OSError as error:
             self._error = error
@@ -87,37 +87,17 @@ class EventFiles:
         os.makedirs(folder, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.whale"
         file = open(os.path.join(folder, name), "wb", buffering=0)
-        file.write(_record(_now() + _text(3, "brain.Event:2")))
+        file.write(_record(_now() + string(3, "brain.Event:2")))
         return file
 
 
 def _now() -> bytes:
-    return _field(1, _FIXED64, struct.pack("<d", time.time()))
+    return field(1, FIXED64, struct.pack("<d", time.time()))
 
 
 def _record(data: bytes) -> bytes:
     length = struct.pack("<Q", len(data))
     return length + _checksum(length) + data + _checksum(data)
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*found, value])
-
-
-def _field(number: int, kind: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | kind) + payload
-
-
-def _message(number: int, payload: bytes) -> bytes:
-    return _field(number, _BYTES, _varint(len(payload)) + payload)
-
-
-def _text(number: int, text: str) -> bytes:
-    return _message(number, text.encode(errors="replace"))
 
 
 def _crc_table() -> list[int]:
