@@ -1,17 +1,20 @@
 """Context parallel attention: peak bytes of each rank and bytes of each layer, beside their formulas.
 
-    python benchmarks/context.py                          predicted peaks, planned bytes: 1, 2, 4, 8 ranks
-    whale run -np 2 benchmarks/context.py --measure       the allocator's peak of each rank, after some steps
+    python benchmarks/context.py                predicted peaks, planned bytes: 1, 2, 4, 8 ranks
+    python benchmarks/context.py --measure      beside them the peak of the rank that allocates most, in processes
 
 One sequence is divided on every layer (``wh.split(context=1)``). With ``--heads`` fewer than ranks keys and values go
 round; else parts of the sequence are given for heads. ``--sequence`` is that of all ranks together; ``--each`` that of
-each rank, so that the whole grows with the ranks.
+each rank, so that the whole grows with the ranks. ``--limit`` is ``memory.limit_bytes``: what does not fit is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +23,11 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from whale.errors import WhaleError
+from whale.python import environment
+
+OF_RANKS = "--of-ranks"  # what the processes of a run are told, which measure
+STEPS = 3
 
 
 def heads_bytes(ranks: int, tensor_bytes: int) -> int:
@@ -122,20 +130,28 @@ def main() -> None:
         "--form", default="where", help="where: a mask of infinities; matmul, einsum: one that is added"
     )
     parser.add_argument("--limit", type=int, default=0, help="memory.limit_bytes of a rank")
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--measure", action="store_true", help="run it, and ask TensorFlow's allocators")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument(OF_RANKS, action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.measure:
-        wh.init()
+    if asked.of_ranks:
+        wh.init({"memory.limit_bytes": asked.limit} if asked.limit else {})
         _measured(asked, wh.size())
         return
-    print(f"{'sequence':>8} {'ranks':>5} {'peak MiB':>9} {'x ranks':>8} {'MiB a layer':>12} {'formula':>9}  what")
-    for ranks in (1, 2, 4, 8):
+    peaks = " ".join(f"{of:>9} {'x ranks':>8}" for of in ("peak MiB", *(["measured"] if asked.measure else [])))
+    print(f"{'sequence':>8} {'ranks':>5} {peaks} {'MiB a layer':>12} {'formula':>9}  what")
+    for ranks in asked.ranks:
         config: dict[str, Any] = {"communication.transport": "in-process", "cluster.ranks": ranks}
         if asked.limit:
             config["memory.limit_bytes"] = asked.limit
         wh.init(config)
         try:
             print(_line(asked, ranks), flush=True)
+        except WhaleError as refused:
+            print(
+                f"{asked.each * ranks or asked.sequence:8} {ranks:5} refused: {str(refused).splitlines()[0]}",
+                flush=True,
+            )
         finally:
             wh.shutdown()
 
@@ -157,18 +173,34 @@ def _line(asked: argparse.Namespace, ranks: int) -> str:
     moved = sum(r.bytes for r in exchanged) / asked.layers
     formula = (ring_bytes if round_ else heads_bytes)(ranks, model.bytes)
     what = "keys and values go round" if round_ else "heads for the sequence" if ranks > 1 else "one device"
-    each, mib = f"{peak * ranks / 2**20:8.1f}", 2**20
-    return f"{model.shape[1]:8} {ranks:5} {peak / mib:9.1f} {each} {moved / mib:12.2f} {formula / mib:9.2f}  {what}"
+    mib = 2**20
+    peaks = [peak / mib, *([_of_processes(ranks)] if asked.measure else [])]
+    each = " ".join(f"{n:9.1f} {n * ranks:8.1f}" for n in peaks)
+    return f"{model.shape[1]:8} {ranks:5} {each} {moved / mib:12.2f} {formula / mib:9.2f}  {what}"
+
+
+def _of_processes(ranks: int) -> float:
+    """MiB that the rank with most of them had allocated at once, of a run of processes with the arguments of this one.
+
+    Raises:
+      CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", "whale", "run", "-np", str(ranks), __file__, OF_RANKS, *sys.argv[1:]]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    found = [float(text) for text in re.findall(r"([\d.]+) MiB at most", done.stdout)]
+    assert len(found) == ranks, done.stdout + done.stderr
+    return max(found)
 
 
 def _measured(asked: argparse.Namespace, ranks: int) -> None:
-    from whale_ops.memory import memory
+    from whale_ops.memory import memory, reset_peak
 
     model = _model(asked, ranks)
-    for i in range(3):
+    for i in range(STEPS):
         model.step(*model.batch(i))
-    peak = (memory().peak_bytes or 0) / 2**20
-    print(f"sequence {model.shape[1]}, rank {wh.rank()} of {ranks}: {peak:.1f} MiB at most were allocated", flush=True)
+        if i == 0:
+            reset_peak()  # of steps as they repeat: tracing and planning are over
+    print(f"rank {wh.rank()} of {ranks}: {memory().peak_bytes / 2**20:.1f} MiB at most were allocated", flush=True)
 
 
 if __name__ == "__main__":

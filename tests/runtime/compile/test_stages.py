@@ -188,8 +188,11 @@ def test_stages_on_unequal_numbers_of_ranks(ranks: Start, make: Any, groups: lis
 
 def test_unequal_stages_need_the_same_rows_in_each_micro_batch(ranks: Start) -> None:
     ranks(3, **{"pipeline.num_micro_batch": 3})
-    with pytest.raises(PlanError, match="same rows in each micro-batch"):
+    with pytest.raises(
+        PlanError, match=r"(?s)same rows in each micro-batch.*set pipeline.num_micro_batch=2 or 4,"
+    ) as refused:
         wh.function(Chain(on([[0, 1], [2]], wh.stage), 2).step)(*batch(0))
+    assert "8 rows in 3 micro-batches for 2 ranks" in str(refused.value)
 
 
 def test_devices_are_those_that_the_script_names(ranks: Start) -> None:

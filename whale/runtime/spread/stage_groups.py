@@ -111,7 +111,7 @@ def _of_kinds(
     # All have to speak of one program, and of the same rows in each micro-batch. A split scope wants the rows of all
     # ranks, of one micro-batch at a time.
     names: set[str] = set()
-    plans = {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in rest} | {first: plan}
+    plans = {first: plan} | {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in rest}
     known = {n.name for n in program.nodes}
     while True:
         more = {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names
@@ -193,13 +193,16 @@ def in_each_micro_batch(
             continue
         size, ranks = b.placement.run, len(b.placement.sizes)
         if b.local or size % micro_batches or size < micro_batches * ranks:
+            possible = [n for n in range(1, size // ranks + 1) if size % n == 0]
+            near = sorted(sorted(possible, key=lambda n: abs(n - micro_batches))[:2])
             raise PlanError(
                 "stages of unequal numbers of ranks, or with wh.split inside, need the same rows in each micro-batch",
                 op=b.name,
                 given=f"{size} rows in {micro_batches} micro-batches for {ranks} ranks"
                 + ", of which each passes its own" * b.local,
                 expected="rows in multiples of the micro-batches, one at least for each rank, passed whole on each",
-                action="change the batch, pipeline.num_micro_batch or the devices of the stages",
+                action=(f"set pipeline.num_micro_batch={' or '.join(map(str, near))}, or " if near else "")
+                + "change the batch or the devices of the stages",
             )
         of_one = rows_of_ranks(size // micro_batches, ranks, b.placement.sizes if shared else ())
         found.append(replace(b, placement=split(0, of_one, micro_batches)))
