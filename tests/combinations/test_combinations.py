@@ -12,7 +12,7 @@ SAMPLE = [
     ("tensor", "second tensor axis", "loop"),
     ("unequal stages", "micro-batches", "recompute marked"),
     ("2 stages", "zb-h1", "branch", "session"),
-    ("second tensor axis", "session"),
+    ("offload", "branch"),
     ("sequence", "zero 3"),
     ("tensor", "zero 3", "session"),
     ("tensor", "context", "micro-batches", "recompute auto"),

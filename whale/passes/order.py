@@ -72,6 +72,11 @@ def _gathers_weights(s: PlanSettings) -> bool:
     return s.zero.level >= 3 or s.memory.offload == "v0"
 
 
+def _fewest_bytes(s: PlanSettings) -> int:
+    """Of the weights that are read in front of loops and branches: none of those in the host's memory stays in one."""
+    return 0 if s.memory.offload == "v0" else s.zero.min_bytes
+
+
 def _on_every_graph(
     step: Callable[[Program, GraphLayout, int], GraphLayout],
 ) -> Callable[[Draft, PlanSettings], Draft]:
@@ -119,7 +124,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("mark_flattened", always, lambda p, s: mark_flattened(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
-    Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, s.zero.min_bytes)),
+    Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, _fewest_bytes(s))),
     Pass("gather_at_use", _gathers_weights, lambda p, s: gather_at_use(p, s.zero.min_bytes, s.zero.ahead)),
     Pass(
         "mixed_precision",
