@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.combinations.features import BY_NAME, Feature
@@ -12,7 +16,6 @@ SAMPLE = [
     ("tensor", "second tensor axis", "loop"),
     ("unequal stages", "micro-batches", "recompute marked"),
     ("2 stages", "zb-h1", "branch", "session"),
-    ("offload", "branch"),
     ("sequence", "zero 3"),
     ("tensor", "zero 3", "session"),
     ("tensor", "context", "micro-batches", "recompute auto"),
@@ -59,3 +62,14 @@ def test_a_stage_of_which_no_rank_has_rows_is_refused() -> None:
     shares = Feature("shares", config={"replica.shares": (8, 8, 8, 8, 0, 0, 0, 0)})
     kind, what = outcome([BY_NAME["unequal stages"], shares])
     assert kind == "refused" and what.startswith("no rank of a stage has a share of the batch"), what
+
+
+def test_a_cell_is_run_again_and_the_page_has_what_others_came_to(tmp_path: Path) -> None:
+    kept, out = tmp_path / "kept.jsonl", tmp_path / "page.md"
+    kept.write_text('[["loop", "branch"], "refused", "as it was"]\n[["offload", "branch"], "refused", "as it was"]\n')
+    asked = ["--cells", "branch + offload", "--kept", str(kept), "--out", str(out)]
+    done = subprocess.run([sys.executable, "-m", "tests.combinations", *asked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = [line for line in out.read_text().splitlines() if line.startswith("| 24 branch |")]
+    cells = row.split(" | ")[1:]
+    assert (cells[17], cells[20]) == ("=", "(1)") and kept.read_text().count("offload") == 2, row
