@@ -111,14 +111,52 @@ class Experts:
             return gate[..., None] * tf.gather(applied, slot, batch_dims=1)
 
 
+class OverAll(Experts):
+    """Top-2 experts whose capacity is one of the whole batch, or that choose their tokens among all of it.
+
+    Args:
+      form: "tokens choose", first choices before second ones, or "experts choose".
+    """
+
+    def layer(self, x: tf.Tensor) -> tf.Tensor:
+        capacity = capacity_of_all(self.experts)
+        with self.scopes.replica():
+            chances = tf.nn.softmax(x @ self.router)
+            if self.form == "experts choose":
+                gate, token = tf.math.top_k(tf.transpose(chances), capacity)
+                slots = tf.gather(x, token)
+            else:
+                gate, chosen = tf.math.top_k(chances, 2)
+                gate, chosen = (tf.reshape(tf.transpose(t), [-1]) for t in (gate, chosen))
+                one = tf.one_hot(chosen, self.experts, dtype=self.dtype)
+                place = tf.reduce_sum((tf.cumsum(one, 0) - 1) * one, -1)
+                kept = tf.cast(place < capacity, self.dtype)
+                index = tf.stack([chosen, tf.minimum(tf.cast(place, tf.int32), capacity - 1)], -1)
+                into = tf.tile(x, [2, 1]) * kept[:, None]
+                slots = tf.scatter_nd(index, into, [self.experts, capacity, WIDTH])
+        with self.scopes.split():
+            applied = tf.matmul(tf.nn.relu(tf.matmul(slots, self.into)), self.out)
+        with self.scopes.replica():
+            if self.form == "experts choose":
+                back = tf.reshape(applied * gate[..., None], [-1, WIDTH])
+                return tf.scatter_nd(tf.reshape(token, [-1, 1]), back, [TOKENS, WIDTH])
+            back = tf.gather_nd(applied, index) * (gate * kept)[:, None]
+            return tf.reduce_sum(tf.reshape(back, [2, TOKENS, WIDTH]), 0)
+
+
 class Layer:
-    """``wh.layers.MoE`` behind a dense layer, with its losses."""
+    """``wh.layers.MoE`` behind a dense layer, with its losses.
+
+    Args:
+      groups_of_rows: 0: inputs have two dimensions, and capacity is one of all tokens.
+    """
 
     def __init__(
         self, scopes: Scopes, dtype: Any, width: int = WIDTH, each: int = TOKENS // GROUPS,
         groups_of_rows: int = GROUPS, **options: Any,
     ) -> None:  # fmt: skip
-        self.scopes, self.dtype, self.shape = scopes, dtype, (groups_of_rows, each, width)
+        self.scopes, self.dtype = scopes, dtype
+        self.shape = (groups_of_rows, each, width) if groups_of_rows else (each, width)
         self.layer = wh.layers.MoE(**options, dtype=tf.as_dtype(dtype).name)
         self.layer.build(self.shape)
         self.before = weight(3, width, width, dtype=dtype)
@@ -157,6 +195,18 @@ def wanted_of_layer(shared: int, groups: int) -> int:
     return 4 * exchanged + 2 * (RANKS - 1) * (WIDTH * (WIDTH + EXPERTS + 2 * shared) + 3 * EXPERTS + 4) * FLOAT
 
 
+def capacity_of_all(experts: int) -> int:
+    """An expert's slots where all tokens go to two experts each."""
+    return int(np.ceil(CAPACITY_FACTOR * TOKENS * 2 / experts))
+
+
+def wanted_of_all(rows: int, experts: int) -> int:
+    """Four all-to-alls of so many rows, of which a rank has a part already, and the sums as in ``wanted``; tokens are
+    ranked among all, so the choices go to all ranks."""
+    sums = 2 * (RANKS - 1) * (WIDTH * (WIDTH + experts) + 1) * FLOAT
+    return (4 * rows * WIDTH * FLOAT + 4 * 2 * TOKENS * experts * FLOAT) * (RANKS - 1) // RANKS + sums
+
+
 def lines() -> list[Line]:
     """The rows about experts."""
     found = [
@@ -183,4 +233,14 @@ def lines() -> list[Line]:
         small = partial(Layer, experts=EXPERTS, hidden=8, width=16, each=16, **options)
         moved = wanted_of_layer(options.get("shared", 0), options.get("groups_of_rows", GROUPS))
         found.append(Line(f"wh.layers.MoE, {name}", made, moved, config=config, small=small))
+    moved = wanted_of_all(2 * TOKENS, EXPERTS) + 2 * (RANKS - 1) * (3 * EXPERTS + 4) * FLOAT
+    open_ended = partial(
+        Layer, experts=EXPERTS, hidden=HIDDEN, each=TOKENS, groups_of_rows=0, capacity_factor=EXPERTS / 2
+    )
+    found.append(Line("wh.layers.MoE, top-2, none dropped", open_ended, moved))
+    for experts in (EXPERTS, 3):
+        of, slots = f"{experts} experts, over the whole batch", experts * capacity_of_all(experts)
+        for form, rows in (("tokens choose", 2 * TOKENS), ("experts choose", slots)):
+            made = partial(OverAll, form=form, experts=experts)
+            found.append(Line(f"{of}, {form}", made, wanted_of_all(rows, experts)))
     return [*found, Line("3 experts on 4 ranks", partial(Experts, form="einsum", experts=3), wanted(3))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.rules.sampling import Arg, D, F, K, N, case
-from whale.rules.graph import BLOCKS
+from whale.rules.base import BLOCKS
 
 SHAPES = [
     case("Reshape", F(8, 6), K([48])), case("Reshape", F(8, 6), K([4, 2, 6])), case("Reshape", F(4, 2, 6), K([8, 6])),

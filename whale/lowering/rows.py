@@ -9,21 +9,24 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from whale.ir.exchanged_bytes import EXPECTED
 from whale.ir.layout import Placement, Split, Strategy
 from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import TensorType, item_bytes, static_shape
+from whale.ir.values import DType, TensorType, item_bytes, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter
 from whale.rules.base import Route
+from whale.rules.graph import view
 from whale.rules.registry import rule_of
-from whale.rules.rows import is_exchanged
 
 _GROUP = "group "  # begins what stands for sums that travel together
 _ROUTE_RESULTS = 4  # asked, back, sent, came: of each table
 Get = Callable[[Ref, Placement], Ref | None]
-_Ids = tuple[Ref, Placement, tuple[int, ...]]  # ids, how they lie, and the first rows of the ranks
+# Ids, how they lie, the first rows of the ranks, and the strides of the ids' columns.
+_Ids = tuple[Ref, Placement, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
@@ -59,17 +62,17 @@ class RowExchanges:
             self._place(program.by_name[name])
 
     def emit(self, node: Node, route: Route, local: Node, get: Get, moved: int) -> None:
-        """The node that reads or adds to rows.
+        """The nodes that read or add to rows.
 
         Args:
           node: of the program; local: on this rank, with whole ids.
           get: gives a tensor as it lies so on this rank.
           moved: bytes that all ranks together are expected to send.
         """
-        e, kind = self.emitter, self.program.type_of(node.inputs[1])
-        values = self.program.type_of(node.inputs[route.values]) if route.values is not None else node.outputs[0]
-        row = static_shape(values)[len(static_shape(kind)) :]
-        width, each = math.prod(row) * item_bytes(values.dtype), item_bytes(kind.dtype)
+        e, ids = self.emitter, self.program.type_of(node.inputs[route.ids])
+        values = node.outputs[0] if route.values is None else self.program.type_of(node.inputs[route.values])
+        row = static_shape(values)[len(static_shape(ids)) - bool(route.strides) :]
+        width, each = math.prod(row) * item_bytes(values.dtype), item_bytes(ids.dtype)
         mine = moved // e.size
         of_ids = mine * each // (width + each if route.values is None else max(1, width))
         key = self._key(node)
@@ -77,17 +80,61 @@ class RowExchanges:
         count = self._send_ids(key, together, place, get, of_ids)
         asked, *rest = (Ref(together.name, n * self.counts[together.name] + place) for n in range(_ROUTE_RESULTS))
         some, flat = TensorType(values.dtype, (None, *row)), TensorType(values.dtype, (count, *row))
-        name = f"{node.name}/{e.prefix}"
         if route.values is None:
-            read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
-            e.nodes[read.name] = read
-            operands = (Ref(read.name), *rest)
-            found = self._join("rows", "WhaleReturnRows", node, values.dtype, operands, (flat,), mine - of_ids)
+            read = self._read(node, route, local, asked, some, ids.dtype)
+            found = self._join("rows", "WhaleReturnRows", node, values.dtype, (read, *rest), (flat,), mine - of_ids)
             e.reshape(node.name, found, values.dtype, static_shape(local.outputs[0]))
             return
-        added = e.reshape(f"{name}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
+        added = e.reshape(f"{node.name}/{e.prefix}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
         sums = self._join("sums", "WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
-        e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
+        if route.table is None:
+            self._add_up(node, route, local, asked, sums, ids.dtype)
+        else:
+            e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
+
+    def _read(self, node: Node, route: Route, local: Node, asked: Ref, some: TensorType, ids: str) -> Ref:
+        """This rank's rows that were asked for: of a variable, or of a tensor."""
+        e, name = self.emitter, f"{node.name}/{self.emitter.prefix}"
+        if node.op == "ResourceGather":
+            read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
+            e.nodes[read.name] = read
+            return Ref(read.name)
+        row = tuple(n for n in some.shape or () if n is not None)
+        rows = route.starts[e.rank + 1] - route.starts[e.rank]
+        table = local.inputs[route.table or 0]
+        if route.dim:
+            held = list(static_shape(self.program.type_of(node.inputs[route.table or 0])))
+            held[route.dim] = rows // route.strides[route.dim]
+            table = self._turned(f"{name}_outermost", table, TensorType(some.dtype, tuple(held)), route.dim, 0)
+        table = e.reshape(f"{name}_table", table, some.dtype, (rows, *row))
+        kinds = {"Tparams": DType(some.dtype), "Tindices": DType(ids), "Taxis": DType("int32"), "batch_dims": 0}
+        first = e.const(f"{name}_axis", np.array(0, np.int32))
+        return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
+
+    def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
+        """This rank's rows of a table that is the result: the sums of what came for each, zeros where nothing came."""
+        e, found = self.emitter, local.outputs[0]
+        name, rows = f"{node.name}/{e.prefix}", route.starts[e.rank + 1] - route.starts[e.rank]
+        row = static_shape(node.outputs[0])[max(1, len(route.strides)) :]
+        kinds = {"T": DType(found.dtype), "Tindices": DType(ids), "Tnumsegments": DType("int32")}
+        operands = (sums, asked, e.const(f"{name}_rows", np.array(rows, np.int32)))
+        table = e.add(f"{name}_table", "UnsortedSegmentSum", operands, kinds, (TensorType(found.dtype, (rows, *row)),))
+        if route.dim:
+            shape = list(static_shape(found))
+            shape.insert(0, shape.pop(route.dim))
+            table = e.reshape(f"{name}_outermost", table, found.dtype, tuple(shape))
+            self._turned(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
+            return
+        e.reshape(node.name, table, found.dtype, static_shape(found))
+
+    def _turned(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
+        """``source``, of type ``t``, with one dimension at another place."""
+        order = list(range(len(static_shape(t))))
+        order.insert(to, order.pop(dim))
+        perm = self.emitter.const(f"{name}/perm", np.array(order, np.int32))
+        kinds = {"T": DType(t.dtype), "Tperm": DType("int32")}
+        shape = tuple(static_shape(t)[n] for n in order)
+        return self.emitter.add(name, "Transpose", (source, perm), kinds, (TensorType(t.dtype, shape),))
 
     def finish(self) -> None:
         """Emits the exchanges, once it is known what travels together."""
@@ -102,10 +149,11 @@ class RowExchanges:
             e.comm_op(one.name, one.op, inputs, TensorType(dtype, ()), attrs, outputs)
 
     def _key(self, node: Node) -> _Ids:
-        strategy = self.strategies[node.name]
-        table = strategy.inputs[0]
-        assert isinstance(table, Split), strategy
-        return (*self._origin(node.inputs[1], strategy.inputs[1]), (*table.starts, table.run))
+        strategy, rule = self.strategies[node.name], rule_of(node.op)
+        assert rule is not None, node
+        route = rule.localize(view(self.program, node, self.emitter.size), strategy, self.emitter.rank).route
+        assert route is not None, node
+        return (*self._origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
 
     def _place(self, node: Node) -> None:
         """Gives the node's ids a place among those that travel together, unless they have one."""
@@ -118,18 +166,33 @@ class RowExchanges:
 
     def _send_ids(self, key: _Ids, together: _Together, place: int, get: Get, expected: int) -> int:
         """Adds the ids to what travels, when they are needed first; how many there are on this rank."""
-        ref, placement, _ = key
+        ref, placement, _, strides = key
         e, t = self.emitter, self.program.type_of(ref)
         assert isinstance(placement, Split), placement
-        count = t.elements // max(1, placement.extent) * placement.local(e.rank)
+        count = t.elements // max(1, len(strides)) // max(1, placement.extent) * placement.local(e.rank)
         if place == len(together.tables):
             local = get(ref, placement)
             assert local is not None, ref
-            flat = e.reshape(f"{together.name}/of_{place}", local, t.dtype, (count,))
+            flat = self._numbers(f"{together.name}/of_{place}", local, t.dtype, count, strides)
             sizes = TensorType("int64", (e.size,))
             results = (TensorType(t.dtype, (None,)), TensorType("int32", (count,)), sizes, sizes)
             together.tables.append(((flat,), results, expected))
         return count
+
+    def _numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
+        """The numbers of rows, one after the other, of ids that may have columns."""
+        e, kind = self.emitter, {"T": DType(dtype)}
+        if not strides:
+            return e.reshape(name, ids, dtype, (count,))
+        columns = TensorType(dtype, (count, len(strides)))
+        flat = e.reshape(f"{name}_columns", ids, dtype, static_shape(columns))
+        by = e.const(f"{name}_strides", np.array(strides, numpy_dtype(dtype)))
+        flat = e.add(f"{name}_in_rows", "Mul", (flat, by), kind, (columns,))
+        kinds, last = (
+            {**kind, "Tidx": DType("int32"), "keep_dims": False},
+            e.const(f"{name}_last", np.array([1], np.int32)),
+        )
+        return e.add(name, "Sum", (flat, last), kinds, (TensorType(dtype, (count,)),))
 
     def _of(self, word: str, op: str, node: Node, dtype: str) -> _Together:
         level = self.levels[node.name]
@@ -172,7 +235,7 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
 
     Those of one level do not wait for each other, by way of sums that travel together neither.
     """
-    routed = [n for n in program.nodes if _is_routed(n, strategies[n.name])]
+    routed = [n for n in program.nodes if _is_routed(program, n, strategies[n.name], plan.size)]
     if not routed:
         return {}
     names, found = {n.name for n in routed}, dict[str, int]()
@@ -203,6 +266,6 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
     return {n.name: found[n.name] for n in routed}
 
 
-def _is_routed(node: Node, strategy: Strategy) -> bool:
+def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
     rule = rule_of(node.op)
-    return rule is not None and rule.routes and is_exchanged(strategy)
+    return rule is not None and rule.routes is not None and rule.exchanges_rows(view(program, node, parts), strategy)

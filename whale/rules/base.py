@@ -53,6 +53,11 @@ class OpView:
         return self.consts(i)
 
 
+# Attribute of a gather, scatter or segment sum that is known to stay within blocks: what stands in one part of the
+# indices' first dimension addresses the same part of the table. Its value is how many such parts there are.
+BLOCKS = "_whale_blocks"
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Indices into a dimension of which a rank holds ``size`` positions from ``offset``.
@@ -99,11 +104,19 @@ class Route:
 
     Attributes:
       starts: the first row of each rank, and the number of rows.
+      ids: the operand that has the ids.
+      table: the operand that has the rows; None: the result.
       values: the operand that is added to rows; None: rows are read.
+      strides: of the columns of the ids, each a position in one dimension: in rows; empty: an id is a row's number.
+      dim: the dimension of the table that is cut; rows are counted with this one outermost.
     """
 
     starts: tuple[int, ...]
+    ids: int
+    table: int | None = None
     values: int | None = None
+    strides: tuple[int, ...] = ()
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

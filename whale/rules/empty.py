@@ -10,7 +10,7 @@ from whale.ir.values import UNMOVABLE, TensorType, numpy_dtype
 from whale.rules.base import OpView, Strategy, local_output_shape
 from whale.rules.registry import rule_of
 
-_TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd"}
+_TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd", "Einsum"}
 
 
 def known_outputs(
@@ -26,6 +26,8 @@ def known_outputs(
         each micro-batch, which of constants nothing would say; so kernels run that make nothing of nothing.
     """
     rule = rule_of(op.node.op)
+    if rule is not None and rule.exchanges_rows(op, strategy):
+        return (None,) * len(op.outputs)  # who has no rows, or asks for none, takes part all the same
     if rule is not None and rule.known is not None:
         return rule.known(op, strategy, coordinate)
     if not any(isinstance(p, Split) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):

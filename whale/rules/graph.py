@@ -11,9 +11,6 @@ from whale.rules.registry import rule_of
 
 # Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
 USE = "_whale_use"
-# Attribute of a gather, scatter or segment sum that is known to stay within blocks: what stands in one part of the
-# indices' first dimension addresses the same part of the table. Its value is how many such parts there are.
-BLOCKS = "_whale_blocks"
 
 _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 

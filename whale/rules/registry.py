@@ -43,7 +43,7 @@ class LineRule:
       produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
       any_partial: the output is right as a partial of any kind (empty lists).
       halo: gives operands of a strategy what neighbours have as well; None: the strategy is none.
-      routes: a variable's rows may be exchanged by their ids (``whale.rules.rows``).
+      routes: what of it are a table, ids and rows, where rows may be exchanged by their ids (``whale.rules.rows``).
       local_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
         own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
     """
@@ -60,7 +60,7 @@ class LineRule:
     any_partial: bool = False
     local_stream: str = ""
     halo: Callable[[OpView, Strategy], Strategy | None] | None = field(default=None, repr=False)
-    routes: bool = False
+    routes: rows.Rows | None = None
 
     def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
         """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
@@ -96,18 +96,22 @@ class LineRule:
             found = tuple(wide for s in found if (wide := self.halo(op, s)) is not None)
         if self.local is not None and any(in_runs(p) for s in found for p in s.inputs + s.outputs):
             found = tuple(s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1)
-        return [*rows.exchanged(op, current, wanted), *found] if self.routes else list(found)
+        return [*rows.exchanged(op, self.routes, current, wanted), *found] if self.routes else list(found)
 
     def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
         """See ``Rule.exchanged_bytes``."""
-        return rows.exchanged_bytes(op, strategy) if self.routes else 0
+        return rows.exchanged_bytes(op, self.routes, strategy) if self.routes else 0
+
+    def exchanges_rows(self, op: OpView, strategy: Strategy) -> bool:
+        """Whether the node exchanges rows by their ids under ``strategy``, as ``whale.rules.rows`` has it."""
+        return self.routes is not None and rows.is_exchanged(op, self.routes, strategy)
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
         """See ``Rule.localize``."""
         if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
-        if self.routes and rows.is_exchanged(strategy):
-            return Local(route=rows.route(op, strategy))
+        if self.routes and self.exchanges_rows(op, strategy):
+            return Local(route=rows.route(op, self.routes, strategy))
         line = parse(self.line_of(op, strategy.outputs))
         consts: dict[int, np.ndarray] = {}
         if any(t.kind == "role" for t in line.inputs):
@@ -147,7 +151,7 @@ def rule(
     any_partial: bool = False,
     local_stream: str = "",
     halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
-    routes: bool = False,
+    routes: rows.Rows | None = None,
 ) -> tuple[LineRule, ...]:
     """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
     return tuple(

@@ -4,76 +4,163 @@ Both the table and the ids are cut. Each rank asks every other one for the ids t
 and how many these are only the run knows: sizes are exchanged first (``WhaleRouteIds``). Rows come back by an
 all-to-all of as many (``WhaleReturnRows``), and what is added to rows goes the same way (``WhaleSendRows``). The other
 way to read a table that is cut by rows, zeros for rows of others, moves as many rows to every rank as all have ids.
+
+The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from whale.ir.layout import Placement, Split, Strategy, split
-from whale.ir.values import item_bytes
-from whale.rules.base import OpView, Route
+from whale.ir.layout import B, Placement, Split, Strategy, split
+from whale.ir.values import TensorType, item_bytes, static_shape
+from whale.rules.base import BLOCKS, OpView, Route
 
-_IDS = 1
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+_MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}
 
 
-def exchanged(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
-    """The ways to read, or add to, a variable cut by rows, whose ids are cut as ``current`` or ``wanted`` say."""
-    ids = op.inputs[_IDS]
-    adds = len(op.inputs) == 3
-    table = current[0]
-    if not isinstance(table, Split) or table.dim != 0 or table.blocks != 1 or len(table.sizes) < 2:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which tensors of an op are a table, ids of its rows, and what belongs to the ids: numbers of operands.
+
+    Attributes:
+      table: None: the result.
+      values: what is added to rows; None: the result, rows that are read.
+      columns: the last dimension of the ids is a position in several dimensions of the table.
+    """
+
+    ids: int
+    table: int | None = None
+    values: int | None = None
+    columns: bool = False
+
+    def table_of(self, op: OpView) -> TensorType:
+        """The table, whole."""
+        return op.outputs[0] if self.table is None else op.inputs[self.table]
+
+    def values_of(self, op: OpView) -> TensorType:
+        """What belongs to the ids."""
+        return op.outputs[0] if self.values is None else op.inputs[self.values]
+
+    def lie(self, strategy: Strategy) -> tuple[Placement, Placement]:
+        """How table and ids lie."""
+        table = strategy.outputs[0] if self.table is None else strategy.inputs[self.table]
+        return table, strategy.inputs[self.ids]
+
+
+def exchanged(
+    op: OpView, rows: Rows, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+) -> list[Strategy]:
+    """The ways to read, or add to, a table cut by rows, whose ids are cut as ``current`` or ``wanted`` say."""
+    result = wanted[0] if wanted else None
+    table = result if rows.table is None else current[rows.table]
+    if not isinstance(table, Split) or not _addresses_part(op, rows, table) or not _can(op, rows):
         return []
-    if not ids.is_static or not ids.elements or op.attr("batch_dims", 0) or ids.dtype not in ("int32", "int64"):
-        return []
-    values = op.inputs[2] if adds else op.outputs[0]
-    if not values.is_static or values.dtype not in _FLOATS:
-        return []
-    if adds and (values.shape or ())[: len(ids.shape or ())] != ids.shape:
-        return []  # one value for all rows
-    asked = [current[_IDS], *(current[2:] if adds else wanted[:1])]
+    lead = _lead(op, rows)
     found: dict[Strategy, None] = {}
-    for cut in asked:
-        if not isinstance(cut, Split) or cut.dim >= len(ids.shape or ()) or cut.halo != (0, 0):
+    for cut in (current[rows.ids], result if rows.values is None else current[rows.values]):
+        if not isinstance(cut, Split) or cut.dim >= len(lead) or cut.halo != (0, 0) or lead[cut.dim] != cut.extent:
             continue
-        if (ids.shape or ())[cut.dim] != cut.extent:
-            continue
-        why = f"rule {op.node.op}: rows exchanged"
         lies = split(cut.dim, cut.sizes, cut.blocks)
-        found[Strategy((table, lies, lies), (), why) if adds else Strategy((table, lies), (lies,), why)] = None
+        inputs: list[Placement] = [B] * len(op.inputs)
+        inputs[rows.ids] = lies
+        if rows.table is not None:
+            inputs[rows.table] = table
+        if rows.values is not None:
+            inputs[rows.values] = lies
+        outputs = (table if rows.table is None else lies,) if op.outputs else ()
+        found[Strategy(tuple(inputs), outputs, f"rule {op.node.op}: rows exchanged")] = None
     return list(found)
 
 
-def is_exchanged(strategy: Strategy) -> bool:
+def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
     """Whether a strategy of a lookup, or of an addition to rows, is one of ``exchanged``."""
-    return isinstance(strategy.inputs[0], Split) and isinstance(strategy.inputs[_IDS], Split)
+    table, ids = rows.lie(strategy)
+    if not isinstance(ids, Split) or not isinstance(table, Split):
+        return False
+    return _addresses_part(op, rows, table) and _can(op, rows)
 
 
-def route(op: OpView, strategy: Strategy) -> Route:
-    """How the ids find their owners: the first row of each rank, and the number of rows."""
-    table = strategy.inputs[0]
+def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
+    """How the ids find their owners."""
+    table, _ = rows.lie(strategy)
     assert isinstance(table, Split), strategy
-    return Route((*table.starts, table.run), values=2 if len(op.inputs) == 3 else None)
+    if not rows.columns:
+        return Route((*table.starts, table.run), rows.ids, rows.table, rows.values)
+    sizes, each = _addressed(op, rows), _rows_of_each(op, rows, table)
+    order = [table.dim, *(n for n in range(len(sizes)) if n != table.dim)]
+    strides = tuple(math.prod(sizes[m] for m in order[order.index(n) + 1 :]) for n in range(len(sizes)))
+    starts = tuple(first * each for first in (*table.starts, table.run))
+    return Route(starts, rows.ids, rows.table, rows.values, strides, table.dim)
 
 
-def exchanged_bytes(op: OpView, strategy: Strategy) -> int:
+def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
     """Bytes that all ranks together are expected to move, with ids drawn evenly: each rank asks once for an id.
 
     Ids travel where rows are read; what is added to rows goes where they went.
     """
-    if not is_exchanged(strategy):
+    if not is_exchanged(op, rows, strategy):
         return 0
-    table, ids = strategy.inputs[0], op.inputs[_IDS]
-    assert isinstance(table, Split), strategy
-    values = op.inputs[2] if len(op.inputs) == 3 else op.outputs[0]
-    width = values.bytes // ids.elements
-    cut = strategy.inputs[_IDS]
-    assert isinstance(cut, Split), strategy
-    rows, moved = table.run, 0.0
+    (table, cut), ids = rows.lie(strategy), op.inputs[rows.ids]
+    assert isinstance(table, Split) and isinstance(cut, Split), strategy
+    each, depth = _rows_of_each(op, rows, table), _depth(op, rows)
+    many = ids.elements // depth
+    width = rows.values_of(op).bytes // many
+    count_of_rows, moved = table.run * each, 0.0
     for coordinate, own in enumerate(table.sizes):
-        count = ids.elements * cut.local(coordinate) // max(1, cut.extent)
-        once = -rows * math.expm1(-count / rows) if rows else 0.0
-        moved += once * (rows - own) / rows if rows else 0.0
-    return round(moved * (width + (item_bytes(ids.dtype) if len(op.inputs) == 2 else 0)))
+        count = many * cut.local(coordinate) // max(1, cut.extent)
+        once = -count_of_rows * math.expm1(-count / count_of_rows) if count_of_rows else 0.0
+        moved += once * (table.run - own) / table.run if table.run else 0.0
+    return round(moved * (width + (item_bytes(ids.dtype) if rows.values is None else 0)))
+
+
+def _addresses_part(op: OpView, rows: Rows, table: Split) -> bool:
+    """Whether the table is cut along a dimension that ids address."""
+    return table.blocks == 1 and len(table.sizes) > 1 and table.dim < _depth(op, rows)
+
+
+def _can(op: OpView, rows: Rows) -> bool:
+    """Whether sizes are known, numbers can be sent, and indices are those of rows, which lie anywhere."""
+    ids, values = op.inputs[rows.ids], rows.values_of(op)
+    if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
+        return False
+    if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or int(op.attr(BLOCKS, 0)) >= op.parts > 1:
+        return False
+    if not all(t.is_static for t in op.outputs):
+        return False
+    if op.node.op == "GatherV2":
+        axis = op.const(2)
+        if axis is None or int(axis) != 0 or not op.inputs[0].is_static:
+            return False
+    if rows.columns:
+        table = rows.table_of(op)
+        if not table.is_static or not 0 < _depth(op, rows) <= len(static_shape(table)):
+            return False
+        if math.prod(_addressed(op, rows)) >= _MOST_ROWS[ids.dtype]:
+            return False
+    # One value for all rows is none that belongs to them.
+    return static_shape(values)[: len(_lead(op, rows))] == _lead(op, rows)
+
+
+def _lead(op: OpView, rows: Rows) -> tuple[int, ...]:
+    """The dimensions of the ids of which each element is one id."""
+    shape = static_shape(op.inputs[rows.ids])
+    return shape[:-1] if rows.columns else shape
+
+
+def _depth(op: OpView, rows: Rows) -> int:
+    """How many dimensions of the table an id addresses."""
+    return (op.inputs[rows.ids].shape or (0,))[-1] or 0 if rows.columns else 1
+
+
+def _addressed(op: OpView, rows: Rows) -> tuple[int, ...]:
+    """The sizes of the dimensions that an id with columns addresses."""
+    return static_shape(rows.table_of(op))[: _depth(op, rows)]
+
+
+def _rows_of_each(op: OpView, rows: Rows, table: Split) -> int:
+    """How many rows there are for each index of the dimension that is cut."""
+    return math.prod(n for i, n in enumerate(_addressed(op, rows)) if i != table.dim) if rows.columns else 1

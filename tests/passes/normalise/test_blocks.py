@@ -11,7 +11,7 @@ from whale.capture.function import capture_function
 from whale.passes.normalise.blocks import mark_blocks
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
-from whale.rules.graph import BLOCKS
+from whale.rules.base import BLOCKS
 
 FLOATS, NUMBERS = tf.TensorSpec([4, 6, 3]), tf.TensorSpec([4, 5], tf.int32)
 

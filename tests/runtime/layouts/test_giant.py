@@ -24,8 +24,11 @@ SPARED = [
     "experts, scatter, routed under replica",
     "experts, gather, routed under replica",
     "3 experts on 4 ranks",
+    "8 experts, over the whole batch, tokens choose",
+    "3 experts, over the whole batch, experts choose",
     "wh.layers.MoE, top-2 and a shared expert",
     "wh.layers.MoE, experts choose",
+    "wh.layers.MoE, top-2, none dropped",
     "wh.layers.MoE, top-2 with micro-batches",
     "experts, einsum, micro-batches",
     "experts, gather, micro-batches",
@@ -62,6 +65,18 @@ def test_unequal_rows_and_micro_batches(form: str) -> None:
         count = 3 if "replica.shares" in config else 2
         line = Line(form, partial(experts.Experts, form=form, experts=6), 0, count, config)
         assert difference(line) <= LIMIT
+
+
+def test_a_layer_of_fewer_experts_than_ranks_in_micro_batches() -> None:
+    """A rank without experts has their biases' sums in each micro-batch all the same."""
+    made = partial(experts.Layer, experts=3, hidden=8, width=16, each=8, groups_of_rows=8, balance="group", shared=8)
+    assert difference(Line("layer", made, 0, config={"pipeline.num_micro_batch": 2})) <= LIMIT
+
+
+def test_a_group_of_all_rows_and_unequal_ones() -> None:
+    """Slots are cut behind a dimension of one group; rows are as many as shares say."""
+    made = partial(experts.Layer, experts=4, hidden=8, width=16, each=24, groups_of_rows=0, choose="experts")
+    assert difference(Line("layer", made, 0, 3, {"replica.shares": [3, 2, 1]})) <= LIMIT
 
 
 def test_groups_of_data_and_experts() -> None:

@@ -124,20 +124,21 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         gates, chosen = tf.math.top_k(chances, self.top_k)
         if self.top_k > 1:
             gates /= tf.reduce_sum(gates, -1, keepdims=True)
-        group = tf.broadcast_to(tf.range(shape[0])[:, None], shape[:2])
         taken = tf.zeros([], x.dtype)  # slots that earlier choices took
-        slots, parts, counts = tf.zeros([], x.dtype), [], []
+        places, counts = [], []
         for i in range(self.top_k):
             one = tf.one_hot(chosen[..., i], self.experts, dtype=x.dtype)
-            place = tf.reduce_sum((tf.cumsum(one, 1) - 1 + taken) * one, -1)
+            places.append(tf.reduce_sum((tf.cumsum(one, 1) - 1 + taken) * one, -1))
             taken += tf.reduce_sum(one, 1, keepdims=True)
-            kept = tf.cast(place < capacity, x.dtype)
-            index = tf.stack([group, chosen[..., i], tf.cast(tf.minimum(place, capacity - 1.0), tf.int32)], -1)
-            slots += tf.scatter_nd(index, x * kept[..., None], [shape[0], self.experts, capacity, shape[2]])
-            parts.append((gates[..., i] * kept, index))
-            counts.append((one, kept))
-        self._tell(chances, [one for one, _ in counts], tf.add_n([kept for _, kept in counts]) / self.top_k)
-        return slots, None, lambda y: tf.add_n([gate[..., None] * tf.gather_nd(y, index) for gate, index in parts])
+            counts.append(one)
+        place = tf.stack(places, -1)
+        kept = tf.cast(place < capacity, x.dtype)
+        group = tf.broadcast_to(tf.range(shape[0])[:, None, None], tf.shape(chosen))
+        index = tf.stack([group, chosen, tf.cast(tf.minimum(place, capacity - 1.0), tf.int32)], -1)
+        tokens = x[:, :, None] * kept[..., None]
+        slots = tf.scatter_nd(index, tokens, [shape[0], self.experts, capacity, shape[2]])
+        self._tell(chances, counts, tf.reduce_mean(kept, -1))
+        return slots, None, lambda y: tf.reduce_sum((gates * kept)[..., None] * tf.gather_nd(y, index), 2)
 
     def _by_experts(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
         """Zhou et al., "Mixture-of-experts with expert choice routing", 2022; results as of ``_by_tokens``."""

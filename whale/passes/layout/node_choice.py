@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
 from whale.ir.program import Node, Ref
@@ -14,13 +15,18 @@ from whale.rules import rule_of
 from whale.rules.base import OpView, replicated
 from whale.rules.graph import handles_lists, holds_variable, view
 from whale.rules.registry import LineRule
+from whale.rules.rows import Rows
 
 
 class NodeChoice:
     """Strategies for the nodes of one graph that neither are decided already nor are loops or branches."""
 
-    def __init__(self, state: GraphState):
-        self.state = state
+    def __init__(self, state: GraphState, fixed: Mapping[str, Strategy] = MappingProxyType({})):
+        """
+        Args:
+          fixed: strategies of nodes that are decided already.
+        """
+        self.state, self.fixed = state, fixed
         self._replicated: dict[tuple[int, int], Strategy] = {}
 
     def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
@@ -77,6 +83,8 @@ class NodeChoice:
         flops = matmul_flops(node, op.inputs)
         if rule is not None and like is None and not node.stateful:
             options = [*options, *self._by_rows(rule, op, current, options)]
+            if rule.routes is not None:
+                options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
         if like is not None:
             divided = self._divided(node, rule, op) if flops else []
             if rule is not None:
@@ -108,7 +116,8 @@ class NodeChoice:
     def _by_rows(
         self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
     ) -> list[Strategy]:
-        """Ways to take an operand by its rows that none of the options takes as it lies, cut along another dimension.
+        """Ways to take an operand by its rows that lies cut along another dimension, which no option takes so but for a
+        result of partial sums.
 
         Such operands come out of split scopes; to exchange parts for rows is less than to gather all of it.
         """
@@ -116,12 +125,48 @@ class NodeChoice:
         for i, (p, t) in enumerate(zip(current, op.inputs)):
             if type(p) is not Split or not p.dim or not t.is_static or t.dtype in UNMOVABLE:
                 continue
-            if any(o.inputs[i] == p for o in options):
+            if any(o.inputs[i] == p and Partial not in map(type, o.outputs) for o in options):
                 continue
             cut = self._rows_cut(static_shape(t)[0])
             if cut.smallest:
                 found.update((o, None) for o in rule.strategies(op, [*current[:i], cut, *current[i + 1 :]]))
         return [o for o in found if o not in options]
+
+    def _exchanging(self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]) -> dict[Strategy, None]:
+        """Ways to exchange rows by their ids that do not follow from how the operands lie.
+
+        Ids that are whole are cut as others that read them have them, as the rows are wanted, or as the batch. Where
+        the table is the result, that is cut as it is wanted.
+        """
+        found: dict[Strategy, None] = {}
+        ids = op.inputs[rows.ids]
+        if not ids.is_static or not ids.shape:
+            return found
+        wanted, cuts = self._wanted(op), {current[rows.ids]: None}
+        if isinstance(current[rows.ids], Broadcast):
+            strategies = self.state.layout.strategies
+            for reader, i in self.state.program.consumers.get(op.node.inputs[rows.ids], ()):
+                if reader.name in strategies:
+                    cuts[strategies[reader.name].inputs[i]] = None
+            cuts.update(wanted if rows.values is None else {})
+            if (even := self._rows_cut(ids.shape[0] or 0)).smallest:
+                cuts[even] = None
+        for cut in cuts:
+            lie = [*current[: rows.ids], cut, *current[rows.ids + 1 :]]
+            for result in wanted if rows.table is None else (None,):
+                found.update((o, None) for o in rule.strategies(op, lie, (result,)) if rule.exchanges_rows(op, o))
+        return found
+
+    def _wanted(self, op: OpView) -> dict[Placement, None]:
+        """How a result is wanted by nodes that are decided already, and as the batch lies if it has as many rows."""
+        found: dict[Placement, None] = {}
+        for reader, i in self.state.program.consumers.get(Ref(op.node.name), ()):
+            if reader.name in self.fixed:
+                found[self.fixed[reader.name].inputs[i]] = None
+        shape = op.outputs[0].shape or ()
+        at = next((i for i, n in enumerate(shape) if n != 1), 0)  # one group of all rows
+        rows = self.state.axis.rows.get(shape[at] or 0) if shape else None
+        return found if rows is None else {**found, split(at, rows.sizes, rows.blocks): None}
 
     def _rows_cut(self, rows: int) -> Split:
         """How as many rows lie as the batch does, of which they are several each, or several of which they are."""

@@ -89,7 +89,7 @@ def _propagate(
         if name in batch and name not in local:
             layout.preferred[Ref(name)] = batch[name]
     sliced = {name: placement for name, placement in batch.items() if name not in program.inputs}
-    Propagation(main, NodeChoice(main), fixed, gathered, sliced, model).run()
+    Propagation(main, NodeChoice(main, fixed), fixed, gathered, sliced, model).run()
     for ref in program.outputs:
         main.need(ref, B, program.by_name[ref.node])
     layout.outputs = fetched(program, layout.produced)

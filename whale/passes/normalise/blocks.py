@@ -16,7 +16,7 @@ import numpy as np
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import static_shape
-from whale.rules.graph import BLOCKS
+from whale.rules.base import BLOCKS
 
 # Op type -> the operand that holds indices of several columns.
 _ADDRESSED = {

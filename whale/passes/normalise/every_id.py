@@ -23,7 +23,7 @@ from whale.ir.values import DType, TensorType, numpy_dtype
 from whale.passes.facts.scopes import split_scope
 from whale.passes.normalise.emitter import NodeEmitter
 from whale.passes.normalise.folding.fold import fold
-from whale.rules.graph import BLOCKS
+from whale.rules.base import BLOCKS
 
 _ALONG = IDENTITIES | {"Cast", "Reshape", "EnsureShape"}
 _SCALED = frozenset({"Mul", "RealDiv", "Neg"})

@@ -7,11 +7,11 @@ import numpy as np
 
 from whale.ir.layout import Split
 from whale.ir.values import numpy_dtype
-from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
+from whale.rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import axis, names, term, terms, times
-from whale.rules.graph import BLOCKS
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
+from whale.rules.rows import Rows
 
 
 def gather(op: OpView) -> str:
@@ -175,12 +175,19 @@ def _data_operands(op: OpView) -> str:
 
 
 RULES = (
-    rule("GatherV2", gather, copy="0", local=_rows_here),
+    rule("GatherV2", gather, copy="0", local=_rows_here, routes=Rows(ids=1, table=0)),
     rule("Gather", "v^ q*, i* -> i* q*", copy="0"),
-    rule("GatherNd", gather_nd, copy="0", local=_part_here),
-    rule("ResourceGather", resource_gather, local=_rows_here, routes=True),
+    rule("GatherNd", gather_nd, copy="0", local=_part_here, routes=Rows(ids=1, table=0, columns=True)),
+    rule("ResourceGather", resource_gather, local=_rows_here, routes=Rows(ids=1, table=0)),
     rule("ResourceGatherNd", "., i* k^ -> i* q*^"),
-    rule("ScatterNd", scatter_nd, lin="1", local=_part_here, produces_any=True),
+    rule(
+        "ScatterNd",
+        scatter_nd,
+        lin="1",
+        local=_part_here,
+        produces_any=True,
+        routes=Rows(ids=0, values=1, columns=True),
+    ),
     rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2", local=_part_here),
     rule("TensorScatterUpdate", tensor_scatter, copy="0&2", local=_part_here),
     rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max", local=_part_here),

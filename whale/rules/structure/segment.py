@@ -9,10 +9,10 @@ import numpy as np
 
 from whale.ir.layout import Split
 from whale.ir.values import numpy_dtype
-from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
+from whale.rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import times
-from whale.rules.graph import BLOCKS
 from whale.rules.registry import rule
+from whale.rules.rows import Rows
 
 
 def bincount(op: OpView) -> str:
@@ -77,7 +77,9 @@ _SORTED = "i^ q*, i^ -> s^ q*"
 _COUNTED = "i+ q*, i+, . -> s^ q*"
 
 RULES = (
-    rule("UnsortedSegmentSum", unsorted, lin="0", local=_segments_here, produces_any=True),
+    rule(
+        "UnsortedSegmentSum", unsorted, lin="0", local=_segments_here, produces_any=True, routes=Rows(ids=1, values=0)
+    ),
     rule("UnsortedSegmentMax", unsorted, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
     rule("UnsortedSegmentMin", unsorted, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
     rule("UnsortedSegmentProd", unsorted, reduce="prod", local=_segments_here, produces_any=True),

@@ -16,7 +16,7 @@ from whale.rules.registry import rule
 RUNS = "_whale_runs"  # attribute of reshapes of which dimensions that are not outermost may be cut, in runs
 
 
-def reshape_terms(before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
+def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int = 1) -> tuple[list[str], list[str]]:
     """Terms that say which dimensions of a reshape's operand and result can be cut together.
 
     Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
@@ -25,6 +25,8 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False) -> tuple[lis
 
     Args:
       in_runs: where one dimension is what several make together, each of these can be cut.
+      parts: the same is so where the outermost of the several has no index for each of so many ranks: first choices of
+        all rows, and then second ones.
     """
     if 0 in before and 0 in after:
         return _of_nothing(before, after)
@@ -48,7 +50,8 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False) -> tuple[lis
             continue
         i2, j2 = _run(before, after, i, j)
         group += 1
-        first, second = _pair(f"g{group}", before[i:i2], after[j:j2], in_runs)
+        few = 1 < (max(before[i:i2], after[j:j2], key=len)[0] or 0) < parts
+        first, second = _pair(f"g{group}", before[i:i2], after[j:j2], in_runs or few)
         left += first
         right += second
         i, j = i2, j2
@@ -138,7 +141,7 @@ def reshape(op: OpView) -> str:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
-    left, right = reshape_terms(before, after, bool(op.attr(RUNS)))
+    left, right = reshape_terms(before, after, bool(op.attr(RUNS)), op.parts)
     return f"{term(left)}, [shape] -> {term(right)}"
 
 

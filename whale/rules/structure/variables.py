@@ -6,6 +6,7 @@ from whale.ir.layout import Split
 from whale.rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
+from whale.rules.rows import Rows
 
 _OPTIMIZERS = ("AdaMax Adadelta Adagrad AdagradDA AdagradV2 Adam AddSign CenteredRMSProp Ftrl FtrlV2 GradientDescent "
                "Momentum PowerSign ProximalAdagrad ProximalGradientDescent RMSProp").split()  # fmt: skip
@@ -67,7 +68,7 @@ RULES = (
     rule(_named("Apply", _OPTIMIZERS), REPLICATED),
     rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
     rule(_named("SparseApply", _SPARSE), REPLICATED),
-    rule("ResourceScatterAdd ResourceScatterSub", scatter, local=_rows_here, routes=True),
+    rule("ResourceScatterAdd ResourceScatterSub", scatter, local=_rows_here, routes=Rows(ids=1, table=0, values=2)),
     rule(_named("ResourceScatter", _SCATTERS[2:7]), scatter, local=_rows_here),
     rule(_named("ResourceScatter", _SCATTERS[7:]), REPLICATED),
     rule(_named("Scatter", _SCATTERS), REPLICATED),

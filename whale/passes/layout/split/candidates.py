@@ -6,7 +6,7 @@ tensor brings about options of the nodes around it, and these bring placements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
 from whale.ir.program import Node, Ref
@@ -15,6 +15,7 @@ from whale.passes.facts.scopes import context_of
 from whale.passes.layout.split.region import SplitRegion
 from whale.rules import rule_of
 from whale.rules.graph import takes, view
+from whale.rules.rows import Rows
 
 _MOST_FORMS = 12  # candidates per tensor
 
@@ -150,8 +151,9 @@ class Candidates:
                 wanted = [*[None] * (at - len(current)), placement]
         op, options, group = self._views[node.name], self.options[node.name], self.region.group[node.name]
         found = rule.strategies(op, current, wanted)
-        if rule.routes:
-            found += [o for more in self._pairs(node, at, current) for o in rule.strategies(op, more, wanted)]
+        if rule.routes and at is not None and placement is not None:
+            for more, results in self._pairs(node, rule.routes, at, placement):
+                found += rule.strategies(op, more, results)
         for option in found:
             key = (option.inputs, option.outputs)
             if key in options:
@@ -163,16 +165,19 @@ class Candidates:
                 if isinstance(p, Split) or ref.node == node.name:
                     self._note(ref, p)
 
-    def _pairs(self, node: Node, at: int | None, current: list[Placement]) -> list[list[Placement]]:
-        """``current`` with another operand cut as well: rows are exchanged where a table and its ids are."""
-        if at is None or at >= len(current):
-            return [[table, *current[1:]] for table in self.forms.get(node.inputs[0], ())]
-        others = range(1, len(current)) if at == 0 else (0,)
-        return [
-            [form if i == other else p for i, p in enumerate(current)]
-            for other in others
-            for form in self.forms.get(node.inputs[other], ())
-        ]
+    def _pairs(
+        self, node: Node, rows: Rows, at: int, placement: Placement
+    ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
+        """Operands and result with two of them cut: rows are exchanged where a table and its ids are."""
+        around, result = [*node.inputs, *node.refs()], len(node.inputs)
+        table, belong = (result if i is None else i for i in (rows.table, rows.values))
+        for other in (rows.ids, belong) if at == table else (table,):
+            if other >= len(around) or other == at:
+                continue
+            for form in self.forms.get(around[other], ()):
+                lie: list[Placement | None] = [None] * len(around)
+                lie[at], lie[other] = placement, form
+                yield [p or B for p in lie[:result]], lie[result:]
 
     def _settle_handles(self) -> None:
         """A variable may lie as all that read or write it can take it; their other options go."""

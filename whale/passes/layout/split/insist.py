@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from whale.errors import PlanError
 from whale.ir.layout import B, Split
 from whale.ir.ops import ROW_LOOKUPS
@@ -10,8 +12,9 @@ from whale.passes.facts.scopes import context_of, ranks_of_scope, split_scope
 from whale.passes.layout.split.candidates import Candidates
 from whale.passes.layout.split.context import is_along, nothing_along
 from whale.passes.layout.split.region import SplitRegion
+from whale.rules import rule_of
+from whale.rules.graph import view
 from whale.rules.nn.attention import RINGS
-from whale.rules.rows import is_exchanged
 
 
 def insist(region: SplitRegion, candidates: Candidates) -> None:
@@ -51,7 +54,9 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
                     candidates.keep(handle, lambda o, read=read: o.outputs[0] in read)  # type: ignore[misc]
             if scope[1] == 0 and node.op == "ResourceGather":
                 # A table by rows, of which each rank gets those of its ids.
-                candidates.keep(name, is_exchanged)
+                rule, op = rule_of(node.op), view(region.program, node, region.parts)
+                assert rule is not None, node
+                candidates.keep(name, partial(rule.exchanges_rows, op))
             first.add(handle)
             if not taken:
                 continue
