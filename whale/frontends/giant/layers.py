@@ -33,7 +33,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
       capacity_factor: a group's slots of an expert are this times tokens * top_k / experts, rounded up; with ``experts
         / top_k`` none is dropped.
       choose: "tokens": tokens choose experts; "experts": experts choose as many tokens as they have slots.
-      groups: of inputs of rank 2.
+      groups: of inputs of rank 2; without, all their tokens are one, whose capacity is one of the batch.
       shared: the width inside of an expert that all tokens go through; 0: there is none.
       balance_weight: of the loss that is least when tokens are spread evenly (Fedus et al., 2021).
       balance: whether that is computed of the whole batch, or of each group and averaged. The first needs the whole
