@@ -138,7 +138,7 @@ def _cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
 
 @tf.custom_gradient
 def _squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """The squares of each column, added up; the slope is one tensor as large as the table, TensorFlow's would be three."""
+    """The sum of squares of each column; its slope is one tensor of the table's size, where TensorFlow's is three."""
     return tf.reduce_sum(tf.square(table), 0), lambda slope: 2.0 * slope * table
 
 
