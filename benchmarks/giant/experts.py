@@ -241,6 +241,6 @@ def lines() -> list[Line]:
     for experts in (EXPERTS, 3):
         of, slots = f"{experts} experts, over the whole batch", experts * capacity_of_all(experts)
         for form, rows in (("tokens choose", 2 * TOKENS), ("experts choose", slots)):
-            made = partial(OverAll, form=form, experts=experts)
-            found.append(Line(f"{of}, {form}", made, wanted_of_all(rows, experts)))
+            over_all = partial(OverAll, form=form, experts=experts)
+            found.append(Line(f"{of}, {form}", over_all, wanted_of_all(rows, experts)))
     return [*found, Line("3 experts on 4 ranks", partial(Experts, form="einsum", experts=3), wanted(3))]
