@@ -108,6 +108,7 @@ def test_scalars_are_of_the_steps_between_two_messages_and_go_on_after_a_restart
 
 def test_the_port_answers_and_holds_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(socket, "getfqdn", None)  # a name service may take its time
     progress = RunProgress(None)
     progress.begin(1, 0)
     with metrics_port(parse_address("0"), progress) as url:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from whale.errors import ClusterError
@@ -71,6 +72,11 @@ class _Server(ThreadingHTTPServer):
         self.progress = progress
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(address, _Answer)
+
+    def server_bind(self) -> None:
+        """Binds, and asks no name service what this host is called."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begins a thread for a connection, while there are not too many."""
