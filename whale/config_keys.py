@@ -104,14 +104,14 @@ KEYS: tuple[Key, ...] = (
         "split.ranks",
         "int",
         0,
-        "short for a mesh of data and tensor, which has that size: ranks that divide tensors together; 0 = all ranks",
+        "short for a mesh of data and tensor, which has that size: ranks that shard tensors together; 0 = all ranks",
         minimum=0,
     ),
     Key(
         "auto_parallel",
         "bool",
         False,
-        "the first training step is spread in the way that is predicted to be the fastest; scopes are kept as they are",
+        "the first training step is distributed in the way that is predicted to be the fastest; scopes are kept",
     ),
     Key(
         "plan",
@@ -205,7 +205,7 @@ KEYS: tuple[Key, ...] = (
         "amp.level",
         "str",
         "",
-        "O1: products and convolutions of float32 are computed in amp.dtype; empty = as the program says",
+        "O1: matmuls and convolutions of float32 are computed in amp.dtype; empty = as the program says",
         choices=("", "O1"),
     ),
     Key(
@@ -227,15 +227,15 @@ KEYS: tuple[Key, ...] = (
         "gradient_checkpoint.type",
         "str",
         "",
-        "activations that are held until the backward pass, which computes the others again: collection: those that "
-        "the program marks; stage: those that go from stage to stage; auto: some, chosen by bytes; empty = all",
+        "activations that are kept for the backward pass, which recomputes the others: collection: those that the "
+        "program marks; stage: those that go from stage to stage; auto: some, chosen by bytes; empty = all",
         choices=("", "collection", "auto", "stage"),
     ),
     Key(
         "offload.level",
         "str",
         "",
-        "what lies in the host's memory while an accelerator computes: optimizer: the optimizer's state, and updates "
+        "what stays in host memory while an accelerator computes: optimizer: the optimizer's state, and updates "
         "are computed there; v0: weights as well, copied at use; empty = nothing",
         choices=("", "optimizer", "v0"),
     ),
@@ -270,8 +270,8 @@ KEYS: tuple[Key, ...] = (
         "zero.level",
         "str",
         "0",
-        "1 (or v0), 2 (or v1): the optimizer's state lies split over the ranks; 3: weights as well, gathered at use; "
-        "0: every rank has all of it",
+        "1 (or v0), 2 (or v1): the optimizer's state is sharded over the ranks; 3: weights too, gathered at use; "
+        "0: all of it is replicated",
         choices=("0", "1", "2", "3", "v0", "v1"),
     ),
     Key("zero.ahead", "int", 1, "weights that are gathered while another is used, with zero.level=3", minimum=0),
