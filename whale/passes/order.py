@@ -173,15 +173,18 @@ def normalise(program: Program, settings: PlanSettings) -> Program:
     return program
 
 
-def make_plan(program: Program, settings: PlanSettings) -> Plan:
+def make_plan(program: Program, settings: PlanSettings, mark: str = "") -> Plan:
     """The plan of a normalised program (see ``expand`` for the program that the plan speaks of).
+
+    Args:
+      mark: the fingerprint that it gets; "": that of ``program``.
 
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
     with no_garbage_collection():
         draft = _applied(PLAN, lay_out(program, settings), settings)
-        plan = _as_plan(program, draft, settings)
+        plan = _as_plan(program, draft, settings, mark)
         for refuse in CHECKS:
             refuse(draft.program, plan)
         dump(settings.dump, "plan", draft.program, plan)

@@ -8,7 +8,7 @@ from tests.programs import Builder
 from whale.ir.layout import split
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, Func, TensorType
-from whale.passes.in_time.micro_batches import AFTER, BEFORE, EACH, prepared, regions, time_plan
+from whale.passes.in_time.micro_batches import AFTER, BEFORE, EACH, prepared, time_plan
 
 
 def _step(op: str) -> Program:
@@ -30,7 +30,7 @@ def _step(op: str) -> Program:
 @pytest.mark.parametrize("op", ["ResourceGather", "ResourceGatherNd"])
 def test_each_micro_batch_may_look_a_row_up(op: str) -> None:
     program = prepared(_step(op))
-    found = regions(program, time_plan(program, 2, {"x": split(0, (4, 4))}))
+    _, found = time_plan(program, 2, {"x": split(0, (4, 4))})
     assert {found[name] for name in ("seen", "row", "scaled", "gradient")} == {EACH}
     assert found["table"] == BEFORE and found["update"] == AFTER
     assert program.by_name["row"].inputs[0] == Ref("table")
@@ -61,5 +61,5 @@ def test_an_update_under_a_condition_is_one_of_sums_that_are_as_large_as_the_bat
     update = b.node("If", (all_finite, Ref("weight"), named), (), "update", (), True, then_branch=Func("then"),
                     else_branch=Func("other"), output_shapes=())  # fmt: skip
     program = prepared(b.build([], [update.node]))
-    found = regions(program, time_plan(program, 2, {"x": split(0, (4, 4))}))
+    _, found = time_plan(program, 2, {"x": split(0, (4, 4))})
     assert found["slope"] == EACH and found["update"] == AFTER

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from whale.errors import PlanError
@@ -29,6 +30,7 @@ _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
 
 
+@lru_cache(maxsize=4096)
 def stage_of(path: str) -> str:
     """The part of a scope's path that names a stage; "" when it is in none."""
     parts = path.split("/")

@@ -99,8 +99,10 @@ def _acts(program: Program, node: Node) -> bool:
 
 def time_plan(
     program: Program, micro_batches: int, rows: Mapping[str, Split], streams: bool = False, statistics: bool = False
-) -> Plan:
-    """The plan of a rank's program over an axis of ``micro_batches`` coordinates in time.
+) -> tuple[Plan, dict[str, str]]:
+    """The plan of a rank's program over an axis of ``micro_batches`` coordinates in time, and the region of each node.
+
+    Regions are what runs ``before`` the micro-batches, for ``each``, and ``after`` them.
 
     Args:
       program: as ``prepared`` returns it.
@@ -134,10 +136,13 @@ def time_plan(
                 reshards=explicit_reshards(program, layouts, micro_batches),
                 in_time=True,
             )
-            corrected = _corrections(program, plan)
+            corrected = _moved_once(program, plan)
             if not corrected:
-                check(program, plan)
-                return plan
+                level = _levels(program, plan)
+                corrected = _corrections(program, plan, level)
+                if not corrected:
+                    check(program, plan)
+                    return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
 
 
@@ -155,11 +160,6 @@ def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
             operands, results = (cut,) * len(node.inputs[1:]), (cut,) * len(node.outputs)
             found[node.name] = Strategy((B, *operands), results, "no rows")
     return found
-
-
-def regions(program: Program, plan: Plan) -> dict[str, str]:
-    """Node -> ``before``, ``each`` or ``after``."""
-    return {name: (BEFORE, EACH, AFTER)[level] for name, level in _levels(program, plan).items()}
 
 
 def _layouts(
@@ -232,7 +232,18 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
     return level
 
 
-def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
+def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
+    """Exchanges of what micro-batches have of a sum each."""
+    found: dict[str, Strategy] = {}
+    for node in program.nodes:
+        if node.op in EXCHANGES and any(
+            isinstance(p, Partial | PerRank) for p in plan.strategies[""][node.name].inputs
+        ):
+            found[node.name] = _once(node, "moved once, after the last micro-batch")
+    return found
+
+
+def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict[str, Strategy]:
     """Nodes that have to be computed once, so that the micro-batches are gone through once; none: they are.
 
     Raises:
@@ -240,13 +251,6 @@ def _corrections(program: Program, plan: Plan) -> dict[str, Strategy]:
     """
     strategies = plan.strategies[""]
     found: dict[str, Strategy] = {}
-    for node in program.nodes:
-        strategy = strategies[node.name]
-        if node.op in EXCHANGES and any(isinstance(p, Partial | PerRank) for p in strategy.inputs):
-            found[node.name] = _once(node, "moved once, after the last micro-batch")
-    if found:
-        return found
-    level = _levels(program, plan)
     updating = _leading_to_updates(program)
     for node in program.nodes:
         if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _summed_inside(plan, node)) is not None:

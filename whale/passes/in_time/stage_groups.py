@@ -167,14 +167,8 @@ def _input(name: str, outputs: tuple[TensorType, ...], source: int, keys: Sequen
 
 def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collection[str]) -> dict[str, int]:
     number = {stage: k for k, group in enumerate(groups) for stage in group.stages}
-    of_scope: dict[str, int] = {}
-    found = {}
-    for node in program.nodes:
-        if node.name not in free and not does_nothing(node):
-            if node.scope not in of_scope:
-                of_scope[node.scope] = number[stage_of(node.scope)]
-            found[node.name] = of_scope[node.scope]
-    return found
+    mine = (n for n in program.nodes if n.name not in free and not does_nothing(n))
+    return {n.name: number[stage_of(n.scope)] for n in mine}
 
 
 def without_waits(program: Program) -> Program:

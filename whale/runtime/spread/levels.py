@@ -77,11 +77,10 @@ class Levels:
     def made(self) -> Plan:
         """The plans of all axes, each the ``inner`` one of that before."""
         found: Plan | None = None
-        mark = fingerprint(self._programs[()])
         for level in reversed(range(len(self.axes))):
             first = (0,) * level
             inner, own = found, self.plan(first)
-            found = replace(own, axis=self.axes[level].name, fingerprint=mark, batch_inputs=self._of_ranks(first))
+            found = replace(own, axis=self.axes[level].name, batch_inputs=self._of_ranks(first))
             if inner is not None:
                 found = replace(
                     found,
@@ -148,7 +147,7 @@ class Levels:
                 found = self.models[level]
                 found = replace(found, inner=None, batch_inputs=settings.batch.inputs or ())
             else:
-                found = make_plan(self.seen(self.program(at), level), settings)
+                found = make_plan(self.seen(self.program(at), level), settings, fingerprint(self._programs[()]))
                 self.models.append(found)
             self._plans[at] = found
         return self._plans[at]

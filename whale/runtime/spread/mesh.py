@@ -54,10 +54,8 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
 def over_one_axis(program: Program, settings: PlanSettings, axis: Axis) -> Plan:
     """The plan of a normalised program of which all ranks are on one axis."""
     seen = seen_along(program, axis.name)
-    plan = make_plan(seen, settings.but(split__known=known_along(settings.split.tiles, axis.name, alone=True)))
-    return replace(plan, axis=axis.name) if seen is program else replace(
-        plan, axis=axis.name, fingerprint=fingerprint(program)
-    )  # fmt: skip
+    known = known_along(settings.split.tiles, axis.name, alone=True)
+    return replace(make_plan(seen, settings.but(split__known=known), fingerprint(program)), axis=axis.name)
 
 
 def lower_mesh(

@@ -9,7 +9,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.lowering.emit import reshard_name
 from whale.lowering.micro import roll
-from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
+from whale.passes.in_time.micro_batches import EACH, prepared, time_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import axes_with_rows, chain, prefix_of
 from whale.runtime.spread.placing import ROWS_OF_GROUP
@@ -61,6 +61,8 @@ def in_micro_batches(program: Program, plan: Plan, rank: int, settings: PlanSett
     if not plan.batch_inputs:
         return program
     program = prepared(program)
-    time = time_plan(program, plan.micro_batches, rows, settings.batch.local_streams, settings.time.local_statistics)
-    each = {name for name, region in regions(program, time).items() if region == EACH}
+    time, regions = time_plan(
+        program, plan.micro_batches, rows, settings.batch.local_streams, settings.time.local_statistics
+    )
+    each = {name for name, region in regions.items() if region == EACH}
     return roll(program, time, each)

@@ -13,7 +13,7 @@ from whale.ir.schedule import credits, live_micro_batches, schedule
 from whale.lowering.ahead import ahead
 from whale.lowering.micro import Call, roll
 from whale.passes.facts.stages import stage_of, stages_of
-from whale.passes.in_time.micro_batches import EACH, prepared, regions, time_plan
+from whale.passes.in_time.micro_batches import EACH, prepared, time_plan
 from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_rank
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
@@ -51,8 +51,8 @@ class WholeInTime:
         self.mine, self.position, self.settings = plan.of(plan.stage_groups[number]), levels.position(at), settings
         self.numbers, self.agreed = {stage: i for i, stage in enumerate(stages_of(expanded))}, agreed
         whole = self._prepared(levels.with_own_rows(levels.program(at), expanded, at))
-        time = self._planned(whole, {})
-        each = {name for name, region in regions(whole, time).items() if region == EACH}
+        time, regions = self._planned(whole, {})
+        each = {name for name, region in regions.items() if region == EACH}
         strategies = time.strategies[""]
         self.rows: dict[Ref, Split] = {}
         for node in expanded.nodes:
@@ -78,7 +78,7 @@ class WholeInTime:
         for node in program.nodes:
             if node.op == "WhaleRecv" and node.attrs.get(ROWS):
                 received[node.name] = _as_split(node)
-        time = self._planned(program, received)
+        time, regions = self._planned(program, received)
         for node in program.nodes:
             if node.op == "WhaleSend" and node.attrs.get(ROWS):
                 wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]
@@ -90,7 +90,7 @@ class WholeInTime:
                         expected="the same",
                         action="set pipeline.num_micro_batch=1",
                     )
-        each = {name for name, region in regions(program, time).items() if region == EACH}
+        each = {name for name, region in regions.items() if region == EACH}
         groups = self.plan.stage_groups
         if len({len(group.stages) for group in groups}) > 1:
             raise PlanError(
@@ -116,7 +116,7 @@ class WholeInTime:
     def _prepared(self, program: Program) -> Program:
         return prepared(in_stages_of_readers(program, self.numbers, self.agreed))
 
-    def _planned(self, program: Program, received: dict[str, Split]) -> Plan:
+    def _planned(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
         rows = {**batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
         streams, statistics = self.settings.batch.local_streams, self.settings.time.local_statistics
         return time_plan(program, self.plan.micro_batches, rows, streams, statistics)
