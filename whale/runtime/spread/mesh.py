@@ -42,8 +42,7 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
     of_rows = _that_divide_rows(program, axes)
     settings = _in_each_micro_batch(program, settings, of_rows)
     if len(axes) == 1:
-        settings = _without_rows(program, settings, axes[0])
-        return over_one_axis(program, settings, axes[0])
+        return _over_one_axis(program, settings, axes[0])
     rows = _rows(program, settings, [a.size for a in of_rows])
     if settings.zero.level and has_split_scopes(program):
         scopes = Levels(program, settings.but(zero__level=0), axes, rows)
@@ -51,9 +50,10 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
     return Levels(program, settings, axes, rows).made()
 
 
-def over_one_axis(program: Program, settings: PlanSettings, axis: Axis) -> Plan:
+def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis) -> Plan:
     """The plan of a normalised program of which all ranks are on one axis."""
     seen = seen_along(program, axis.name)
+    settings = _without_rows(seen, settings)
     known = known_along(settings.split.tiles, axis.name, alone=True)
     return replace(make_plan(seen, settings.but(split__known=known), fingerprint(program)), axis=axis.name)
 
@@ -85,15 +85,18 @@ def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     return axes[:count]
 
 
-def _without_rows(program: Program, settings: PlanSettings, axis: Axis) -> PlanSettings:
+def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
     """Settings by which the only axis divides no rows, where every input is read as a sequence that it divides.
 
     A batch of long sequences may have one row only. Micro-batches are cut from rows, and unequal shares are of rows.
+
+    Args:
+      seen: the program as that axis sees it.
     """
     batch = settings.batch
     if settings.time.micro_batches > 1 or batch.inputs is not None or batch.local or batch.shares or batch.marked:
         return settings
-    arrives = {n.scope for n in seen_along(program, axis.name).nodes if any(r.node in program.inputs for r in n.inputs)}
+    arrives = {n.scope for n in seen.nodes if any(r.node in seen.inputs for r in n.inputs)}
     whole = arrives and all(context_of(path) is not None for path in arrives)
     return settings.but(batch__inputs=()) if whole else settings
 
