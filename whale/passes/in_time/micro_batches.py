@@ -137,12 +137,11 @@ def time_plan(
                 in_time=True,
             )
             corrected = _moved_once(program, plan)
+            level = {} if corrected else _levels(program, plan)
+            corrected = corrected or _corrections(program, plan, level)
             if not corrected:
-                level = _levels(program, plan)
-                corrected = _corrections(program, plan, level)
-                if not corrected:
-                    check(program, plan)
-                    return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
+                check(program, plan)
+                return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
 
 
