@@ -184,7 +184,20 @@ def page(rows: dict[Names, Outcome]) -> str:
     if triples:
         equal, refused = triples.count("equal"), triples.count("refused")
         lines.append(f"Of {len(triples)} triples {equal} are equal and {refused} refused.")
+        lines += [f"* {' + '.join(names)}: {what.splitlines()[0]}" for names, what in _refused_of_equal_pairs(rows)]
+    if not any("horovod" in names for names in rows):
+        lines += ["", "Horovod was not installed where this was written (`python -m whale_ops.build_horovod`)."]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _refused_of_equal_pairs(rows: dict[Names, Outcome]) -> list[tuple[Names, str]]:
+    """The triples that are refused though none of their pairs is."""
+    refused = {names: what for names, (kind, what) in rows.items() if kind == "refused"}
+    return [
+        (names, what)
+        for names, what in refused.items()
+        if len(names) == 3 and refused.keys().isdisjoint(itertools.combinations(names, 2))
+    ]
 
 
 def _unknown(name: str, other: str) -> str:
