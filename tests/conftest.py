@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,14 @@ import pytest
 
 # No test runs under a plan that another one, or the user, has kept; those of the keeping name a folder of their own.
 os.environ["WHALE_PLAN_CACHE"] = ""
+
+
+@pytest.fixture(autouse=True)
+def level_of_lines() -> Iterator[None]:
+    """What one test wants to hear (`-v` of a command that it calls) is not said in the others."""
+    level = logging.getLogger("whale").level
+    yield
+    logging.getLogger("whale").setLevel(level)
 
 
 @pytest.fixture(autouse=True)
