@@ -130,8 +130,7 @@ def overlapping_in_micro_batches(s: Any, w: Any, x: tf.Tensor, y: tf.Tensor) -> 
                 h = layer(h, w[1])
             h = layer(h, w[2])
         with s.split(devices=[0, 1]):
-            h = h @ w[3]
-        return mean_of(h, y)
+            return mean_of(h @ w[3], y)
 
 
 def statistics_before_stages(s: Any, w: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

@@ -123,8 +123,8 @@ def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> 
         peaks.append(predict_plan(planned, LAB).peak_bytes)
     assert held[0] >= {B} and held[1] == {split(1, (64, 64))}
     assert kinds[0].keys() == {("Partial", "Broadcast")}
-    # Rows of the embedding travel by their ids. All but the last layer are computed again: the attention's sum, and what
-    # two products read.
+    # The embedding's rows travel by their ids. All but the last layer are computed again: the attention's sum, and
+    # what two products read.
     sums, again = 4 * layers + 1, layers - 1 if kind == "full" else 0
     assert kinds[1] == {("Partial", "Split"): sums + again, ("Split", "Broadcast"): sums + 2 * again}
     assert len(planned.plan.routed) == 2 and peaks[1] < peaks[0]

@@ -190,13 +190,15 @@ class NodeChoice:
         return list(found)
 
     def _cut_as(self, origins: Iterable[Split], dim: int, size: int) -> Split:
-        """A dimension cut as one that it is made from; several times the batch's rows in their runs; else evenly."""
-        if same := next((s for s in origins if s.extent == size), None):
-            return split(dim, same.sizes, same.blocks)
+        """A dimension cut as it was where it comes from; as the batch's rows in their runs, or several times these; as
+        another one of its size; else evenly."""
+        alike = sorted((s for s in origins if s.extent == size), key=lambda s: s.dim != dim)
+        if alike and alike[0].dim == dim:
+            return split(dim, alike[0].sizes, alike[0].blocks)
         for s in self.state.axis.rows.values():
             if s.blocks > 1 and s.dim == dim and s.extent and size % s.extent == 0:
                 return split(dim, tuple(n * size // s.extent for n in s.sizes), s.blocks)
-        return split(dim, even_sizes(size, self.state.parts))
+        return split(dim, alike[0].sizes, alike[0].blocks) if alike else split(dim, even_sizes(size, self.state.parts))
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
         """Lists passed on, zeroed or added element by element: one placement for operands and result."""
