@@ -18,11 +18,10 @@ pytestmark = pytest.mark.core
 _STEPS = 2
 _ALSO_RAW = {"mlp", "gpt", "lstm", "masked_bilstm", "tf1_mlp", "tf1_dynamic_rnn"}  # without passes, too
 _BY_XLA = {"grouped"}  # what was compiled as one function is compiled op by op: equal but for rounding (tests/oracle)
-_LARGE = {"mobilenet"}  # a third of a minute, and no kind of operation that the others lack (tests/oracle)
 _HERE = [
     pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.heavy else [])
     for case in CASES
-    if flavour() in case.flavours and case.name not in (*_BY_XLA, *_LARGE)
+    if flavour() in case.flavours and case.name not in _BY_XLA
 ]
 
 

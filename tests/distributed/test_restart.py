@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 
 import numpy as np
 import pytest
 
-from tests.launcher.helpers import ROOT, Launcher
+from tests.launcher.helpers import PATIENCE_S, ROOT, Launcher, wait_for_line
 
 STEPS, SAVE_EVERY = 10, 3
 SCRIPT = """
@@ -70,3 +71,17 @@ def test_a_run_that_is_killed_or_told_to_end_ends_with_the_weights_of_an_undistu
         for a, b in zip(expected, weights(launcher, name), strict=True):
             assert a.dtype == np.float64
             np.testing.assert_array_equal(a, b, err_msg=f"{name}, rank and step of the fault: {fatal}")
+
+
+def test_a_lone_rank_has_the_time_to_save_too(launcher: Launcher) -> None:
+    """Longer than the three seconds that ranks have which do not save."""
+    script = launcher.script(
+        "import time, whale as wh\nwh.init({'fault.notice_s': 20.0})\nprint('up', flush=True)\n"
+        "while not wh.preempted(): time.sleep(0.05)\ntime.sleep(3.5)\nprint('saved', flush=True)"
+    )
+    with launcher.start("-np", "1", script) as process:
+        wait_for_line(process, "up")
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and "saved" in output, errors
+    assert errors.splitlines()[-1] == "whale run: stopped by SIGTERM; every rank has ended by itself with code 0"

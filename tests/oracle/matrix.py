@@ -119,8 +119,8 @@ def runs_under_split(cases: Iterable[Case], flavour: str) -> list[Run]:
     ]
 
 
-# With which factors a case is paired: its traces cost seconds each. How rows are divided is paired with all others.
-_PAIRED = ("dtype", "optimizer")
+# With which factors a case is paired; a heavy case's traces cost seconds each.
+_PAIRED = {False: ("dtype", "optimizer", "ranks", "kind"), True: ("dtype", "optimizer")}
 
 
 def _pairs(run: Run) -> set[tuple[object, ...]]:
@@ -129,14 +129,17 @@ def _pairs(run: Run) -> set[tuple[object, ...]]:
     found: set[tuple[object, ...]] = {(a, factors[a], b, factors[b]) for a, b in itertools.combinations(others, 2)}
     # One rank has nothing to spread: it is paired with everything but each single case.
     if run.spread.ranks > 1:
-        found |= {("case", run.name, other, factors[other]) for other in _PAIRED}
+        found |= {("case", run.name, other, factors[other]) for other in _PAIRED[run.case.heavy]}
     return found
 
 
-def pairwise(runs: Sequence[Run], seed: int) -> list[Run]:
-    """A small sample in which each pair of factor values that occurs in `runs` occurs (greedy, in random order)."""
+def pairwise(runs: Sequence[Run], seed: int, beside: Sequence[Run] = ()) -> list[Run]:
+    """A small sample in which each pair of factor values that occurs in `runs` occurs (greedy, in random order).
+
+    Pairs of the runs ``beside``, which are made in any case, are not looked for once more.
+    """
     generator = random.Random(seed)
-    left = set().union(*(_pairs(run) for run in runs))
+    left = set().union(*(_pairs(run) for run in runs)) - set().union(*(_pairs(run) for run in beside))
     chosen: list[Run] = []
     by_case: dict[str, list[Run]] = {}
     for run in runs:

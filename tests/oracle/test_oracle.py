@@ -1,4 +1,4 @@
-"""A seeded sample of the oracle's matrix: each case meets each dtype and optimizer, and these each kind of share."""
+"""A seeded sample of the oracle's matrix: each pair of case, dtype, optimizer, ranks and kind of share meets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ CORE_SPREADS = (Spread(2, (5, 3)), Spread(3))
 def sample() -> Sequence[object]:
     native, *others = flavours()
     runs = all_runs(CASES, native, gradients=(True, False), scopes=("", "replica", "+zero1"))
-    # The largest case on four ranks takes as long as a dozen other runs.
-    runs = pairwise([run for run in runs if run.name != "mobilenet" or run.spread.ranks < 3], SEED)
     cases = [case_named(name) for name in DIFFERENT]
     core = [
         run
@@ -31,6 +29,8 @@ def sample() -> Sequence[object]:
         for run in all_runs([case], native, (CORE_SPREADS[index % 2],))
         if run.dtype == "float64" or run.optimizer == "adam"
     ]
+    # The largest case on four ranks takes as long as a dozen other runs.
+    runs = pairwise([run for run in runs if run.name != "mobilenet" or run.spread.ranks < 3], SEED, beside=core)
     for flavour in others:
         runs += [run for run in all_runs(cases, flavour, (Spread(2, (5, 3)),)) if run.dtype == "float64"]
     marked = [pytest.param(run, id=str(run), marks=pytest.mark.core) for run in core]

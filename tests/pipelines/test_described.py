@@ -56,13 +56,14 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fixed", "stages", "mesh"),
     [
+        (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
         (["stages=2", "chunks=2", "data=2", "tensor=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
         (["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}),
         (["stages=1", "tensor=4", "data=2", "micro_batches=1", "zero=0"], 0, {"data": 2, "tensor": 4}),
         (["stages=1", "tensor=1", "data=8", "micro_batches=2", "zero=3"], 0, {}),
         (["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"], 2, {}),
     ],
-    ids=["interleaved", "stages", "data-tensor", "zero-3", "recompute"],
+    ids=["stages-data-tensor", "interleaved", "stages", "data-tensor", "zero-3", "recompute"],
 )
 def test_a_described_plan_runs_as_one_device(
     fixed: list[str], stages: int, mesh: dict[str, int], one_device: dict[str, np.ndarray], tmp_path: Path

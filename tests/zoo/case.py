@@ -108,7 +108,7 @@ class Case:
         steps: how many steps a run takes.
         least_split_fraction: share of the FLOPs in products that a plan with several ranks must divide; less than the
             usual 0.9 only where the case says why.
-        heavy: takes several seconds to trace.
+        heavy: takes several seconds to trace; a sample of the matrix takes few of its runs.
     """
 
     name: str

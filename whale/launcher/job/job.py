@@ -283,11 +283,10 @@ class Job:
             self.say(self._trace.summary())
         if self._progress is not None and (summary := self._progress.summary()):
             self.say(summary)
-        noticed = self._ending.notice_s and not self._ending.failures
-        if noticed and all(link.code == 0 for link in self._links.values()):
-            self.say("stopped by SIGTERM; every rank has ended by itself with code 0")
-            return 0
         if self._ending.stopped_by is not None and not (self._ending.notice_s and self._ending.failures):
+            if self._ending.notice_s and all(link.code == 0 for link in self._links.values()):
+                self.say("stopped by SIGTERM; every rank has ended by itself with code 0")
+                return 0
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by
         ends = [self._links[rank].end for rank in sorted(self._links)]

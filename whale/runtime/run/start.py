@@ -235,7 +235,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         size, ranks = comms[0].size, (comms[0].rank,)
     else:
         size, ranks, comms = 1, (0,), ()
-        if PROGRESS_VARIABLE in os.environ:
+        if PROGRESS_VARIABLE in os.environ or config["fault.notice_s"]:  # what `whale run` hears of a lone rank
             watch = Watch(config, trace)
             watch.look_after(None)
     process.context = Context(
