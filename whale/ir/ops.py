@@ -18,10 +18,10 @@ def _each(prefix: str, stems: str) -> frozenset[str]:
 
 # -- between ranks
 
-HOROVOD_ALL_REDUCE = "HorovodGroupedAllreduce"
+ALL_REDUCE, HOROVOD_ALL_REDUCE = "WhaleAllReduce", "HorovodGroupedAllreduce"
 # Each rank's tensors are summed (or reduced otherwise), and all ranks have the result: through the host, from device to
 # device, by Horovod.
-ALL_REDUCES = _named("WhaleAllReduce WhaleDeviceAllReduce") | {HOROVOD_ALL_REDUCE}
+ALL_REDUCES = _named("WhaleDeviceAllReduce") | {ALL_REDUCE, HOROVOD_ALL_REDUCE}
 # Tensors are reduced over ranks, wherever the result lies.
 RANK_REDUCTIONS = ALL_REDUCES | {"WhaleReduceScatter"}
 # Rows of tables go between those who have them and those who asked for them; how many, only the run knows.

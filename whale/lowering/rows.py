@@ -188,10 +188,8 @@ class RowExchanges:
         flat = e.reshape(f"{name}_columns", ids, dtype, static_shape(columns))
         by = e.const(f"{name}_strides", np.array(strides, numpy_dtype(dtype)))
         flat = e.add(f"{name}_in_rows", "Mul", (flat, by), kind, (columns,))
-        kinds, last = (
-            {**kind, "Tidx": DType("int32"), "keep_dims": False},
-            e.const(f"{name}_last", np.array([1], np.int32)),
-        )
+        last = e.const(f"{name}_last", np.array([1], np.int32))
+        kinds = {**kind, "Tidx": DType("int32"), "keep_dims": False}
         return e.add(name, "Sum", (flat, last), kinds, (TensorType(dtype, (count,)),))
 
     def _of(self, word: str, op: str, node: Node, dtype: str) -> _Together:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from whale.ir.ops import ALL_REDUCE
 from whale.ir.program import Node, Program, Ref, rewired
 from whale.passes.facts.uses import taken_by_updates
-
-_ALL_REDUCE = "WhaleAllReduce"
 
 
 def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
@@ -33,7 +32,7 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
     """The sums over ``ranks`` that are to become one each."""
-    over = [n for n in program.nodes if n.op == _ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
+    over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
     joining = {n.name for n in over if _may_join(program, n, group_bytes)}
     if len(joining) < 2:
         return []

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from whale.ir.layout import B, Partial
 from whale.ir.mesh import AXIS
+from whale.ir.ops import ALL_REDUCE
 from whale.ir.plan import STAGE_OUTPUT, Plan, Reshard
 from whale.ir.program import Node, Program, Ref, rewired
-
-_ALL_REDUCE = "WhaleAllReduce"
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
@@ -69,7 +68,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
     over: dict[str, Node] = {}
     left: dict[str, list[int]] = {}  # of a sum along the axis: which of its operands it keeps
     for node in program.nodes:
-        if node.op != _ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
+        if node.op != ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
             continue
         for i, operand in enumerate(node.inputs[1:]):
             made = Ref(node.name, i)
@@ -125,4 +124,4 @@ def axes_of_sum(node: Node) -> tuple[str, ...]:
 
 
 def _is_one_sum(node: Node) -> bool:
-    return node.op == _ALL_REDUCE and AXIS in node.attrs and len(node.outputs) == 1
+    return node.op == ALL_REDUCE and AXIS in node.attrs and len(node.outputs) == 1

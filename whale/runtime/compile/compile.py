@@ -11,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 
 from whale.ir.mesh import Tiles
-from whale.ir.ops import ALL_REDUCES
+from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
@@ -146,7 +146,7 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
     if backend == "whale" or context.rank != 0 or not (plan.stage_groups or plan.inner is not None):
         return
     sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
-    given = sum(op != "WhaleAllReduce" for op in sums)
+    given = sum(op != ALL_REDUCE for op in sums)
     log.info(
         f'communication.backend="{backend}" carries out the sums over all ranks: {given} of {len(sums)} of '
         f"`{plan.program}`; Whale those over some ranks"

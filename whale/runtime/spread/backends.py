@@ -13,14 +13,13 @@ from dataclasses import replace
 from zlib import crc32
 
 from whale.ir.layout import B, Partial
+from whale.ir.ops import ALL_REDUCE
 from whale.ir.plan import DEVICE, Reshard
 from whale.ir.program import Node, Program, Ref, rewired
 from whale.lowering.emit import Emitter
 from whale.passes.exchange.device_sums import DEVICE_DTYPES
 from whale.passes.exchange.horovod import HOROVOD_DTYPES
 from whale.passes.facts.uses import taken_by_updates
-
-_ALL_REDUCE = "WhaleAllReduce"
 
 
 def give_to_backend(program: Program, backend: str, rank: int, size: int, comm: str) -> Program:
@@ -50,7 +49,7 @@ def give_to_backend(program: Program, backend: str, rank: int, size: int, comm: 
 
 
 def _can_go(program: Program, node: Node, backend: str, size: int) -> bool:
-    if node.op != _ALL_REDUCE or node.attrs["reduction"] != "sum" or len(node.attrs["ranks"]) not in (0, size):
+    if node.op != ALL_REDUCE or node.attrs["reduction"] != "sum" or len(node.attrs["ranks"]) not in (0, size):
         return False
     dtypes = HOROVOD_DTYPES if backend == "horovod" else DEVICE_DTYPES
     if any(t.dtype not in dtypes for t in node.outputs):
