@@ -224,6 +224,12 @@ KEYS: tuple[Key, ...] = (
         minimum=1,
     ),
     Key(
+        "fuse.updates",
+        "bool",
+        True,
+        "on CPUs, optimizers' arithmetic on many variables becomes a few large operations, with the same results",
+    ),
+    Key(
         "gradient_checkpoint.type",
         "str",
         "",

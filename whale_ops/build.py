@@ -37,6 +37,7 @@ CORE_NAME = "libwhale_core.so"
 LOOPBACK_NAME = "libwhale_loopback.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
+_FLAGS += ["-ffp-contract=off", "-fno-math-errno"]  # each operation rounds by itself; square roots are vectorised
 _PREFIX_MAP = "-ffile-prefix-map={}/="
 OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = "2.15", "2.21"
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
@@ -224,10 +225,7 @@ def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:

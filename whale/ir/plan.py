@@ -126,6 +126,7 @@ class Plan:
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group that has it whole.
       inner_bytes: what moves along the inner axes, in all groups together.
       memory: category -> predicted bytes of each rank at the fullest moment of a step; empty where nobody asked.
+      updates: operations by which the first rank writes variables together, and how many variables; where asked.
       stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
       others: plans number 1, 2, ... for stage groups with other numbers of ranks, or other rows; this one is number 0.
       edges: what travels between stage groups; schedule: name of the order of micro-batches on them, "" with only one.
@@ -167,6 +168,7 @@ class Plan:
     predicted: Predicted | None = None
     axis: str = ""
     routed: Mapping[str, int] = field(default_factory=dict)
+    updates: tuple[int, int] = (0, 0)
 
     @property
     def ranks(self) -> int:
@@ -264,6 +266,7 @@ class Plan:
                 edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
                 micro_batches=self.micro_batches,
                 offloaded=list(self.offloaded),
+                updates=self.updates,
                 routed=dict(self.routed),
                 unruled=dict(self.unruled),
                 exceptions=list(self.exceptions),
@@ -310,6 +313,7 @@ class _File(msgspec.Struct):
     schedule: str = ""
     micro_batches: int = 1
     offloaded: list[str] = []
+    updates: tuple[int, int] = (0, 0)
     backends: dict[str, str] = {}  # of the reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
     script: list[str] = []
@@ -337,6 +341,10 @@ def _plan(f: _File) -> Plan:
         Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w, once)
         for i, o, w, once in f.strategy_table
     ]
+
+    def sent(key: str) -> tuple[str, str]:
+        return f.backends.get(key, "whale"), f.wire_dtypes.get(key, "")
+
     return Plan(
         program=f.program,
         fingerprint=f.fingerprint,
@@ -348,19 +356,8 @@ def _plan(f: _File) -> Plan:
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
         returned={g: tuple(map(parse_placement, placements)) for g, placements in f.returned.items()},
         reshards=tuple(
-            Reshard(
-                graph=graph,
-                ref=Ref(node, index),
-                source=parse_placement(source),
-                target=parse_placement(target),
-                key=key,
-                bytes=moved,
-                group=group,
-                origin=origin,
-                backend=f.backends.get(key, "whale"),
-                wire_dtype=f.wire_dtypes.get(key, ""),
-            )
-            for graph, node, index, source, target, key, moved, group, origin in f.reshards
+            Reshard(graph, Ref(node, i), parse_placement(s), parse_placement(t), key, moved, group, origin, *sent(key))
+            for graph, node, i, s, t, key, moved, group, origin in f.reshards
         ),
         variables={name: parse_placement(p) for name, p in f.variables.items()},
         routed=f.routed,
@@ -375,6 +372,7 @@ def _plan(f: _File) -> Plan:
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,
         offloaded=tuple(f.offloaded),
+        updates=f.updates,
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

@@ -85,6 +85,9 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out.append(f"Split variables  {', '.join(f'{n} along {way}' for way, n in sorted(ways.items()))}")
     if plan.offloaded:
         out.append(f"In the host's memory  {len(plan.offloaded)} variables")
+    if plan.updates[0]:
+        count, written = plan.updates
+        out.append(f"Updates  {written} variables written by {count} operation{'s' * (count > 1)}, on the first rank")
     moving = [r for r in plan.reshards if r.bytes]
     along = f", of which {human_bytes(moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
     backends = Counter(r.backend for r in moving)

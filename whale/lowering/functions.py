@@ -10,6 +10,7 @@ from typing import Any
 from tensorflow.core.framework import function_pb2
 
 from whale.capture.encode import attr_types, to_function_def, to_graph_def
+from whale.ir.ops import READS
 from whale.ir.program import Node, Program
 from whale.ir.values import Func
 from whale.lowering.micro import CALL
@@ -79,7 +80,17 @@ def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
 
 def function_definitions(program: Program) -> list[Any]:
     """FunctionDefs of the bodies."""
-    return [to_function_def(_calls_by_name(body), name) for name, body in program.functions.items()]
+    return [to_function_def(_calls_by_name(_reads_awaited(body)), name) for name, body in program.functions.items()]
+
+
+def _reads_awaited(body: Program) -> Program:
+    """``body`` of which its caller's successors await the reads too.
+
+    TensorFlow puts the bodies of branches in their callers' place. What waits for a branch waits for its effects then,
+    and would write a variable before the branch has read it.
+    """
+    reads = (node.name for node in body.nodes if node.op in READS)
+    return replace(body, effects=tuple(dict.fromkeys((*body.effects, *reads))))
 
 
 def _calls_by_name(graph: Program) -> Program:

@@ -138,6 +138,7 @@ class PlanSettings:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
+      fuse_updates: each rank updates many variables by one operation (see ``whale.lowering.updates``).
       mesh: axes that the user has given sizes, outermost first; (): none.
     """
 
@@ -151,6 +152,7 @@ class PlanSettings:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     dump: str = ""
+    fuse_updates: bool = False
     mesh: tuple[Axis, ...] = ()
 
     def but(self, **changes: Any) -> PlanSettings:

@@ -17,6 +17,8 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.lowering.compiled import compile_marked
+from whale.lowering.updates.fuse import fuse_updates
+from whale.passes.dump import dump
 from whale.passes.facts.scopes import all_paths
 from whale.passes.judge.undivided import undivided
 from whale.passes.lay_out import expand
@@ -116,6 +118,10 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     clock.lap("localise")
+    if settings.fuse_updates:
+        ranks = tuple(map(fuse_updates, ranks))
+        dump(settings.dump, "fuse_updates", ranks[0])
+        clock.lap("fuse")
     if context.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)
         refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit))

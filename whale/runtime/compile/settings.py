@@ -14,6 +14,7 @@ from whale.passes.settings import (
     TimeSettings,
     ZeroSettings,
 )
+from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.run.context import Context
 
 
@@ -61,5 +62,7 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         dump=config["dump"] if context.rank == 0 else "",
+        # The operation has a kernel for processors.
+        fuse_updates=config["fuse.updates"] and not has_compute_device(),
         mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )

@@ -18,6 +18,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.lowering.ring import without_examples
+from whale.lowering.updates.fuse import fuse_updates, written_together
 from whale.passes.exchange.fuse_sums import fuse_sums
 from whale.passes.facts.rank_groups import refuse_rank_groups
 from whale.passes.facts.stages import stage_groups_of
@@ -119,12 +120,16 @@ def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]
 
 
 def with_memory(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
-    """``plan`` of a normalised program with the bytes that its ranks will hold; of many ranks, the first ones."""
+    """``plan`` of a normalised program with the bytes that its ranks will hold; of many ranks, the first ones.
+
+    And with how many of the first rank's writes of variables are done together.
+    """
     ranks = _shown(settings)
     with no_garbage_collection():
         lowered = lower_ranks(program, plan, settings, ranks)
         each = [step_bytes(one, rank, settings.size) for rank, one in zip(ranks, lowered)]
-    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES})
+        updates = written_together(fuse_updates(lowered[0])) if settings.fuse_updates else (0, 0)
+    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES}, updates=updates)
 
 
 def _shown(settings: PlanSettings) -> range:

@@ -1,0 +1,125 @@
+"""Step time with the optimizer's arithmetic in a few operations (`fuse.updates`) beside as many as the program has.
+
+    python -m benchmarks.fused_updates [--rounds 15] [--steps 4] [--ranks 1] [--optimizer Adam] [--models gpt,deep]
+
+Two processes hold a copy of the model each and step in turn, so that what else the machine does meets both. Prints the
+medians of seconds by the clock and of processor seconds of a step, and the ratios fused / not fused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+BATCHES = {"gpt": 2, "deep": 16, "resnet50": 4}
+
+
+def deep() -> Any:
+    """Many small variables: an optimizer's work is the calls of operations."""
+    import tensorflow as tf
+
+    layers = tf.keras.layers
+    hidden = inputs = layers.Input((64,))
+    for _ in range(60):
+        hidden = layers.Dense(64, activation="relu")(layers.LayerNormalization()(hidden))
+    return tf.keras.Model(inputs, layers.Dense(10)(hidden))
+
+
+def make_step(name: str, optimizer_name: str) -> Any:
+    """A training step of one of the models, already compiled; returns its loss."""
+    import numpy as np
+    import tensorflow as tf
+
+    import whale as wh
+    from benchmarks.step_time.models import LENGTH, WORDS, gpt, resnet50
+
+    tf.keras.utils.set_random_seed(1)
+    model = {"gpt": gpt, "deep": deep, "resnet50": resnet50}[name]()
+    optimizer = getattr(tf.keras.optimizers, optimizer_name)(1e-4)
+    optimizer.build(model.trainable_variables)
+    generator, batch = np.random.default_rng(0), BATCHES[name]
+    if name == "gpt":
+        tokens = generator.integers(0, WORDS, size=(batch, LENGTH + 1)).astype(np.int32)
+        x, y = tokens[:, :-1], tokens[:, 1:]
+    else:
+        x = generator.normal(size=(batch, *model.input_shape[1:])).astype(np.float32)
+        y = generator.integers(0, 10, size=batch).astype(np.int32)
+
+    @wh.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    inputs = tf.constant(x), tf.constant(y)
+    return lambda: float(step(*inputs))
+
+
+def serve(pipe: Any, name: str, optimizer: str, ranks: int, fused: bool) -> None:
+    """Compiles a step, then takes as many steps as it is told, and answers with the seconds they took."""
+    import whale as wh
+
+    wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, "fuse.updates": fused})
+    step = make_step(name, optimizer)
+    step()
+    pipe.send(None)
+    while count := pipe.recv():
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            loss = step()
+        pipe.send(((time.perf_counter() - start_s) / count, (time.process_time() - start_cpu_s) / count, loss))
+    wh.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
+    parser.add_argument("--steps", type=int, default=4, help="steps of one measurement")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks in one process")
+    parser.add_argument("--optimizer", default="Adam", help="name of a Keras optimizer")
+    parser.add_argument("--models", default="gpt,deep,resnet50", help=f"some of {', '.join(BATCHES)}")
+    options = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    for name in options.models.split(","):
+        pipes = {}
+        for fused in (True, False):
+            pipes[fused], theirs = spawn.Pipe()
+            spawn.Process(
+                target=serve, args=(theirs, name, options.optimizer, options.ranks, fused), daemon=True
+            ).start()
+        for pipe in pipes.values():
+            pipe.recv()
+        figures: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+        for index in range(options.rounds + 1):
+            for fused, pipe in pipes.items():
+                pipe.send(options.steps)
+                figure = pipe.recv()
+                if index > 0:
+                    figures[fused].append(figure)
+        for pipe in pipes.values():
+            pipe.send(0)
+        report(name, figures)
+
+
+def report(name: str, figures: dict[bool, list[tuple[float, float, float]]]) -> None:
+    """One line: medians, ratios, and whether both copies had the same losses."""
+    shown = []
+    for what, place in (("by the clock", 0), ("of processors", 1)):
+        fused, plain = (statistics.median(row[place] for row in figures[key]) for key in (True, False))
+        ratio = statistics.median(a[place] / b[place] for a, b in zip(figures[True], figures[False]))
+        shown.append(f"{1e3 * fused:.2f} / {1e3 * plain:.2f} ms {what}, ratio {ratio:.3f}")
+    apart = max(abs(a[2] - b[2]) for a, b in zip(figures[True], figures[False]))
+    print(f"{name:9s} fused / not fused: {'; '.join(shown)}; losses differ by {apart:.1e} at most", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What a unit computes of each element, as the text of an update (whale_ops/core/update/program.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from whale.ir.ops import ADDS, IDENTITIES
+from whale.ir.program import Node, Program, Ref
+from whale.lowering.updates.accesses import Accesses
+from whale.lowering.updates.units import BINARY, UNARY, UNARY_OF_DOUBLES, Unit, is_scalar
+
+_MOST_OF_A_KIND = 64  # operands that the text of an update can name
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """A unit as an update.
+
+    Attributes:
+      lines: its program; units with equal ones can be one operation.
+      handles: of the variables that it writes, in the program's numbering; so are ``tensors`` and ``scalars``.
+      results: its values that other nodes read.
+      replaced: names of the nodes that it stands for. Reads of variables that others need stay.
+    """
+
+    lines: tuple[str, ...]
+    handles: tuple[str, ...]
+    tensors: tuple[Ref, ...]
+    scalars: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    replaced: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value in a unit: the ``number``-th result of its instructions ("="), or an operand of kind v, s or o."""
+
+    kind: str
+    number: int
+
+
+@dataclass
+class _Code:
+    """Instructions on values, before these have places: (operation, operands); the result is its number's."""
+
+    steps: list[tuple[str, tuple[_Value, ...]]] = field(default_factory=list)
+
+    def add(self, op: str, *operands: _Value) -> _Value:
+        self.steps.append((op, operands))
+        return _Value("=", len(self.steps) - 1)
+
+
+def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
+    """``unit`` as an update; None where it needs too many operands, or assigns one variable's old value to another."""
+    reading = _Reading(program, unit, found)
+    for node in unit.nodes:
+        reading.take(node)
+    final = {h: reading.values[h, version] for h, (_, version) in reading.written.items()}
+    kept = reading.kept()
+    if kept is None or any(value.kind == "o" and value.number != i for i, value in enumerate(final.values())):
+        return None
+    members = {n.name for n in unit.nodes} - kept
+    outputs = {ref.node for ref in program.outputs}
+    results = [
+        ref
+        for ref in reading.computed
+        if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
+    ]
+    lines = _placed(reading.code, list(final.values()), [reading.computed[ref] for ref in results])
+    counts = (final, reading.tensors, reading.scalars, results)
+    if lines is None or any(len(c) > _MOST_OF_A_KIND for c in counts):
+        return None
+    return Arithmetic(
+        tuple(lines), tuple(final), tuple(reading.tensors), tuple(reading.scalars), tuple(results), frozenset(members)
+    )
+
+
+class _Reading:
+    """A unit's nodes one by one, as instructions."""
+
+    def __init__(self, program: Program, unit: Unit, found: Accesses):
+        self.program, self.unit, self.found = program, unit, found
+        self.names = {n.name for n in unit.nodes}
+        self.code = _Code()
+        self.tensors: dict[Ref, _Value] = {}
+        self.scalars: dict[Ref, _Value] = {}
+        self.computed: dict[Ref, _Value] = {}
+        self.external: set[str] = set()  # its own reads that it takes as tensors
+        # Handle -> the versions of the variable before its first and after its last write here.
+        self.written: dict[str, tuple[int, int]] = {}
+        self.values: dict[tuple[str, int], _Value] = {}
+        for node in unit.nodes:
+            handle = found.handle.get(node.name)
+            if handle is None or node.op == "ReadVariableOp":
+                continue
+            version = found.version[node.name]
+            first, _ = self.written.setdefault(handle, (version - 1, version))
+            self.written[handle] = first, version
+            self.values.setdefault((handle, version - 1), _Value("o", list(self.written).index(handle)))
+
+    def take(self, node: Node) -> None:
+        if node.op == "ReadVariableOp":
+            return
+        handle = self.found.handle.get(node.name)
+        if handle is None:
+            self.computed[Ref(node.name)] = self._computed(node, [self._operand(ref) for ref in node.inputs])
+            return
+        value = self._operand(node.inputs[1])
+        version = self.found.version[node.name]
+        if node.op in ADDS:
+            op = "Add" if node.op == "AssignAddVariableOp" else "Sub"
+            value = self.code.add(op, self.values[handle, version - 1], value)
+        self.values[handle, version] = value
+
+    def _computed(self, node: Node, operands: list[_Value]) -> _Value:
+        if node.op in IDENTITIES:
+            return operands[0]
+        if node.op == "AddN":
+            total = operands[0]
+            for one in operands[1:]:
+                total = self.code.add("Add", total, one)
+            return total
+        op = BINARY.get(node.op) or UNARY.get(node.op) or UNARY_OF_DOUBLES[node.op]
+        return self.code.add(op, *operands)
+
+    def _operand(self, ref: Ref) -> _Value:
+        if ref in self.computed:
+            return self.computed[ref]
+        inside = self._inside(ref)
+        if inside is not None:
+            return inside
+        table, kind = self.tensors, "v"
+        if is_scalar(self.program.type_of(ref), self.unit.type):
+            table, kind = self.scalars, "s"
+        if ref.node in self.names:
+            self.external.add(ref.node)
+        return table.setdefault(ref, _Value(kind, len(table)))
+
+    def _inside(self, ref: Ref) -> _Value | None:
+        """The value that a read of a variable sees which this unit writes."""
+        if self.program.by_name[ref.node].op != "ReadVariableOp":
+            return None
+        handle = self.found.handle.get(ref.node, "")
+        return self.values.get((handle, self.found.version.get(ref.node, -1)))
+
+    def kept(self) -> set[str] | None:
+        """Reads among the unit's nodes that stay nodes; None: one of them sees a value that nobody outside can see."""
+        kept: set[str] = set()
+        for node in self.unit.nodes:
+            if node.op != "ReadVariableOp":
+                continue
+            elsewhere = any(c.name not in self.names for c, _ in self.program.consumers.get(Ref(node.name), ()))
+            if node.name not in self.external and not elsewhere:
+                continue
+            handle = self.found.handle[node.name]
+            if handle in self.written and self.found.version[node.name] not in self.written[handle]:
+                return None
+            kept.add(node.name)
+        return kept
+
+
+def _placed(code: _Code, final: list[_Value], results: list[_Value]) -> list[str] | None:
+    """The instructions with places for their results; None where there are too many temporary ones."""
+    last: dict[_Value, int] = {}
+    for i, (_, operands) in enumerate(code.steps):
+        last.update(dict.fromkeys(operands, i))
+    last.update({value: len(code.steps) for value in results})  # they are copied at the end, if not computed in place
+    places: dict[_Value, str] = {}
+    copies: list[str] = []
+    # A result can be read again where it lies; a variable can be written once nobody reads what it was.
+    for i, value in enumerate(results):
+        if value.kind == "=" and value not in places:
+            places[value] = f"y{i}"
+    for i, value in enumerate(final):
+        free = value.kind == "=" and value not in places and last.get(_Value("o", i), -1) <= value.number
+        if free:
+            places[value] = f"n{i}"
+    ends = {value for value in (*final, *results) if value not in places}
+    lines: list[str] = []
+    unused: list[int] = []
+    count = 0
+    for i, (op, operands) in enumerate(code.steps):
+        read = [_text(o, places) for o in operands]
+        for one in dict.fromkeys(operands):
+            if last[one] == i and one not in ends and places.get(one, "").startswith("t"):
+                unused.append(int(places[one][1:]))
+        value = _Value("=", i)
+        if value not in places:
+            if not unused:
+                unused.append(count)
+                count += 1
+            places[value] = f"t{unused.pop()}"
+            if value not in last and value not in ends:  # nobody needs it
+                unused.append(int(places[value][1:]))
+        lines.append(" ".join((op, places[value], *read)))
+    for letter, values in (("y", results), ("n", final)):
+        for i, value in enumerate(values):
+            if places.get(value) != f"{letter}{i}" and (letter, value) != ("n", _Value("o", i)):
+                copies.append(f"Copy {letter}{i} {_text(value, places)}")
+    return None if count > _MOST_OF_A_KIND else lines + copies
+
+
+def _text(value: _Value, places: Mapping[_Value, str]) -> str:
+    return places[value] if value.kind == "=" else f"{value.kind}{value.number}"

@@ -1,0 +1,109 @@
+"""Units with the same arithmetic become one operation, which updates all their variables: WhaleUpdate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whale.ir.ops import EXCHANGES
+from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.values import DType, Shape, static_shape
+from whale.lowering.updates.accesses import accesses
+from whale.lowering.updates.arithmetic import Arithmetic, arithmetic
+from whale.lowering.updates.scalars import share_scalars
+from whale.lowering.updates.units import Unit, find_units, is_scalar
+
+UPDATE = "WhaleUpdate"
+# Of the variables that one operation updates. What it reads is held until it has run, and it waits for all of it.
+GROUP_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One variable's share of an operation (several variables, where they have to be updated together)."""
+
+    unit: Unit
+    does: Arithmetic
+
+
+def fuse_updates(program: Program) -> Program:
+    """``program`` of one rank with the updates of its own graph in as few operations as may be."""
+    found = accesses(program)
+    units = find_units(program, found)
+    if not units:
+        return program
+    members = {node.name for unit in units for node in unit.nodes}
+    operands = {ref: unit.type for unit in units for node in unit.nodes for ref in node.inputs}
+    scalars = [ref for ref, kind in operands.items() if is_scalar(program.type_of(ref), kind)]
+    program = share_scalars(program, found, scalars, members)
+    found = accesses(program)
+    groups: dict[tuple[object, ...], list[_Part]] = {}
+    for unit in units:
+        unit = replace(unit, nodes=tuple(program.by_name[n.name] for n in unit.nodes))
+        does = arithmetic(program, unit, found)
+        if does is not None:
+            key = (unit.level, unit.type.dtype, does.lines, _came_with(program, does))
+            groups.setdefault(key, []).append(_Part(unit, does))
+    operations = [part for parts in groups.values() for part in _in_groups(parts)]
+    return _replaced(program, [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1])
+
+
+def written_together(program: Program) -> tuple[int, int]:
+    """(operations that update variables together, variables that they write) of a program of ``fuse_updates``."""
+    written = [node.attrs["H"] for node in program.nodes if node.op == UPDATE]
+    return len(written), sum(written)
+
+
+def _came_with(program: Program, does: Arithmetic) -> str:
+    """The exchange that brings what an update takes: it starts when that is there, and waits for no other."""
+    from_ranks = [ref.node for ref in does.tensors if program.by_name[ref.node].op in EXCHANGES]
+    return from_ranks[-1] if from_ranks else ""
+
+
+def _in_groups(parts: list[_Part]) -> list[list[_Part]]:
+    groups: list[list[_Part]] = []
+    filled = 0
+    for part in parts:
+        size = part.unit.type.bytes
+        if not groups or filled + size > GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(part)
+        filled += size
+    return groups
+
+
+def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
+    """``program`` with an operation in place of each list's nodes."""
+    nodes = dict(program.by_name)
+    moved: dict[Ref, Ref] = {}
+    for i, parts in enumerate(operations):
+        node = _operation(f"{UPDATE}/{i}", parts, nodes)
+        nodes[node.name] = node
+        for part in parts:
+            for name in part.does.replaced:
+                del nodes[name]
+                moved[Ref(name)] = Ref(node.name)
+        results = [ref for part in parts for ref in part.does.results]
+        moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
+    return rewired(program, nodes, moved) if operations else program
+
+
+def _operation(name: str, parts: list[_Part], nodes: dict[str, Node]) -> Node:
+    replaced = {name for part in parts for name in part.does.replaced}
+    handles = [Ref(handle) for part in parts for handle in part.does.handles]
+    operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars)]
+    values = list(dict.fromkeys(operands))
+    place = {ref: i for i, ref in enumerate(values)}
+    results = [part.unit.type for part in parts for _ in part.does.results]
+    controls = dict.fromkeys(c for one in sorted(replaced) for c in nodes[one].controls if c not in replaced)
+    attrs = {
+        "T": DType(parts[0].unit.type.dtype),
+        "program": parts[0].does.lines,
+        "operands": tuple(place[ref] for ref in operands),
+        "shapes": tuple(Shape(static_shape(part.unit.type)) for part in parts),
+        "H": len(handles),
+        "N": len(values),
+        "R": len(results),
+    }
+    scope = parts[0].unit.nodes[0].scope
+    return Node(name, UPDATE, (*handles, *values), tuple(controls), attrs, tuple(results), scope, stateful=True)

@@ -1,0 +1,177 @@
+"""Which nodes update a variable element by element.
+
+A unit is what becomes a part of one operation: writes of variables, and the arithmetic around them that takes tensors
+of the variable's shape and scalars. No way leads out of a unit and back into it: nodes have levels, which rise where a
+way leaves a unit, and a unit's nodes have one level. Units of one level do not wait for each other either, so any of
+them may run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from whale.ir.ops import ASSIGNS, IDENTITIES
+from whale.ir.program import COMPILED, Node, Program
+from whale.ir.values import TensorType
+from whale.lowering.updates.accesses import Accesses, is_read
+
+# Operations on elements -> their name in the text of an update (whale_ops/core/update). They round as TensorFlow's do.
+UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}
+# TensorFlow computes these otherwise in float32: by approximation, which depends on the processor.
+UNARY_OF_DOUBLES = {"Rsqrt": "Rsqrt", "Reciprocal": "Reciprocal", "Inv": "Reciprocal"}
+BINARY = {
+    "Add": "Add",
+    "AddV2": "Add",
+    "Sub": "Sub",
+    "Mul": "Mul",
+    "RealDiv": "Div",
+    "Maximum": "Max",
+    "Minimum": "Min",
+}
+_MOST_ADDED = 8  # of AddN's operands: so many are added from left to right
+_DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Nodes that update variables of one shape, in the program's order.
+
+    Attributes:
+      level: units of one level do not wait for each other.
+      type: of all its tensors but scalars.
+    """
+
+    nodes: tuple[Node, ...]
+    level: int
+    type: TensorType
+
+
+def find_units(program: Program, found: Accesses) -> list[Unit]:
+    """The units of ``program``'s own graph, in the order of their first nodes."""
+    types = _updating(program, found)
+    if not types:
+        return []
+    levels = _levels(program, types)
+    joined = _joined(program, types, levels)
+    units: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        if node.name in types:
+            units.setdefault(joined(node.name), []).append(node)
+    return [
+        Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name])
+        for nodes in units.values()
+        if any(n.op in ASSIGNS for n in nodes)
+    ]
+
+
+def is_scalar(given: TensorType, whole: TensorType) -> bool:
+    """Whether an operand of arithmetic on tensors like ``whole`` is the same for all elements."""
+    return given.shape != whole.shape
+
+
+def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
+    """The nodes that belong to updates -> the type of the tensors that they are about.
+
+    These are writes, what is computed from them or assigned by them, and what is computed for nothing else.
+    """
+    by_name, consumers = program.by_name, program.consumers
+    returned = {ref.node for ref in program.outputs}
+    simple: dict[str, TensorType] = {}
+    for node in program.nodes:
+        kind = _arithmetic_type(program, node)
+        if kind is None and is_read(node, found) and _fits(node.outputs[0]):
+            kind = node.outputs[0]
+        if kind is not None:
+            simple[node.name] = kind
+    types: dict[str, TensorType] = {}
+    for node in program.nodes:
+        if node.op not in ASSIGNS or found.handle.get(node.name) not in found.seen:
+            continue
+        value = node.inputs[1]
+        kind = program.type_of(value)
+        arithmetic = simple.get(value.node) == kind and by_name[value.node].op not in IDENTITIES | {"ReadVariableOp"}
+        # A tensor that is only assigned becomes the variable's, which costs nothing.
+        if _fits(kind) and (node.op != "AssignVariableOp" or arithmetic):
+            types[node.name] = kind
+            if node.op == "AssignVariableOp":
+                types[value.node] = kind
+    if not types:
+        return {}
+    for node in program.nodes:
+        kind = simple.get(node.name)
+        if kind is None or node.name in types:
+            continue
+        if node.op == "ReadVariableOp":
+            handle = found.handle[node.name]
+            written = any(c in types and found.handle.get(c) == handle for c in node.controls)
+            if written and all(simple.get(c.name) == kind for c, _ in consumers.get(node.refs()[0], ())):
+                types[node.name] = kind
+        elif any(types.get(ref.node) == kind for ref in node.inputs):
+            types[node.name] = kind
+    for node in reversed(program.nodes):
+        kind = simple.get(node.name)
+        if kind is None or node.name in types or node.name in returned:
+            continue
+        readers = consumers.get(node.refs()[0], ())
+        if readers and all(types.get(c.name) == kind for c, _ in readers):
+            types[node.name] = kind
+    return types
+
+
+def _fits(kind: TensorType) -> bool:
+    return kind.dtype in _DTYPES and kind.is_static and bool(kind.shape)
+
+
+def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
+    """The result's type of arithmetic that goes element by element, if a unit can do it."""
+    many = node.op == "AddN"
+    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _fits(node.outputs[0]):
+        return None
+    kind = node.outputs[0]
+    doubles = node.op in UNARY_OF_DOUBLES and kind.dtype == "float64"
+    if not (many or doubles or node.op in IDENTITIES or node.op in UNARY or node.op in BINARY):
+        return None
+    operands = [program.type_of(ref) for ref in node.inputs]
+    if any(t.dtype != kind.dtype or not t.is_static for t in operands) or len(operands) > _MOST_ADDED:
+        return None
+    whole = sum(t.shape == kind.shape for t in operands)
+    if node.op in BINARY:
+        return kind if whole and all(t.shape == kind.shape or t.elements == 1 for t in operands) else None
+    return kind if whole == len(operands) else None
+
+
+def _levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]:
+    levels: dict[str, int] = {}
+    for node in program.nodes:
+        kind = types.get(node.name)
+        level = 0
+        for name in _before(node):
+            # On from a unit, either within it or out of it.
+            leaves = name in types and types[name] != kind
+            level = max(level, levels.get(name, 0) + leaves)
+        levels[node.name] = level
+    return levels
+
+
+def _joined(program: Program, types: Mapping[str, TensorType], levels: Mapping[str, int]) -> Callable[[str], str]:
+    """A function of nodes that belong to updates: equal for those of one unit."""
+    parent = {name: name for name in types}
+
+    def top(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = name = parent[parent[name]]
+        return name
+
+    for node in program.nodes:
+        if node.name not in types:
+            continue
+        for name in _before(node):
+            if types.get(name) == types[node.name] and levels[name] == levels[node.name]:
+                parent[top(node.name)] = top(name)
+    return top
+
+
+def _before(node: Node) -> Iterable[str]:
+    yield from (ref.node for ref in node.inputs)
+    yield from node.controls
