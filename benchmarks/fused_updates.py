@@ -38,11 +38,11 @@ def make_step(name: str, optimizer_name: str) -> Any:
 
     import whale as wh
     from benchmarks.step_time.models import LENGTH, WORDS, gpt, resnet50
+    from benchmarks.steps import train_step
 
     tf.keras.utils.set_random_seed(1)
     model = {"gpt": gpt, "deep": deep, "resnet50": resnet50}[name]()
     optimizer = getattr(tf.keras.optimizers, optimizer_name)(1e-4)
-    optimizer.build(model.trainable_variables)
     generator, batch = np.random.default_rng(0), BATCHES[name]
     if name == "gpt":
         tokens = generator.integers(0, WORDS, size=(batch, LENGTH + 1)).astype(np.int32)
@@ -51,15 +51,7 @@ def make_step(name: str, optimizer_name: str) -> Any:
         x = generator.normal(size=(batch, *model.input_shape[1:])).astype(np.float32)
         y = generator.integers(0, 10, size=batch).astype(np.int32)
 
-    @wh.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        return loss
-
+    step = wh.function(train_step(model, optimizer))
     inputs = tf.constant(x), tf.constant(y)
     return lambda: float(step(*inputs))
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan
@@ -119,7 +120,8 @@ def compile_program(
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     clock.lap("localise")
     if settings.fuse_updates:
-        ranks = tuple(map(fuse_updates, ranks))
+        with no_garbage_collection():
+            ranks = tuple(map(fuse_updates, ranks))
         dump(settings.dump, "fuse_updates", ranks[0])
         clock.lap("fuse")
     if context.dry is None:
