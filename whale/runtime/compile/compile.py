@@ -117,13 +117,13 @@ def compile_program(
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
     compare_exchanges(lowered, plan, number, context)
     _tell_of_backend(lowered[0], plan, settings, context)
-    ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     clock.lap("localise")
     if settings.fuse_updates:
         with no_garbage_collection():
-            ranks = tuple(map(fuse_updates, ranks))
-        dump(settings.dump, "fuse_updates", ranks[0])
+            lowered = list(map(fuse_updates, lowered))
+        dump(settings.dump, "fuse_updates", lowered[0])
         clock.lap("fuse")
+    ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     if context.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)
         refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit))

@@ -116,7 +116,12 @@ def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]
       PlanError: it cannot be spread so.
     """
     ranks = _shown(settings)
-    return dict(zip(ranks, planned_ranks(normalise(captured, settings), settings, ranks)))
+    return dict(zip(ranks, _fused(planned_ranks(normalise(captured, settings), settings, ranks), settings)))
+
+
+def _fused(ranks: list[Program], settings: PlanSettings) -> list[Program]:
+    """Ranks' programs with their updates together, where this is how they run."""
+    return list(map(fuse_updates, ranks)) if settings.fuse_updates else ranks
 
 
 def with_memory(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
@@ -126,10 +131,10 @@ def with_memory(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
     """
     ranks = _shown(settings)
     with no_garbage_collection():
-        lowered = lower_ranks(program, plan, settings, ranks)
+        lowered = _fused(lower_ranks(program, plan, settings, ranks), settings)
         each = [step_bytes(one, rank, settings.size) for rank, one in zip(ranks, lowered)]
-        updates = written_together(fuse_updates(lowered[0])) if settings.fuse_updates else (0, 0)
-    return replace(plan, memory={name: tuple(f[name] for f in each) for name in CATEGORIES}, updates=updates)
+    memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
+    return replace(plan, memory=memory, updates=written_together(lowered[0]))
 
 
 def _shown(settings: PlanSettings) -> range:
