@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whale.ir.ops import EXCHANGES
@@ -73,22 +74,26 @@ def _in_groups(parts: list[_Part]) -> list[list[_Part]]:
 
 
 def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
-    """``program`` with an operation in place of each list's nodes."""
-    nodes = dict(program.by_name)
+    """``program`` with an operation in place of each list's nodes, where the last of them was."""
     moved: dict[Ref, Ref] = {}
+    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for i, parts in enumerate(operations):
-        node = _operation(f"{UPDATE}/{i}", parts, nodes)
-        nodes[node.name] = node
-        for part in parts:
-            for name in part.does.replaced:
-                del nodes[name]
-                moved[Ref(name)] = Ref(node.name)
+        node = _operation(f"{UPDATE}/{i}", parts, program.by_name)
+        made.update({name: node for part in parts for name in part.does.replaced})
         results = [ref for part in parts for ref in part.does.results]
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
+    last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
+    nodes: dict[str, Node] = {}
+    for old in program.nodes:
+        node = made.get(old.name, old)
+        if node is old or last[node.name] == old.name:
+            nodes[node.name] = node
+    for name, node in made.items():
+        moved.setdefault(Ref(name), Ref(node.name))
     return rewired(program, nodes, moved) if operations else program
 
 
-def _operation(name: str, parts: list[_Part], nodes: dict[str, Node]) -> Node:
+def _operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:
     replaced = {name for part in parts for name in part.does.replaced}
     handles = [Ref(handle) for part in parts for handle in part.does.handles]
     operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars)]
