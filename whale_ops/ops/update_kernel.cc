@@ -65,6 +65,11 @@ class UpdateOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError(absl::StrCat(handles, " variables and ", ctx->num_outputs(), " results; expected ",
                                                         all(OperandKind::kOld), " and ", all(OperandKind::kResult))));
     for (const TensorShape& shape : shapes_) ends_.push_back((ends_.empty() ? 0 : ends_.back()) + shape.num_elements());
+    reads_old_.resize(program_.count(OperandKind::kOld));
+    for (const whale::Instruction& one : program_.instructions) {
+      if (one.a.kind == OperandKind::kOld) reads_old_[one.a.index] = true;
+      if (is_binary(one.op) && one.b.kind == OperandKind::kOld) reads_old_[one.b.index] = true;
+    }
     const int read = program_.count(OperandKind::kTensor) + program_.count(OperandKind::kOld);
     const int written = program_.count(OperandKind::kNew) + program_.count(OperandKind::kResult);
     cost_ = Eigen::TensorOpCost(sizeof(T) * read, sizeof(T) * written, program_.instructions.size());
@@ -74,7 +79,7 @@ class UpdateOp : public tensorflow::OpKernel {
     const int handles = ctx->num_inputs() - values_;
     std::vector<tensorflow::core::RefCountPtr<Var>> variables(handles);
     for (int i = 0; i < handles; ++i) {
-      OP_REQUIRES_OK(ctx, tensorflow::LookupResource(ctx, tensorflow::HandleFromInput(ctx, i), &variables[i]));
+      OP_REQUIRES_OK(ctx, variable(ctx, i, &variables[i]));
     }
     const Locks locks(variables);
     std::vector<whale::UpdateBuffers> buffers(shapes_.size());
@@ -84,11 +89,23 @@ class UpdateOp : public tensorflow::OpKernel {
     }
     ctx->eigen_cpu_device().parallelFor(ends_.back(), cost_, [&](int64_t begin, int64_t end) { run(buffers, begin, end); });
     for (int i = 0; i < handles; ++i) {
-      if (fresh[i].has_value()) *variables[i]->tensor() = *std::move(fresh[i]);
+      if (!fresh[i].has_value()) continue;
+      *variables[i]->tensor() = *std::move(fresh[i]);
+      variables[i]->is_initialized = true;
     }
   }
 
  private:
+  // A variable that is only assigned may get its first value here.
+  absl::Status variable(OpKernelContext* ctx, int i, tensorflow::core::RefCountPtr<Var>* found) const {
+    const tensorflow::ResourceHandle& handle = tensorflow::HandleFromInput(ctx, i);
+    if (reads_old_[i % reads_old_.size()]) return tensorflow::LookupResource(ctx, handle, found);
+    return tensorflow::LookupOrCreateResource<Var>(ctx, handle, found, [](Var** made) {
+      *made = new Var(tensorflow::DataTypeToEnum<T>::v());
+      return absl::OkStatus();
+    });
+  }
+
   static void* data_of(const Tensor& tensor) { return const_cast<char*>(tensor.tensor_data().data()); }
 
   // Where the operands of one variable's update lie. `fresh`: what variables get whose memory somebody else reads still.
@@ -109,24 +126,26 @@ class UpdateOp : public tensorflow::OpKernel {
       places(scalar ? OperandKind::kScalar : OperandKind::kTensor).push_back(data_of(value));
     }
     const int held = program_.count(OperandKind::kOld);
+    const tensorflow::DataType type = tensorflow::DataTypeToEnum<T>::v();
     for (int i = unit * held; i < static_cast<int>(unit + 1) * held; ++i) {
       Var* variable = variables[i].get();
       Tensor* tensor = variable->tensor();
-      if (!variable->is_initialized || tensor->shape() != shape || tensor->dtype() != tensorflow::DataTypeToEnum<T>::v()) {
+      const bool fits = variable->is_initialized && tensor->shape() == shape && tensor->dtype() == type;
+      if (!fits && reads_old_[i - unit * held]) {
         return absl::FailedPreconditionError(absl::StrCat(
             "the variable of '", ctx->op_kernel().requested_input(i), "' ",
             variable->is_initialized ? absl::StrCat("has the shape ", tensor->shape().DebugString()) : "has no value yet",
-            "; expected ", tensorflow::DataTypeString(tensorflow::DataTypeToEnum<T>::v()), " of shape ", shape.DebugString()));
+            "; expected ", tensorflow::DataTypeString(type), " of shape ", shape.DebugString()));
       }
-      places(OperandKind::kOld).push_back(data_of(*tensor));
-      if (variable->copy_on_read_mode.load() || tensor->RefCountIsOne()) {
+      places(OperandKind::kOld).push_back(fits ? data_of(*tensor) : nullptr);
+      if (fits && (variable->copy_on_read_mode.load() || tensor->RefCountIsOne())) {
         places(OperandKind::kNew).push_back(data_of(*tensor));
         continue;
       }
       tensorflow::AllocatorAttributes attributes;
       attributes.set_gpu_compatible(true);
       attributes.set_nic_compatible(true);
-      TF_RETURN_IF_ERROR(ctx->allocate_temp(tensor->dtype(), shape, &(*fresh)[i].emplace(), attributes));
+      TF_RETURN_IF_ERROR(ctx->allocate_temp(type, shape, &(*fresh)[i].emplace(), attributes));
       places(OperandKind::kNew).push_back(data_of(*(*fresh)[i]));
     }
     const int results = program_.count(OperandKind::kResult);
@@ -154,6 +173,7 @@ class UpdateOp : public tensorflow::OpKernel {
   std::vector<TensorShape> shapes_;
   std::vector<int64_t> ends_;  // of each variable's elements, counted one variable after the other
   int values_ = 0;
+  std::vector<bool> reads_old_;  // of each variable of an update
   Eigen::TensorOpCost cost_{0, 0, 0};  // of an element
 };
 

@@ -138,7 +138,9 @@ def same_bits(ranks: Start, make: Callable[[], Models], count: int = 1, **config
 def test_optimizers_give_the_same_bits(ranks: Start, dtype: str) -> None:
     fused, plain = same_bits(ranks, lambda: Models(tf.keras, tuple(OPTIMIZERS), dtype, contextlib.nullcontext))
     assert written(plain)["alone"] >= 4 * 2 * len(OPTIMIZERS)
-    assert written(fused) == {UPDATE: len(OPTIMIZERS), "alone": 0}
+    # Keras 2's RMSprop in float32 takes reciprocal square roots, which are left to TensorFlow, between two updates.
+    assert written(fused)["alone"] == 0
+    assert len(OPTIMIZERS) <= written(fused)[UPDATE] <= len(OPTIMIZERS) + 1
     assert len(fused.nodes) < 0.5 * len(plain.nodes)
 
 
