@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from whale.ir.ops import ADDS, IDENTITIES
@@ -57,11 +57,11 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
     for node in unit.nodes:
         reading.take(node)
     final = {h: reading.values[h, version] for h, (_, version) in reading.written.items()}
-    kept = reading.kept()
+    outputs = {ref.node for ref in program.outputs}
+    kept = reading.kept(outputs)
     if kept is None or any(value.kind == "o" and value.number != i for i, value in enumerate(final.values())):
         return None
     members = {n.name for n in unit.nodes} - kept
-    outputs = {ref.node for ref in program.outputs}
     results = [
         ref
         for ref in reading.computed
@@ -144,13 +144,14 @@ class _Reading:
         handle = self.found.handle.get(ref.node, "")
         return self.values.get((handle, self.found.version.get(ref.node, -1)))
 
-    def kept(self) -> set[str] | None:
+    def kept(self, outputs: Collection[str]) -> set[str] | None:
         """Reads among the unit's nodes that stay nodes; None: one of them sees a value that nobody outside can see."""
         kept: set[str] = set()
         for node in self.unit.nodes:
             if node.op != "ReadVariableOp":
                 continue
-            elsewhere = any(c.name not in self.names for c, _ in self.program.consumers.get(Ref(node.name), ()))
+            readers = [c.name for c, _ in self.program.consumers.get(Ref(node.name), ())]
+            elsewhere = node.name in outputs or not self.names.issuperset(readers)
             if node.name not in self.external and not elsewhere:
                 continue
             handle = self.found.handle[node.name]
