@@ -1,15 +1,17 @@
 """Trains with checkpoints, so that a run which loses a process goes on where it was.
 
-    whale run -np 2 --max-restarts 3 examples/restart.py --folder checkpoints
+    whale run -np 2 --max-restarts 3 examples/restart.py --folder checkpoints --kill-at 220
 
-Kill one of its Python processes while it runs: the run starts again from the last checkpoint, and ends with the weights
-that it would have had anyway. Stop it with SIGTERM: it saves, and ends with code 0. Every rank makes the same calls.
+The last rank is killed after step 220, as `kill -9` from another terminal would: the run starts again from the last
+checkpoint, and ends with the weights that it would have had anyway. Stop it with SIGTERM: it saves, and ends with code 0.
+Every rank makes the same calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -27,7 +29,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     """The batch of a step: the same whenever, and on whichever rank, it is asked for."""
     generator = np.random.default_rng([SEED, step])
     x = generator.normal(size=(BATCH, FEATURES))
-    return x, np.abs(x[:, :CLASSES]).argmax(axis=1).astype(np.int32)
+    return x, x[:, :CLASSES].argmax(axis=1).astype(np.int32)
 
 
 def train(folder: str, steps: int, save_every: int, after_step: Callable[[int], None] = lambda step: None) -> tf.Module:
@@ -78,8 +80,14 @@ def main() -> None:
     parser.add_argument("--folder", required=True, help="of the checkpoints; every rank must see it")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the last rank behind this step, once")
     options = parser.parse_args()
-    train(options.folder, options.steps, options.save_every)
+
+    def after_step(number: int) -> None:
+        if number + 1 == options.kill_at and wh.rank() == wh.size() - 1 > 0 == wh.restarts():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(options.folder, options.steps, options.save_every, after_step)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def test_the_example_of_a_cluster_can_be_read(folder: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == EXAMPLE
     (folder / "example.yaml").write_text(EXAMPLE)
     assert main(["cluster", "example.yaml"]) == 0
-    assert capsys.readouterr().out.startswith("lab: 21 devices\n    16 new/a100-sxm-80gb")
+    assert capsys.readouterr().out.startswith("lab: 32 devices\n    16 new/a100-sxm-80gb")
     assert main(["cluster", "--devices"]) == 0
     assert "  a100-sxm-80gb           80.0 GiB" in capsys.readouterr().out
 
@@ -181,3 +182,12 @@ def test_a_script_beside_the_package_is_the_users_though_its_name_begins_alike(
         scope["inside"](scope["fail"])
     told = capsys.readouterr().err
     assert "whale_script.py" in told and "inside.py" not in told
+
+
+def test_a_terminal_has_a_line_while_something_takes_its_time() -> None:
+    screen, terminal = os.openpty()
+    script = "from whale.cli.given import searching\nimport time\nwith searching('looking', 0.01): time.sleep(0.1)"
+    subprocess.run([sys.executable, "-c", script], stderr=terminal, cwd=ROOT, check=True)
+    told = os.read(screen, 10_000).decode()
+    assert told.startswith("\r\x1b[Klooking ...") and "looking ... 0 s" in told and told.endswith("\r\x1b[K")
+    os.close(terminal), os.close(screen)

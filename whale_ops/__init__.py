@@ -17,8 +17,8 @@ import atexit
 import ctypes
 import faulthandler
 import functools
+import logging
 import os
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -98,7 +98,7 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
     """The communicator of this process among all processes that mpirun or srun has started.
 
     Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
-    ``share_memory`` ranks of one machine speak through memory; where they cannot, a line on stderr says why, and MPI
+    ``share_memory`` ranks of one machine speak through memory; where they cannot, the logger ``whale`` says why, and MPI
     carries their messages. ``hosts`` emulates several machines on one: the number of ranks of each, in rank order;
     ranks of different ones do without shared memory.
 
@@ -116,7 +116,7 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
         )
     )
     for note in _native.take_bytes(notes.value or 0):
-        sys.stderr.write(f"whale_ops: {note.decode()}\n")
+        logging.getLogger("whale").warning(note.decode())
     _finish_at_exit()
     communicator = Communicator(name, handle.value or 0)
     names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]

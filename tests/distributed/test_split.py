@@ -85,4 +85,4 @@ def test_global_values_are_read_assigned_saved_and_restored(launcher: Launcher) 
 def test_a_rank_that_reads_alone_is_told(launcher: Launcher) -> None:
     done = launcher.run("-np", "2", launcher.script(ALONE), timeout_s=120)
     assert done.returncode != 0
-    assert "which lies split over the ranks (every rank has to read it)" in done.stderr + done.stdout
+    assert "which is sharded over the ranks (every rank has to read it)" in done.stderr + done.stdout

@@ -35,7 +35,7 @@ if wh.rank() == 0:
     )
     line = MODEL.count("\n") + 7
     assert f"`save_model` of the model 'sequential' at script.py:{line}, which every rank has to call" in said, said
-    assert "the variable 'sequential/first/kernel' lies split over the ranks" in said, said
+    assert "the variable 'sequential/first/kernel' is sharded over the ranks" in said, said
 
 
 def test_a_model_predicts_on_one_rank_while_the_other_goes_on(launcher: Launcher) -> None:

@@ -19,8 +19,9 @@ hosts:
     networks: {fabric: {nics: 8}}
     memory_gb: 1024                    # the host's own memory, for what is offloaded
   - name: old
-    devices: [{type: v100-sxm2-32gb, count: 4}, {type: t4, share: 0.5}]   # half of a T4
-    networks: {fabric: {nics: 1}}
+    count: 4
+    devices: [{type: v100-sxm2-32gb, count: 4}]   # {type: t4, share: 0.5} is half of a T4
+    networks: {fabric: {nics: 4}}
 """
 
 

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -128,15 +130,35 @@ def without_startup_lines(verbose: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def searching(what: str) -> Iterator[None]:
-    """A line on a terminal while something takes its time, gone when it is done."""
-    shown = sys.stderr.isatty()
-    if shown:
-        sys.stderr.write(f"{what} ...")
-        sys.stderr.flush()
+def searching(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None]]:
+    """A line on a terminal while something takes its time, with the seconds; gone when it is done.
+
+    Yields: what ends it before, for who has something to say inside.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    over, start_s = threading.Event(), time.monotonic()
+    terminal = os.dup(2)  # stderr may lead elsewhere inside
+
+    def tell() -> None:
+        text = f"{what} ..."
+        while True:
+            os.write(terminal, f"\r\x1b[K{text}".encode())
+            if over.wait(every_s):
+                os.write(terminal, b"\r\x1b[K")
+                return
+            text = f"{what} ... {time.monotonic() - start_s:.0f} s"
+
+    thread = threading.Thread(target=tell, name="whale status", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
     try:
-        yield
+        yield end
     finally:
-        if shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        end()
+        os.close(terminal)

@@ -104,12 +104,13 @@ def call(given: argparse.Namespace) -> int:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
     readable(given.script, given.measured, given.cluster)
     writable(given.out)
-    with without_startup_lines(given.verbose):
+    with searching(f"planning a step of {given.script}") as end, without_startup_lines(given.verbose):
         from whale.runtime.tools.dry_run import Prediction, main
 
         where = Prediction(given.measured, given.cluster, given.network)
+        arguments = tuple(given.arguments)
         return main(
-            given.script, tuple(given.arguments), given.ranks, given.out, where, given.model, given.explain, given.fixed
+            given.script, arguments, given.ranks, given.out, where, given.model, given.explain, given.fixed, end
         )
 
 

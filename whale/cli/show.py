@@ -119,6 +119,7 @@ def _analyze(given: argparse.Namespace, data: bytes) -> int:
     from cost_model.captured.table import default_path, read
     from whale.launcher.analyze import measure
     from whale.planner.report import analysis, planfile
+    from whale.runtime.tools.as_main import located
 
     if planfile.is_spread(data):
         raise PlanError(
@@ -130,7 +131,7 @@ def _analyze(given: argparse.Namespace, data: bytes) -> int:
     plan = _captured(data, given.plan)
     profile = given.measured or str(default_path())
     read(profile)
-    prediction, ranks = measure(given.plan, plan.script, plan.ranks, given.steps, profile)
+    prediction, ranks = measure(given.plan, located(plan.script, given.plan), plan.ranks, given.steps, profile)
     measured = [msgspec.json.decode(one, type=analysis.MeasuredRank) for one in ranks]
     print(analysis.report(msgspec.json.decode(prediction, type=analysis.PredictedStep), measured))
     return 0
@@ -266,7 +267,11 @@ def _drawn(given: argparse.Namespace, what: str) -> int:
 
 def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
     """A script's plan, played again."""
+    from cost_model.captured.table import default_path, read
+
     _captured(data, given.plan)
+    if given.cluster is None:
+        read(given.measured or default_path())  # what cannot be read is told before the script runs
     with without_startup_lines():
         from whale.runtime.tools.dry_run import Prediction, replayed
 

@@ -138,7 +138,7 @@ def _ways(plan: Plan) -> str:
 def _way(plan: Plan, axis: str, count: int) -> str:
     unnamed = axis.startswith("axis_")
     if axis == "tensor" or (unnamed and any(t.kind == "split" for t in plan.task_graphs)):
-        return f"tensors split {count} ways"
+        return f"tensors sharded {count} ways"
     return f"{count} replicas" if axis == "data" or unnamed else f"{axis} {count}"
 
 

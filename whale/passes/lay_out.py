@@ -85,7 +85,7 @@ def lay_out(program: Program, settings: PlanSettings) -> Draft:
             if any(n.name in strategies for n, _ in expanded.consumers.get(Ref(v.node), ()))
         }  # fmt: skip
         state = _state(expanded, settings, inside)
-        strategies.update((name, Strategy((), (p,), "zero.level: state lies split")) for name, p in state.items())
+        strategies.update((name, Strategy((), (p,), "zero.level: state is sharded")) for name, p in state.items())
         variables.update(state)
         outside = {name: p for name, p in variables.items() if name not in inside}
     if outside:
@@ -180,7 +180,7 @@ def _state(program: Program, settings: PlanSettings, inside: Collection[str]) ->
     state = state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)
     if state and not settings.split.at_rest:
         raise PlanError(
-            "variables cannot lie split in a session with stages, or whose plan auto_parallel chooses",
+            "variables cannot be sharded in a session with stages, or whose plan auto_parallel chooses",
             given=f"zero.level={zero.level}",
             expected="zero.level=0, a session without these, or a step that is a wh.function",
             action="leave zero.level out, or write the step as a wh.function",

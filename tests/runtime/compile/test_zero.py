@@ -153,7 +153,7 @@ def test_a_weight_that_cannot_lie_split_is_named(ranks: Start) -> None:
             w.assign(w * 0.5)
         return tf.reduce_sum(x)
 
-    with pytest.raises(PlanError, match=r"(?s)a weight cannot lie split.*which uses Variable \[4, 4\].*loop"):
+    with pytest.raises(PlanError, match=r"(?s)a weight cannot be sharded.*which uses Variable \[4, 4\].*loop"):
         updated(tf.ones((8, 4)))
 
 

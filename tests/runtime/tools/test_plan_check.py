@@ -22,6 +22,7 @@ from whale.passes.lay_out import expand
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread import proof
 from whale.runtime.tools import dry_run
+from whale.runtime.tools.as_main import beside, located
 from whale.runtime.tools.plan_prediction import rank_programs
 
 __all__ = ["double"]
@@ -98,9 +99,17 @@ def pipeline(tmp_path: Path) -> list[Program]:
     path = made(tmp_path, {"auto_parallel": True, "pipeline.num_stages": 2})
     plan = load_plan(path)
     assert len(plan.stage_groups) == 2
-    found = rank_programs(dry_run.first_step(plan.script[0], plan.script[1:], 2, str(path)))
+    assert plan.script == ("s.py",)  # from the plan's folder, with which it may move
+    found = rank_programs(dry_run.first_step(str(tmp_path / "s.py"), (), 2, str(path)))
     assert proof.of_exchanges(found) == proof.of_waits(found) == []
     return found
+
+
+def test_the_script_is_found_from_the_plans_folder() -> None:
+    assert beside(("/a/b/train.py", "-x"), "/a/plans/p.json") == ("../b/train.py", "-x")
+    assert located(("../b/train.py", "-x"), "/new/plans/p.json") == ("/new/b/train.py", "-x")
+    assert beside(("/a/train.py",), "/tmp/p.json") == ("/a/train.py",) == located(("/a/train.py",), "/tmp/p.json")
+    assert located((), "p.json") == ()
 
 
 def exchanges(program: Program, op: str) -> list[Node]:

@@ -99,7 +99,7 @@ def _refuse_whole(program: Program, group: Sequence[Variable], parts: int, min_b
             operands = [i for i, r in enumerate(node.inputs) if r == Ref(variable.node)]
             if not any(takes(program, node, i, _lying(program, node, cut), parts) for i in operands for cut in cuts):
                 raise PlanError(
-                    "a weight cannot lie split between steps",
+                    "a weight cannot be sharded between steps",
                     op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
                     given="zero.level=3",
                     expected="reads and lookups, and updates of the whole variable outside of loops and branches",

@@ -109,7 +109,7 @@ def _summary(plan: Plan) -> str:
     text = f"{plan.split_flops_fraction:.0%} of products and convolutions divided"
     if plan.inner is not None:
         text += f", {plan.size} groups of {plan.inner.size} ranks"
-    return text + (f", {len(split)} variables lie split" if split else "")
+    return text + (f", {len(split)} variables are sharded" if split else "")
 
 
 def _slowest(found: CapturedPrediction) -> int:

@@ -224,7 +224,7 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
     spread = plan.spread
     tensor = max(p.tensor for s in spread.stages for p in s.parts)
     data = max(s.replicas for s in spread.stages)
-    whole_or = ["whole" if n == 1 else f"split {n} ways" for n in (tensor, data)]
+    whole_or = ["whole" if n == 1 else f"sharded {n} ways" for n in (tensor, data)]
     return (
         f"Plan: {counted(len(spread.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, {spread.ranks} of "
         f"{counted(machines.devices, 'device')}. Predicted {human_seconds(found.step_s)}: {share}."

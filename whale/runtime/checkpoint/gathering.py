@@ -39,7 +39,7 @@ def apart(holders: Iterable[Any]) -> str:
         if lies_split(variable):
             parts = variable._whale_parts
             if not parts.is_assigned and (parts.tiles.count > 1 or parts.group):
-                return f"the variable {name!r} lies split over the ranks"
+                return f"the variable {name!r} is sharded over the ranks"
         home = getattr(variable, "_whale_home", None)
         if home is not None and home.ranks is not None:
             return f"the variable {name!r} is held by the ranks of one stage"

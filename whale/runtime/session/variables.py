@@ -227,7 +227,7 @@ class SessionVariables:
             return found
         if found:
             raise PlanError(
-                "a variable of a session lies split, and a run with stages uses it",
+                "a variable of a session is sharded, and a run with stages uses it",
                 op=next(iter(found)),
                 given="wh.stage",
                 expected="variables that no run without stages has divided",

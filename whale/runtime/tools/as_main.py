@@ -28,6 +28,20 @@ def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path = argv, path
 
 
+def beside(script: Sequence[str], plan: str) -> tuple[str, ...]:
+    """Path and arguments of a script as a plan in that file keeps them: the path from the plan's folder, so that both
+    may move together. Where nothing but the root is common to them it is absolute."""
+    folder, path = os.path.dirname(os.path.abspath(plan)), os.path.abspath(script[0])
+    apart = os.path.commonpath((folder, path)) == os.sep
+    return (path if apart else os.path.relpath(path, folder), *script[1:])
+
+
+def located(script: Sequence[str], plan: str) -> tuple[str, ...]:
+    """What `beside` kept in that plan's file, with the path as it is from here; empty stays empty."""
+    folder = os.path.dirname(os.path.abspath(plan))
+    return tuple(os.path.normpath(os.path.join(folder, part)) if not i else part for i, part in enumerate(script))
+
+
 @contextmanager
 def failures_told(script: str) -> Iterator[None]:
     """Shows the traceback of what the script raises, without Whale's frames, and ends with one sentence.

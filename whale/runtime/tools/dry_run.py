@@ -6,7 +6,7 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from whale.runtime.run.context import process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, with_memory
-from whale.runtime.tools.as_main import as_main, failures_told
+from whale.runtime.tools.as_main import as_main, beside, failures_told, located
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
 from whale.runtime.tools.what_if import compared, read_what_if
 from whale.runtime.variables.outside import Outside
@@ -137,6 +137,7 @@ def main(
     is_model: bool = False,
     explain: str | None = None,
     fixed: Sequence[str] = (),
+    found: Callable[[], None] = lambda: None,
 ) -> int:
     """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
 
@@ -147,6 +148,7 @@ def main(
       is_model: ``script`` is a model file (see whale.runtime.described).
       explain: name or pattern of operations of which it is said why they lie as they do.
       fixed: choices, each of which is tried beside the plan (see whale.runtime.tools.what_if).
+      found: called when the plan is there, before it is printed.
 
     Raises:
       ClusterError: the script or a file does not exist.
@@ -157,8 +159,9 @@ def main(
     planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
     predicted, why = prediction.of(planned)
     plan = replace(planned.plan, predicted=predicted)
+    found()
     if out is not None:
-        plan.save(out)
+        replace(plan, script=beside(plan.script, out) if plan.script else ()).save(out)
     sys.stdout.write(format_plan(plan))
     sys.stdout.write(why)
     if explain is not None:
@@ -180,7 +183,7 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
       PlanError: the program is not the plan's any more.
     """
     saved = plan_from_json(Path(plan_path).read_bytes())
-    script = saved.script or ("the plan names no script",)
+    script = located(saved.script, plan_path) or ("the plan names no script",)
     planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
     on = prediction.read()
     alone = planned.settings.but(

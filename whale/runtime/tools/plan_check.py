@@ -15,6 +15,7 @@ from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
 from whale.passes.memory.step_bytes import step_bytes
 from whale.runtime.spread.proof import in_a_line
+from whale.runtime.tools.as_main import located
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import rank_programs
 
@@ -42,7 +43,8 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
         return [f"{plan.ranks} ranks, and {cluster.name} has {len(devices)} devices"]
     found = []
     try:
-        programs = rank_programs(first_step(plan.script[0], plan.script[1:], plan.ranks, os.path.abspath(path)))
+        script = located(plan.script, path)
+        programs = rank_programs(first_step(script[0], script[1:], plan.ranks, os.path.abspath(path)))
     except PlanError as error:  # made_plan has proved it
         return [in_a_line(error)]
     for rank, program in enumerate(programs):

@@ -167,7 +167,7 @@ class VariableOwner:
         if entry is not None and entry.parts is not None and entry.parts.group:
             if use is None or use.place != entry.parts.group:
                 raise PlanError(
-                    "a variable that lies split over the ranks of a stage is used outside of it",
+                    "a variable that is sharded over the ranks of a stage is used outside of it",
                     op=c.name,
                     given="zero.level",
                     expected="steps with the same stages, or programs that do not use it",

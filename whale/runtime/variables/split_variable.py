@@ -208,9 +208,9 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
     read_together(
         context,
         name,
-        "a variable that lies split over the ranks",
-        one="which lies split over the ranks",
-        many="which lie split over them",
+        "a variable that is sharded over the ranks",
+        one="which is sharded over the ranks",
+        many="which are sharded over them",
     )
     ops = whale_ops.ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
