@@ -3,8 +3,8 @@
     whale run -np 2 --max-restarts 3 examples/restart.py --folder checkpoints --kill-at 220
 
 The last rank is killed after step 220, as `kill -9` from another terminal would: the run starts again from the last
-checkpoint, and ends with the weights that it would have had anyway. Stop it with SIGTERM: it saves, and ends with code 0.
-Every rank makes the same calls.
+checkpoint, and ends with the weights that it would have had anyway. Stop it with SIGTERM: it saves, and ends with code
+0. Every rank makes the same calls.
 """
 
 from __future__ import annotations

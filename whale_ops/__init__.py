@@ -98,8 +98,8 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
     """The communicator of this process among all processes that mpirun or srun has started.
 
     Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
-    ``share_memory`` ranks of one machine speak through memory; where they cannot, the logger ``whale`` says why, and MPI
-    carries their messages. ``hosts`` emulates several machines on one: the number of ranks of each, in rank order;
+    ``share_memory`` ranks of one machine speak through memory; where they cannot, the logger ``whale`` says why, and
+    MPI carries their messages. ``hosts`` emulates several machines on one: the number of ranks of each, in rank order;
     ranks of different ones do without shared memory.
 
     Raises:
