@@ -6,6 +6,7 @@
 One sequence is divided on every layer (``wh.split(context=1)``). With ``--heads`` fewer than ranks keys and values go
 round; else parts of the sequence are given for heads. ``--sequence`` is that of all ranks together; ``--each`` that of
 each rank, so that the whole grows with the ranks. ``--limit`` is ``memory.limit_bytes``: what does not fit is refused.
+What is measured are pieces of 256 KiB and more: activations and scores should be as large.
 """
 
 from __future__ import annotations
@@ -130,21 +131,19 @@ def main() -> None:
         "--form", default="where", help="where: a mask of infinities; matmul, einsum: one that is added"
     )
     parser.add_argument("--limit", type=int, default=0, help="memory.limit_bytes of a rank")
+    parser.add_argument("--scores", type=int, help="attention.scores_bytes: with more, in blocks of queries")
     parser.add_argument("--measure", action="store_true", help="run it, and ask TensorFlow's allocators")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument(OF_RANKS, action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.of_ranks:
-        wh.init({"memory.limit_bytes": asked.limit} if asked.limit else {})
+        wh.init(_config(asked))
         _measured(asked, wh.size())
         return
     peaks = " ".join(f"{of:>9} {'x ranks':>8}" for of in ("peak MiB", *(["measured"] if asked.measure else [])))
     print(f"{'sequence':>8} {'ranks':>5} {peaks} {'MiB a layer':>12} {'formula':>9}  what")
     for ranks in asked.ranks:
-        config: dict[str, Any] = {"communication.transport": "in-process", "cluster.ranks": ranks}
-        if asked.limit:
-            config["memory.limit_bytes"] = asked.limit
-        wh.init(config)
+        wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, **_config(asked)})
         try:
             print(_line(asked, ranks), flush=True)
         except WhaleError as refused:
@@ -154,6 +153,11 @@ def main() -> None:
             )
         finally:
             wh.shutdown()
+
+
+def _config(asked: argparse.Namespace) -> dict[str, Any]:
+    given = {"memory.limit_bytes": asked.limit or None, "attention.scores_bytes": asked.scores}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _model(asked: argparse.Namespace, ranks: int) -> Model:

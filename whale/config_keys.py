@@ -238,6 +238,14 @@ KEYS: tuple[Key, ...] = (
         choices=("", "collection", "auto", "stage"),
     ),
     Key(
+        "attention.scores_bytes",
+        "int",
+        64 << 20,
+        "attention with more bytes of scores on a rank is computed in up to 16 blocks of queries, and again for the "
+        "backward pass: less memory, more time; 0 = as it is written",
+        minimum=0,
+    ),
+    Key(
         "offload.level",
         "str",
         "",

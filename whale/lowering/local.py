@@ -14,9 +14,9 @@ from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.lowering.attention import emit_attention
 from whale.lowering.emit import Emitter, is_joint, unread_communication
 from whale.lowering.reshard import emit_reshard
-from whale.lowering.ring import emit_attention
 from whale.lowering.rows import RowExchanges
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of

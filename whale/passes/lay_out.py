@@ -115,7 +115,8 @@ def expand(program: Program, composites: Collection[str], settings: PlanSettings
     """``program`` with the named composite ops replaced by simple ones, and attentions by one op; the rest stays."""
     if not composites:
         return program
-    result = decompose(in_rings(program, composites), lambda node: node.name in composites)
+    rings = in_rings(program, composites, settings.memory.scores_bytes)
+    result = decompose(rings, lambda node: node.name in composites)
     dump(settings.dump, "decompose", result)
     return result
 

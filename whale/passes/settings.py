@@ -97,11 +97,13 @@ class MemorySettings:
       offload: which variables lie in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
         "": none.
       limit_bytes: memory that each rank has for a step, in bytes; 0: it is not said.
+      scores_bytes: attentions with more of scores are computed in blocks; 0: none are.
     """
 
     recompute: str = ""
     offload: str = ""
     limit_bytes: int = 0
+    scores_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

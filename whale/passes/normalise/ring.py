@@ -3,7 +3,7 @@
 ``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` the
 part from the gradient of the result to theirs, which computes the scores again. Each keeps what it stands for as a
 function of the program, so what a scale, a mask or a cap between the products does is not known here. On a rank keys
-and values travel round, and the softmax is summed up block by block (``whale.lowering.ring``).
+and values travel round, and the softmax is summed up block by block (``whale.lowering.attention``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from whale.passes.facts.scopes import context_of
 from whale.rules.nn.attention import ATTENTION, ATTENTION_GRADIENT, has_keys, has_queries
 
 
-def in_rings(program: Program, chosen: Collection[str]) -> Program:
-    """``program`` with some of its attentions, by name, as one operation forward and one backward."""
+def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -> Program:
+    """``program`` with some of its attentions, by name, as one operation forward and one backward.
+
+    Args:
+      scores_bytes: with more of them on a rank these are computed in blocks; 0: never.
+    """
     named = [program.by_name[name] for name in chosen if name in program.by_name]
     # One is called as a product or a multiplication in it is. To look for all of them takes long.
     is_one = any(n.op == "Mul" or letters(program, n) is not None for n in named)
@@ -33,17 +37,25 @@ def in_rings(program: Program, chosen: Collection[str]) -> Program:
     for one in found:
         ahead = results[one.query, one.key, one.value]
         if one.mixed:
-            nodes[ahead], functions[f"{ahead}/body"] = _forward(program, one, ahead)
+            nodes[ahead], functions[f"{ahead}/body"] = _forward(program, one, ahead, scores_bytes)
             moved[Ref(one.mixed)] = Ref(ahead)
         if one.backward is not None:
             back = one.backward
             name = f"{back.scores}/attention_grad"
-            nodes[name], functions[f"{name}/body"] = _backward(program, one, ahead, name)
+            nodes[name], functions[f"{name}/body"] = _backward(program, one, ahead, name, scores_bytes)
             moved |= {Ref(n): Ref(name, i) for i, n in enumerate((back.query, back.key, back.value))}
     for ref in moved:
         del nodes[ref.node]
     inside = {n for one in found for n in (one.product, one.softmax, *one.path, *_inner(one))}
     return without_unread(rewired(replace(program, functions=functions), nodes, moved), inside)
+
+
+def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
+    """``program`` with the attentions that have more bytes of scores as one operation; 0: with none."""
+    if not scores_bytes or not any(n.op == "Softmax" and n.outputs[0].bytes > scores_bytes for n in program.nodes):
+        return program
+    large = [one.name for one in attentions(program) if program.by_name[one.softmax].outputs[0].bytes > scores_bytes]
+    return in_rings(program, large, scores_bytes) if large else program
 
 
 def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
@@ -84,10 +96,13 @@ def _inner(one: Attention) -> tuple[str, ...]:
     )
 
 
-def _attributes(program: Program, one: Attention, name: str, sides: tuple[Ref, ...]) -> dict[str, object]:
+def _attributes(
+    program: Program, one: Attention, name: str, sides: tuple[Ref, ...], scores_bytes: int
+) -> dict[str, object]:
     scores = static_shape(program.by_name[one.softmax].outputs[0])
     return {
         "body": Func(f"{name}/body"),
+        "scores_bytes": scores_bytes,
         "softmax": one.softmax,
         "dims": one.dims,
         "turn": one.turn,
@@ -96,18 +111,18 @@ def _attributes(program: Program, one: Attention, name: str, sides: tuple[Ref, .
     }
 
 
-def _forward(program: Program, one: Attention, name: str) -> tuple[Node, Program]:
+def _forward(program: Program, one: Attention, name: str, scores_bytes: int) -> tuple[Node, Program]:
     node = program.by_name[one.mixed]
     scores = program.by_name[one.softmax].outputs[0]
     each = TensorType(scores.dtype, (*static_shape(scores)[:-1], 1))
     operands = (one.query, one.key, one.value, *one.sides)
     inner = (one.product, *one.path, one.softmax, one.mixed)
-    attrs = _attributes(program, one, name, one.sides) | {"mixed": one.mixed}
+    attrs = _attributes(program, one, name, one.sides, scores_bytes) | {"mixed": one.mixed}
     body = _body(program, f"{name}/body", operands, inner, (one.mixed,))
     return Node(name, ATTENTION, operands, (), attrs, (node.outputs[0], each), node.scope), body
 
 
-def _backward(program: Program, one: Attention, ahead: str, name: str) -> tuple[Node, Program]:
+def _backward(program: Program, one: Attention, ahead: str, name: str, scores_bytes: int) -> tuple[Node, Program]:
     back = one.backward
     assert back is not None
     gradients = (back.query, back.key, back.value)
@@ -116,7 +131,7 @@ def _backward(program: Program, one: Attention, ahead: str, name: str) -> tuple[
         one.query, one.key, one.value, slope.inputs[back.of_result], Ref(ahead), Ref(ahead, 1), *back.sides,
     )  # fmt: skip
     inner = (one.product, *one.path, one.softmax, back.slope, *back.within, back.scores, *back.path, *gradients)
-    attrs = _attributes(program, one, name, back.sides)
+    attrs = _attributes(program, one, name, back.sides, scores_bytes)
     attrs |= {"slope": back.slope, "within": back.within, "scores": back.scores, "gradients": gradients}
     body = _body(program, f"{name}/body", (*operands[:4], *back.sides), inner, gradients)
     outputs = tuple(program.by_name[n].outputs[0] for n in gradients)

@@ -53,7 +53,7 @@ def _asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 RULES = (
     rule(
         "Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
-        "DebugIdentity DebugIdentityV2 GuaranteeConst",
+        "WhaleHold DebugIdentity DebugIdentityV2 GuaranteeConst",
         "* -> *",
         copy="0",
     ),

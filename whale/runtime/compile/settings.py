@@ -54,6 +54,7 @@ def settings_of(context: Context) -> PlanSettings:
             recompute=config["gradient_checkpoint.type"],
             offload=config["offload.level"],
             limit_bytes=config["memory.limit_bytes"],
+            scores_bytes=config["attention.scores_bytes"],
         ),
         precision=PrecisionSettings(config["amp.dtype"] if config["amp.level"] == "O1" else ""),
         exchange=ExchangeSettings(

@@ -16,8 +16,8 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import chain, mesh_of
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.lowering.attention import in_blocks, without_examples
 from whale.lowering.local import localise
-from whale.lowering.ring import without_examples
 from whale.lowering.updates.fuse import fuse_updates, written_together
 from whale.passes.exchange.fuse_sums import fuse_sums
 from whale.passes.facts.rank_groups import refuse_rank_groups
@@ -26,6 +26,7 @@ from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.normalise.ring import in_blocks_if_large
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.backends import give_to_backend
@@ -78,6 +79,8 @@ def lower_ranks(
             lowered = lower_mesh(program, plan, settings, ranks, comm, what)
         else:
             lowered = [localise(expanded, plan, rank, comm, what) for rank in ranks]
+        scores_bytes = settings.memory.scores_bytes * plan.micro_batches  # of the rows of all of them
+        lowered = [in_blocks(in_blocks_if_large(p, scores_bytes)) for p in lowered]
         if plan.micro_batches > 1 and not plan.stage_groups:
             lowered = [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
         if any(level.inner is not None for level in (plan, *plan.others)):

@@ -1,0 +1,78 @@
+"""``attention.scores_bytes``: attention in blocks of queries equals one device, and holds no scores of all queries."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from benchmarks.context import Model
+from whale_ops.memory import memory, reset_peak
+
+LIMIT = 1e-10
+BLOCKS = {"attention.scores_bytes": 1}
+
+
+def train(model: Any) -> list[np.ndarray]:
+    losses = [np.asarray(model.step(*model.batch(i))) for i in range(2)]
+    return losses + [v.numpy() for v in model.variables]
+
+
+def worst(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    return max(float(np.max(np.abs(a - b))) for a, b in zip(found, expected, strict=True))
+
+
+def blocks_of(step: Any) -> set[int]:
+    """The numbers of queries for which shares are computed at a time."""
+    (found,) = step._steps.values()
+    nodes = [n for p in found.compiled.ranks for graph in (p, *p.functions.values()) for n in graph.nodes]
+    shares = [n.outputs[0].shape for n in nodes if n.op in ("Softmax", "Exp")]
+    return {shape[-2] for shape in shares if shape and shape[-1] != 1}
+
+
+@pytest.mark.parametrize(
+    ("count", "config", "scope", "shape", "form", "queries"),
+    [
+        (1, {}, contextlib.nullcontext, (2, 130, 2, 4), "matmul", {65}),
+        (2, {}, wh.replica, (3, 193, 2, 4), "einsum", {64, 65}),
+        (2, {"pipeline.num_micro_batch": 2}, wh.replica, (4, 128, 1, 4), "where", {64}),
+        (2, {"gradient_checkpoint.type": "auto"}, wh.replica, (2, 128, 2, 4), "dense", {64}),
+        (2, {}, wh.split, (2, 128, 2, 4), "matmul", {64}),
+        (2, {}, partial(wh.split, context=1), (1, 256, 1, 4), "where", {64}),
+        (4, {"mesh": {"data": 2, "context": 2}}, partial(wh.split, context=1), (2, 258, 1, 4), "einsum", {64, 65}),
+    ],
+    ids=str,
+)
+def test_blocks_equal_one_device(
+    ranks: Callable[..., None], count: int, config: dict[str, Any], scope: Any, shape: tuple[int, int, int, int],
+    form: str, queries: set[int],
+) -> None:  # fmt: skip
+    expected = train(Model(tf.function, contextlib.nullcontext, shape, form=form))
+    ranks(count, **BLOCKS, **config)
+    model = Model(wh.function, scope, shape, form=form)
+    assert worst(train(model), expected) <= LIMIT
+    assert blocks_of(model.step) == queries
+
+
+def test_the_peak_of_a_long_sequence(ranks: Callable[..., None]) -> None:
+    """What a step allocates, and what the plan says that it would: masks of all blocks are not kept either."""
+    shape = (1, 2048, 1, 32)
+    peaks = []
+    for limit in (1, 0):  # TensorFlow keeps the mask of the other
+        ranks(1, **{"attention.scores_bytes": limit})
+        model = Model(wh.function, contextlib.nullcontext, shape, form="where", dtype="float32")
+        for _ in range(2):
+            model.step(*model.batch(0))
+            reset_peak()
+        model.step(*model.batch(0))
+        predicted = sum(held[0] for held in wh.plan(model.step, *model.batch(0)).memory.values())
+        peaks.append(memory().peak_bytes)
+        assert predicted == pytest.approx(peaks[-1], rel=0.15)
+        wh.shutdown()
+    assert peaks[0] <= 0.3 * peaks[1]
