@@ -117,8 +117,11 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'whale' has no attribute {name!r}")
+    from whale.ir.collector import no_garbage_collection
+
     try:
-        module = importlib.import_module(_PUBLIC[name])
+        with no_garbage_collection():
+            module = importlib.import_module(_PUBLIC[name])
         value = module if _PUBLIC[name].endswith(f".{name}") and not hasattr(module, name) else getattr(module, name)
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":

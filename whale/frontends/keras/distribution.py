@@ -7,6 +7,7 @@ placement to the first plan that uses it, and the others lie as is planned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from whale.log import log
 from whale.passes.facts.patterns import nearest
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.runtime.run.context import Context, current, running
+from whale.runtime.variables.deferred import knowing_size
 
 
 def change(frontend: Any, backend: Any, variable: type) -> None:
@@ -155,7 +157,8 @@ def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
 
 def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
     """Takes the place of what makes the tf.Variable of Keras' variable: it carries the placement that the map names."""
-    original(variable, value)
+    with nullcontext() if variable._shape is None else knowing_size(variable._shape, variable._dtype):
+        original(variable, value)
     distribution = _distribution()
     context = running()
     if distribution is None or context is None or not hasattr(distribution, "_layout_map"):

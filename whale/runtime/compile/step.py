@@ -112,7 +112,7 @@ def compile_step(
     Args:
       drawing: reads the batches that ``fn`` takes of iterators.
     """
-    with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"):
+    with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"), no_garbage_collection():
         return _compiled(fn, arguments, args, kwargs, context, drawing)
 
 
@@ -169,7 +169,7 @@ def _compiled(
         context.variables.adopt(captured.variables, context, uses, compiled.plan.offloaded)
         context.variables.classify(captured.variables, compiled.kinds)
     start_s = time.perf_counter()
-    with span(context.trace, "functions", "compile"), no_garbage_collection():
+    with span(context.trace, "functions", "compile"):
         call = _callable(captured, compiled, context, uses)
     call = compared(call, context, compiled.program.name, captured.inputs, parts, dict(captured.captures))
     call = with_equal_replicas(call, context, compiled.program.name, {id(v.handle) for v in captured.variables})

@@ -7,8 +7,10 @@ before, or outside of steps (reading it, a plain tf.function), gets the whole va
 from __future__ import annotations
 
 import contextvars
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,11 +20,13 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
 from whale.runtime.variables.initializer_recording import record
-from whale.runtime.variables.partial_initializers import Initial, Reader, uniform_value
+from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial, Reader, uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
 
 # While a step is captured its graph refers to handles, whatever lies behind them.
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
+# Whether the variable that is created is known to be little, without recording what its initializer does.
+_known_little: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_known_little", default=False)
 
 _PASSED_ON = ("trainable", "name", "constraint", "synchronization", "aggregation")
 _OURS = "_whale_defers"
@@ -34,6 +38,16 @@ def deferred_of(variable: Any) -> Initial | None:
     return getattr(variable, "_whale_initial", None)
 
 
+@contextmanager
+def knowing_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
+    """The variable that is created inside has this shape and type; its initializer may not say so before it has run."""
+    token = _known_little.set(math.prod(shape) * int(tf.as_dtype(dtype).size) <= LITTLE_BYTES)
+    try:
+        yield
+    finally:
+        _known_little.reset(token)
+
+
 def install(wanted: Callable[[], bool]) -> None:
     """Variables that this thread creates eagerly from now on are deferred, while that is ``wanted``.
 
@@ -42,7 +56,7 @@ def install(wanted: Callable[[], bool]) -> None:
     """
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
-        if not wanted() or not tf.executing_eagerly():
+        if _known_little.get() or not wanted() or not tf.executing_eagerly():
             return next_creator(**kwargs)
         return _created(next_creator, kwargs)
 
