@@ -14,6 +14,7 @@ from whale.ir.ops import EXCHANGES
 from whale.ir.program import ON_HOST, Node, Program, Ref
 
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
+MAY_BE_FUSED = _FUSED_ACTIVATIONS | {"BiasAdd"}  # what a product in front may compute
 
 
 @dataclass(slots=True)

@@ -117,8 +117,8 @@ def test_activations_are_computed_again_where_memory_binds(
     taken: list[search.Way] = []
     predict = search.predicted
 
-    def predicted(*args: Any) -> search.Way:
-        taken.append(predict(*args))
+    def predicted(program: Any, settings: Any, choice: Choice, ground: Any, needed_s: float) -> search.Way:
+        taken.append(predict(program, settings, choice, ground))
         return taken[-1]
 
     monkeypatch.setattr(search, "predicted", predicted)
@@ -147,6 +147,44 @@ def test_activations_are_computed_again_where_memory_binds(
     assert "nothing that was tried makes it fit" in str(error.value)
 
 
+def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed(replace(FREE_LINK, start_s=1e-5))
+    monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel")])
+    ranks(2, auto_parallel=True)
+    lasting: dict[str, float] = {}
+    taken: dict[str, float] = {}
+    looked_at, predict = search._looked_at, search.predicted
+
+    def every(*args: Any) -> list[tuple[Choice, float]]:
+        found = looked_at(*args)
+        lasting.update((choice.name, least_s) for choice, least_s in found)
+        return [(choice, 0.0) for choice, _ in found]
+
+    def predicted(*args: Any) -> search.Way:
+        way = predict(*args)
+        taken[way.choice.name] = way.seconds
+        return way
+
+    monkeypatch.setattr(search, "_looked_at", every)
+    monkeypatch.setattr(search, "predicted", predicted)
+    deep = Deep(wh.function, 2)
+    deep.step.plan(*deep.batch(0, 64))
+    chosen = context.current().auto
+    wh.shutdown()
+    shares = {name: least_s / taken[name] for name, least_s in lasting.items() if name.startswith("pipeline")}
+    assert len(shares) > 2
+    assert all(0 < share <= 1 for share in shares.values()), shares
+    monkeypatch.setattr(search, "_looked_at", looked_at)
+    ranks(2, auto_parallel=True)
+    planned, _ = set(taken), taken.clear()
+    deep = Deep(wh.function, 2)
+    deep.step.plan(*deep.batch(0, 64))
+    assert set(taken) < planned
+    assert context.current().auto == chosen
+
+
 def test_unequal_ranks_get_rows_by_their_speed(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +196,9 @@ def test_unequal_ranks_get_rows_by_their_speed(
     found: list[Any] = []
     looked_at = search._looked_at
 
-    def rows_only(*args: Any) -> list[Choice]:
-        found.extend(choice for choice in looked_at(*args) if choice.shares)
-        return [Choice("equal"), *found]
+    def rows_only(*args: Any) -> list[tuple[Choice, float]]:
+        found.extend(choice for choice, _ in looked_at(*args) if choice.shares)
+        return [(Choice("equal"), 0.0), *((choice, 0.0) for choice in found)]
 
     monkeypatch.setattr(search, "_looked_at", rows_only)
     worst = difference(expected, classifier.train(), 0.1)

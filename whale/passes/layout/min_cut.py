@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator
 
 Node = Hashable
+Capacities = dict[Node, dict[Node, float]]
 SOURCE, SINK = object(), object()
 _LEAST = 1e-6  # of an edge's capacity: what is left of less than that is rounding
 
@@ -62,14 +64,14 @@ class Network:
                 return set(distance)
             _fill(left, least, distance)
 
-    def _capacities(self, region: Iterable[Node]) -> tuple[dict[Node, dict[Node, float]], dict[tuple[Node, Node], float]]:
+    def _capacities(self, region: Iterable[Node]) -> tuple[Capacities, dict[tuple[Node, Node], float]]:
         """Of ``region``'s edges and of the opposite ones: what is left, and what is taken for nothing."""
         edges = [(tail, head, capacity) for tail in region for head, capacity in self.after(tail).items()]
         of_source = self.after(SOURCE)  # leads into every region there is
         edges += [(SOURCE, head, of_source[head]) for head in region if head in of_source]
         # Infinite ones can carry more than all others together.
         much = 3.0 * sum(capacity for _, _, capacity in edges if capacity < math.inf) or 1.0
-        left: dict[Node, dict[Node, float]] = {SOURCE: {}, SINK: {}}
+        left: Capacities = {SOURCE: {}, SINK: {}}
         for tail, head, capacity in edges:
             left.setdefault(tail, {})[head] = min(capacity, much)
             left.setdefault(head, {}).setdefault(tail, 0.0)
@@ -77,14 +79,16 @@ class Network:
         return left, least
 
 
-def _fill(left: dict[Node, dict[Node, float]], least: dict[tuple[Node, Node], float], distance: dict[Node, int]) -> None:
+def _fill(
+    left: dict[Node, dict[Node, float]], least: dict[tuple[Node, Node], float], distance: dict[Node, int]
+) -> None:
     """Takes as much as goes along shortest ways from what is ``left``."""
     untried = {node: iter(list(left[node])) for node in distance}
     way: list[Node] = [SOURCE]
     while way:
         tail = way[-1]
         if tail is SINK:
-            steps = list(zip(way, way[1:]))
+            steps = list(itertools.pairwise(way))
             most = min(left[a][b] for a, b in steps)
             for a, b in steps:
                 left[a][b] -= most

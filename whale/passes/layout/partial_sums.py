@@ -64,7 +64,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             network.add(origin, ref, price)
             fixed = fixed and origin != SOURCE
             if fixed and ref in returned_partial:
-                forced.add(origin)
+                forced.add(node.name)
             for reader, operand in program.consumers.get(ref, ()):
                 wanted = layout.strategies[reader.name].inputs[operand]
                 if type(wanted) is PerRank:
@@ -76,7 +76,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
                     if fixed:
                         network.add(reader.name, origin)
                 elif fixed:
-                    forced.add(origin)
+                    forced.add(node.name)
             if ref in wanted_whole:
                 network.add(ref, SINK)
         if node.name in flexible:

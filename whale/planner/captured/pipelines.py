@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cost_model.captured.graph import MAY_BE_FUSED
 from cost_model.ops import matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
@@ -134,6 +135,34 @@ def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[fl
     for name, level in (at.forward | at.backward).items():
         found[level] += seconds(program.by_name[name])
     return found
+
+
+def least_seconds(
+    program: Program, seconds: Callable[[Node], float], start_s: float, size: int
+) -> Callable[[Choice], float]:
+    """What pipelines over ``size`` ranks of one speed take at least, by the operations that each micro-batch repeats.
+
+    Of ``count`` micro-batches the slowest of ``n`` stages does all, and the first and last wait for the others once; so
+    if one takes ``t`` in all stages together, a step takes ``t * (1 + (count - 1) / n)`` or longer.
+
+    Args:
+        seconds: of one node on the whole batch; start_s: what an operation takes whatever its rows.
+    """
+    of_rows = {*program.inputs}
+    for node in program.nodes:
+        if any(ref.node in of_rows for ref in node.inputs):
+            of_rows.add(node.name)
+    at = levels(program)
+    names = [name for name in (*at.forward, *at.backward) if name in of_rows]
+    each = [seconds(program.by_name[name]) for name in names if program.by_name[name].op not in MAY_BE_FUSED]
+    started_s = start_s * sum(one > 0.0 for one in each)
+
+    def least(choice: Choice) -> float:
+        count, stages = choice.micro_batches, len(choice.stages)
+        parts = count * size // stages
+        return (started_s + (sum(each) - started_s) / parts) * (1 + (count - 1) / stages)
+
+    return least
 
 
 def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:

@@ -30,7 +30,7 @@ from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.balance import balanced
-from whale.planner.captured.pipelines import chain, pipelines, staged, why_none, work_of_chain
+from whale.planner.captured.pipelines import chain, least_seconds, pipelines, staged, why_none, work_of_chain
 from whale.planner.captured.ways import Choice, choices, scoped, trains
 
 BUDGET_S = 30.0
@@ -83,7 +83,10 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A choice with what a step of it is predicted to take: seconds, and bytes of the rank that holds most."""
+    """A choice with what a step of it is predicted to take: seconds, and bytes of the rank that holds most.
+
+    Bytes are 0 where nobody asks, since something that fits is faster.
+    """
 
     choice: Choice
     seconds: float
@@ -156,23 +159,29 @@ def best_way(
     search, limit = Search(), ground.limit_bytes
     end_s = time.monotonic() + BUDGET_S
 
+    def to_beat_s() -> float:
+        fitting = [way.seconds for way in search.found if way.bytes <= limit]
+        return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
+
     def look(program: Program, settings: PlanSettings, choice: Choice) -> None:
         if search.found and time.monotonic() > end_s:
             search.lost.append(f"{choice.name}: not looked at, the time is over")
             search.is_whole = False
             return
         try:
-            search.found.append(predicted(program, settings, choice, ground))
+            search.found.append(predicted(program, settings, choice, ground, to_beat_s()))
         except WhaleError as error:
             search.lost.append(f"{choice.name}: cannot run: {error.message}")
 
-    for choice in _looked_at(program, settings, ground, stages):
+    for choice, bound_s in _looked_at(program, settings, ground, stages):
         if choice.alone and settings.batch.local:
             search.lost.append(f"{choice.name}: every rank is given its own rows only")
+        elif bound_s >= to_beat_s():
+            search.lost.append(f"{choice.name}: {1e3 * bound_s:.2f} ms at least")
         else:
             look(program, settings, choice)
-    least_s = min((way.seconds for way in search.found if way.bytes <= limit), default=float("inf"))
-    full = sorted((w for w in search.found if w.bytes > limit and w.seconds < least_s), key=lambda w: w.seconds)
+    fastest_s = to_beat_s()
+    full = sorted((w for w in search.found if w.bytes > limit and w.seconds < fastest_s), key=lambda w: w.seconds)
     if full and ground.again is not None and not settings.memory.recompute:
         changed = settings.but(memory__recompute=RECOMPUTE)
         less = ground.again(changed)
@@ -212,8 +221,13 @@ def _told(best: Way, search: Search, ground: Ground) -> Iterator[str]:
         yield f"  {one}"
 
 
-def predicted(program: Program, settings: PlanSettings, choice: Choice, ground: Ground) -> Way:
+def predicted(
+    program: Program, settings: PlanSettings, choice: Choice, ground: Ground, needed_s: float = float("inf")
+) -> Way:
     """What a step of a choice takes on the slowest rank, and holds on the fullest one.
+
+    Args:
+      needed_s: what takes as long or longer is not taken, whatever it holds.
 
     Raises:
       WhaleError: the program cannot be spread so.
@@ -224,12 +238,11 @@ def predicted(program: Program, settings: PlanSettings, choice: Choice, ground: 
     programs = dict(zip(ranks, _lowered(program, settings, choice, ground, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     played = {rank: inline(one) for rank, one in programs.items()}
+    seconds = step_seconds(played, settings.size, ground.machine(program, settings.size))
+    if seconds >= needed_s:
+        return Way(choice, seconds, 0)
     held = programs if unlike else {0: programs[0]}
-    return Way(
-        choice,
-        step_seconds(played, settings.size, ground.machine(program, settings.size)),
-        max(sum(step_bytes(one, rank, settings.size).values()) for rank, one in held.items()),
-    )
+    return Way(choice, seconds, max(sum(step_bytes(one, rank, settings.size).values()) for rank, one in held.items()))
 
 
 def _lowered(
@@ -239,13 +252,17 @@ def _lowered(
     return ground.lower(*apply(program, settings.but(dump=""), choice), ranks)
 
 
-def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages: int) -> list[Choice]:
-    """What to try; data parallelism is first. With a number of stages only pipelines of so many."""
+def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages: int) -> list[tuple[Choice, float]]:
+    """What to try, with seconds that it takes at least; data parallelism is first.
+
+    With a number of stages only pipelines of so many.
+    """
     found = choices(program, settings.size)
+    lasting: list[tuple[Choice, float]] = []
     try:
         batch = batch_of(program, settings)
     except PlanError:
-        return found
+        return [(one, 0.0) for one in found]
     rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
     speeds = [1.0] * settings.size
     if unequal(ground.rates):
@@ -264,10 +281,14 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
             return price(program, node, does)[0] if does.kernels else 0.0
 
         asked = settings.time.micro_batches
-        found += pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
+        every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
+        alike = every and ground.profile is None and not unequal(ground.rates)
+        least = least_seconds(program, seconds, ground.rates[0].start_s, settings.size) if alike else lambda _: 0.0
+        lasting = [(one, least(one)) for one in every]
+    lasting = [(one, 0.0) for one in found] + lasting
     if not stages:
-        return found
-    if not (found := [one for one in found if len(one.stages) == stages]):
+        return lasting
+    if not (lasting := [one for one in lasting if len(one[0].stages) == stages]):
         local = bool(settings.batch.local)
         why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
         raise PlanError(
@@ -276,7 +297,7 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
             reason=why,
             action="leave pipeline.num_stages out, or change the number of stages, micro-batches or rows",
         )
-    return found
+    return lasting
 
 
 def _without_waiting(rates: Sequence[Rates]) -> Machine:
