@@ -13,6 +13,7 @@ import whale as wh
 import whale.runtime.variables.partial_initializers as initial_values
 from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import one_axis
+from whale.runtime.variables import deferred
 from whale.runtime.variables.deferred import deferred_of, restore_from
 from whale.runtime.variables.initializer_recording import record
 from whale.runtime.variables.partial_initializers import Initial, uniform_value
@@ -151,6 +152,22 @@ def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
     assert [deferred_of(v) is None for v in (read, assigned, traced, kept)] == [True, True, True, False]
     wh.shutdown()
     np.testing.assert_array_equal(kept, first[3])
+
+
+def test_little_variables_of_keras_are_made_without_recording_them(
+    ranks: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Any] = []
+    monkeypatch.setattr(deferred, "record", lambda make, dtype: recorded.append(record(make, dtype)) or recorded[-1])
+    ranks(2)
+    with wh.replica():
+        layer = tf.keras.layers.Dense(32)
+        layer.build((None, 64))
+    kernel, bias = (getattr(w, "value", w) for w in layer.weights)
+    assert [one.shape for one in recorded if isinstance(one, Initial)] == [(64, 32)]
+    assert deferred_of(kernel) is not None and deferred_of(bias) is None
+    if int(tf.keras.__version__[0]) > 2:  # Keras 2 tells no size
+        assert len(recorded) == 1
 
 
 def test_a_value_may_come_from_elsewhere_region_by_region(ranks: Start) -> None:
