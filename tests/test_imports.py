@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
 _TOP = {"whale.errors", "whale.config", "whale.started", "whale.log", "whale.python", "whale.cgroup"}
 ALLOWED: dict[str, set[str]] = {
-    "whale": _TOP | {"whale.annotations", "whale.runtime", "whale.frontends"},  # the lazy public API
+    "whale": _TOP | {"whale.annotations", "whale.ir", "whale.runtime", "whale.frontends"},  # the lazy public API
     "whale.errors": set(),
     "whale.config": {"whale.errors", "whale.config_keys"},
     "whale.config_keys": set(),
