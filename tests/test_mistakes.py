@@ -8,11 +8,13 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.helpers import ROOT
+from tests.programs import mlp, planned
 from whale.cli import main
 from whale.cli.cluster import EXAMPLE
 from whale.errors import ProgramError
@@ -64,6 +66,37 @@ BAD = [
     ("completion fish", "choose from"),
     ("doctor --timeout never", "'never' is no number of seconds"),
     ("walk", "invalid choice: 'walk'"),
+    ("plan train.py -np 0", "'0' is no whole number above 0"),
+    (f"plan --describe {GPT} --cluster small.yaml -o .", "this is a folder"),
+    ("plan --offers absent.yaml train.py", "offers are for a described or measured model"),
+    ("plan --jobs absent.yaml --cluster small.yaml", "given: absent.yaml"),
+    ("explain absent.json 1", "the plan cannot be read"),
+    ("show plan.json --analyze --measured absent.json", "a described model has no program"),
+    ("diff plan.json small.yaml", "cannot be"),
+    ("diff absent.json plan.json", "given: absent.json"),
+    ("check small.yaml", "the plan cannot be read"),
+    ("check plan.json --cluster train.py", "cluster file"),
+    ("html absent.json -o page.html", "the plan cannot be read"),
+    ("trace absent.json -o t.json", "the plan cannot be read"),
+    ("trace plan.json -o nowhere/t.json", "there is no folder"),
+    ("trace plan.json", "required: -o"),
+    ("html program.json -o page.html", "measure this machine with `whale profile`"),
+    ("html program.json -o page.html --measured absent.json", "given: absent.json"),
+    ("html program.json -o page.html --cluster absent.yaml", "given: absent.yaml"),
+    ("profile --threads 0", "'0' is no whole number"),
+    ("simulate small.yaml --cluster absent.yaml", "given: absent.yaml"),
+    ("simulate small.yaml --cluster small.yaml", "small.yaml"),
+    ("run -np two train.py", "'two'"),
+    ("run -np 2 -H a:x train.py", "a:x"),
+    ("run -np 2 --hostfile absent train.py", "given: absent"),
+    ("run -np 2 --mesh data=3 train.py", "data=3"),
+    ("run -np 2 --mesh data train.py", "data"),
+    ("run -np 2 --metrics-port here train.py", "here"),
+    ("run -np 2 --threads 0 train.py", "threads"),
+    ("run -np 2 --max-restarts -1 train.py", "restart"),
+    ("run -np 2 --min-ranks 3 train.py", "3"),
+    ("run -np 2", "required: script"),
+    ("completion", "required: shell"),
 ]
 
 
@@ -72,6 +105,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
     (tmp_path / "small.yaml").write_text(SMALL)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # whose machine was not measured
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    plan = planned(mlp(4, 4, 4, 2), 2, 4)
+    replace(plan, script=("train.py",)).save(tmp_path / "program.json")
     assert main(["plan", "--describe", GPT, "--cluster", "small.yaml", "--budget", "1", "-o", "plan.json"]) == 0
     capsys.readouterr()
     return tmp_path
@@ -102,7 +139,7 @@ def test_each_is_one_sentence_and_code_2(folder: Path, no_tensorflow: None, caps
         if not good or not first.startswith(f"whale {line.split()[0]}: ".replace("whale walk: ", "whale: ")):
             wrong[line] = (code, told)
     assert wrong == {}
-    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "small.yaml", "train.py"]
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "program.json", "small.yaml", "train.py"]
 
 
 def test_a_plan_for_more_kinds_of_devices_than_the_cluster_has(

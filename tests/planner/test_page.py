@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cost_model.machines import cluster
 from whale.planner import ask
 from whale.planner.report import draw
+from whale.planner.report.sliders import sliders
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PICTURES = os.environ.get("WHALE_PICTURES")  # a folder that keeps the page as it was seen
 LAB = """
 name: lab
 networks: {fabric: {type: infiniband-hdr-200}}
@@ -29,7 +33,9 @@ addEventListener("load", () => {
   const clear = [...document.querySelectorAll("[data-column]")].filter(c => c.style.opacity === "1").length;
   const wide = [...document.querySelectorAll("main > *")].filter(e => e.scrollWidth > e.clientWidth + 1).length;
   const ticks = [...document.querySelectorAll(".ticks span")].map(e => e.textContent);
-  document.body.dataset.seen = JSON.stringify({page: document.documentElement.scrollWidth, wide, clear, ticks});
+  const slow = document.querySelector("#sliders input"); slow.value = 0; slow.oninput({target: slow});
+  const then = document.getElementById("then").textContent;
+  document.body.dataset.seen = JSON.stringify({page: document.documentElement.scrollWidth, wide, clear, ticks, then});
 });
 </script>"""
 
@@ -53,3 +59,25 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     seen = json.loads(found[1].replace("&quot;", '"'))
     assert seen["page"] <= width and seen["wide"] == 0
     assert 0 < seen["clear"] < 8 * 6 and seen["ticks"]
+    assert re.fullmatch(r"\S+ m?s a step, \d+\.\d% longer", seen["then"]), seen["then"]
+    if PICTURES:
+        shot = [*line[:-2], f"--screenshot={Path(PICTURES).resolve() / f'plan-{width}.png'}", page.as_uri()]
+        subprocess.run(shot, capture_output=True, timeout=120, check=True)
+
+
+def test_sliders_are_the_plan_on_other_machines() -> None:
+    transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
+    assert transformer is not None and batch is not None
+    lab = cluster.parse(LAB)
+    plan = ask.plan(lab, batch, transformer, None, "megatron-2022", ask.limits(["stages=2"], 2.0), "whale")
+    _, machines, found = plan.evaluate()
+    drawn = sliders(plan, machines)
+    assert drawn is not None
+    (_, networks, now), *speeds = drawn["axes"]
+    assert (len(networks), now) == (5, 2) and len(drawn["step_s"]) == 5 * 4 ** len(speeds)
+    per = 4 ** len(speeds)
+    assert drawn["step_s"][now * per + per - 1] == pytest.approx(found.step_s, rel=1e-4)
+    assert drawn["step_s"][now * per] > 1.5 * found.step_s  # all devices at 40 %
+    halved = cluster.parse(LAB.replace("infiniband-hdr-200}", "infiniband-hdr-200, oversubscription: 2}"))
+    other = msgspec.structs.replace(plan, cluster=halved).evaluate()[2]
+    assert drawn["step_s"][(now - 1) * per + per - 1] == pytest.approx(other.step_s, rel=1e-4)

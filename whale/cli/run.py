@@ -65,7 +65,14 @@ def add_to(verbs: Any) -> None:
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from whale.launcher.job.metrics import parse_address
-    from whale.launcher.mpirun import ANNOTATE_VARIABLE, MESH_VARIABLE, PLAN_VARIABLE, Options, parse_hosts
+    from whale.launcher.mpirun import (
+        ANNOTATE_VARIABLE,
+        MESH_VARIABLE,
+        PLAN_VARIABLE,
+        Options,
+        check_mesh,
+        parse_hosts,
+    )
     from whale.launcher.run import run
 
     readable(given.plan, given.annotate, given.hostfile)
@@ -79,6 +86,7 @@ def call(given: argparse.Namespace) -> int:
     if given.annotate is not None:
         os.environ[ANNOTATE_VARIABLE] = os.path.abspath(given.annotate)
     if given.mesh is not None:
+        check_mesh(given.mesh, given.ranks)
         os.environ[MESH_VARIABLE] = given.mesh
     return run(
         Options(

@@ -34,6 +34,7 @@ def launch(
     *,
     hosts: str | None = None,
     threads: int | None = None,
+    max_restarts: int = 0,
     verbose: bool = False,
 ) -> list[Any]:
     """Calls a function on every rank of a new run, as ``horovod.run`` does; ranks print as under `whale run`.
@@ -46,6 +47,7 @@ def launch(
       np: number of ranks.
       hosts: ``host1:2,host2:2``; this host unless given.
       threads: of a rank; unless given, the host's cores divided by its ranks.
+      max_restarts: the function is called again after a fault, at most so often, on as many ranks as before.
       verbose: as `whale run -v`.
 
     Returns:
@@ -55,16 +57,26 @@ def launch(
       InstallError: cloudpickle, which carries the function, is not installed.
       ClusterError: the run cannot be started, or failed.
     """
-    return launch_pickled(pickled(fn, args, kwargs), np, hosts, threads, verbose)
+    return launch_pickled(pickled(fn, args, kwargs), np, hosts, threads, verbose, max_restarts)
 
 
-def launch_pickled(call: bytes, np: int, hosts: str | None, threads: int | None, verbose: bool) -> list[Any]:
+def launch_pickled(
+    call: bytes, np: int, hosts: str | None, threads: int | None, verbose: bool, max_restarts: int = 0
+) -> list[Any]:
     """As `launch`, of a call that `pickled` has made."""
     with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
         Path(folder, _CALL).write_bytes(call)
         where = parse_hosts(hosts) if hosts is not None else ()
         options = Options(
-            np, "whale.frontends.launch", (folder,), as_module=True, hosts=where, threads=threads, verbose=verbose
+            np,
+            "whale.frontends.launch",
+            (folder,),
+            as_module=True,
+            hosts=where,
+            threads=threads,
+            verbose=verbose,
+            max_restarts=max_restarts,
+            min_ranks=np,
         )
         code = run(options)
         found = [Path(folder, f"{rank}.result") for rank in range(np)]

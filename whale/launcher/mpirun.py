@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whale import python
-from whale.errors import ClusterError
+from whale.config import parse_mesh
+from whale.errors import ClusterError, ConfigError
 from whale.launcher import segments
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
@@ -94,6 +96,22 @@ class Options:
     def is_local(self) -> bool:
         """Whether all ranks run on this host."""
         return all(host.is_local for host in self.hosts)
+
+
+def check_mesh(text: str, ranks: int) -> None:
+    """Refuses a mesh that the ranks do not fill, before they start; an axis without a size gets those that are left.
+
+    Raises:
+        ConfigError: it cannot be read, or not as many ranks are there.
+    """
+    count = math.prod(parse_mesh(text).values())
+    if ranks > 0 and ranks % count:
+        raise ConfigError(
+            "the ranks do not fill the mesh",
+            given=f"--mesh {text} ({count} ranks) with -np {ranks}",
+            expected=f"axes whose sizes multiply to {ranks}, or to a divisor of it",
+            action="correct --mesh or -np",
+        )
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

@@ -15,6 +15,7 @@ from whale.ir.plan_text import human_seconds
 from whale.ir.schedule import schedule
 from whale.planner.report import show
 from whale.planner.report.planfile import PlanFile
+from whale.planner.report.sliders import sliders
 
 
 def trace(plan: PlanFile) -> str:
@@ -101,6 +102,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "memory_label": "of one device of a stage, over a step; the red line is its limit",
         "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
         "memory": _memory(plan, machines, found, tasks, times),
+        "sliders": sliders(plan, machines),
         "last": show.last_line(plan, machines, found),
     }
 

@@ -1,0 +1,55 @@
+"""What if networks were faster, or devices slower: a step's time on a grid, for the sliders of a plan's page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import msgspec
+
+from cost_model.described.evaluate import evaluate
+from cost_model.machines.cluster import Cluster
+from cost_model.machines.pools import Machines
+from whale.planner.report.planfile import PlanFile
+
+NETWORK = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the bandwidth between hosts
+SHARES = (0.4, 0.6, 0.8, 1.0)  # of each device of a kind
+KINDS = 2  # of devices with a slider, at most
+DEVICES = 4096  # of a plan with sliders, at most: a page is written in seconds
+
+
+def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
+    """The sliders, and for each of their places the step's seconds under the same plan; None: too large a plan.
+
+    The plan stays as it is: its spread is simulated again on the other cluster. Places count from the last slider on.
+    """
+    if plan.spread.ranks > DEVICES:
+        return None
+    used = sorted({part.pool for stage in plan.spread.stages for part in stage.parts})[:KINDS]
+    networks = NETWORK if plan.cluster.networks else (1.0,)
+    step_s = []
+    for place in product(networks, *[SHARES] * len(used)):
+        other = Machines(_changed(plan.cluster, place[0], machines, used, place[1:]))
+        step_s.append(float(f"{evaluate(plan.model(other), other, plan.spread).step_s:.5g}"))
+    axes = [("bandwidth between hosts", [f"{value:g} x" for value in networks], networks.index(1.0))]
+    axes += [(f"speed of {machines.pools[pool].name}", [f"{s:.0%}" for s in SHARES], len(SHARES) - 1) for pool in used]
+    return {"axes": axes, "step_s": step_s}
+
+
+def _changed(
+    cluster: Cluster, network: float, machines: Machines, used: Sequence[int], shares: Sequence[float]
+) -> Cluster:
+    replace = msgspec.structs.replace
+    slower = {id(machines.pools[pool].entry): share for pool, share in zip(used, shares)}
+    return replace(
+        cluster,
+        networks={
+            name: replace(entry, oversubscription=entry.oversubscription / network)
+            for name, entry in cluster.networks.items()
+        },
+        hosts=[
+            replace(host, devices=[replace(d, share=d.share * slower.get(id(d), 1.0)) for d in host.devices])
+            for host in cluster.hosts
+        ],
+    )
