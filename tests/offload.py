@@ -19,31 +19,32 @@ from whale.runtime.compile.offload import offloaded_bytes
 
 STEPS = 3
 COMPUTES, HOLDS = "CPU:1", "CPU:0"
-# name -> (ranks, configuration, whether the model has two stages)
-CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
-    "alone": (1, {}, False),
-    "replica": (2, {}, False),
-    "accumulation": (2, {"pipeline.num_micro_batch": 3}, False),
-    "zero 1": (2, {"zero.level": 1, "zero.min_bytes": 0}, False),
-    "zero 3": (2, {"zero.level": 3, "zero.min_bytes": 0}, False),
-    "recompute": (2, {"gradient_checkpoint.type": "auto"}, False),
-    "pipeline": (4, {"pipeline.num_micro_batch": 2}, True),
-    "pipeline, zero 1": (4, {"pipeline.num_micro_batch": 2, "zero.level": 1, "zero.min_bytes": 0}, True),
-    "weights": (1, {"offload.level": "v0", "zero.min_bytes": 0}, False),
-    "weights, replica, accumulation": (2, {"offload.level": "v0", "pipeline.num_micro_batch": 3}, False),
+# name -> (ranks, configuration, how the model is built: in two "stages", updated in a "branch")
+CASES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "alone": (1, {}, ""),
+    "replica": (2, {}, ""),
+    "accumulation": (2, {"pipeline.num_micro_batch": 3}, ""),
+    "zero 1": (2, {"zero.level": 1, "zero.min_bytes": 0}, ""),
+    "zero 3": (2, {"zero.level": 3, "zero.min_bytes": 0}, ""),
+    "recompute": (2, {"gradient_checkpoint.type": "auto"}, ""),
+    "pipeline": (4, {"pipeline.num_micro_batch": 2}, "stages"),
+    "pipeline, zero 1": (4, {"pipeline.num_micro_batch": 2, "zero.level": 1, "zero.min_bytes": 0}, "stages"),
+    "weights": (1, {"offload.level": "v0", "zero.min_bytes": 0}, ""),
+    "weights, replica, accumulation": (2, {"offload.level": "v0", "pipeline.num_micro_batch": 3}, ""),
+    "in a branch, zero 3": (2, {"offload.level": "v0", "zero.level": 3, "zero.min_bytes": 0}, "branch"),
 }
 
 
 class Model:
     """Two dense layers and an optimizer; the weights lie on the device that computes."""
 
-    def __init__(self, function: Callable[[Any], Any], optimizer: str, stages: bool = False) -> None:
+    def __init__(self, function: Callable[[Any], Any], optimizer: str, form: str = "") -> None:
         draw = np.random.default_rng(0).standard_normal
         with tf.device(COMPUTES):
             self.weights = [tf.Variable(draw(shape)) for shape in ((6, 16), (16,), (16, 3))]
             self.speeds = [tf.Variable(np.zeros(w.shape)) for w in self.weights]
             self.squares = [tf.Variable(np.zeros(w.shape)) for w in self.weights]
-        self.optimizer, self.stages = optimizer, stages
+        self.optimizer, self.form = optimizer, form
         self.step = function(self._step)
 
     @property
@@ -51,7 +52,7 @@ class Model:
         return self.speeds + (self.squares if self.optimizer == "adam" else [])
 
     def _scope(self) -> Any:
-        return wh.stage() if self.stages else tf.name_scope("model")
+        return wh.stage() if self.form == "stages" else tf.name_scope("model")
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -59,7 +60,15 @@ class Model:
                 h = tf.tanh(x @ self.weights[0] + self.weights[1])
             with self._scope():
                 loss = tf.reduce_mean(tf.square(h @ self.weights[2] - y))
-        for w, m, v, g in zip(self.weights, self.speeds, self.squares, tape.gradient(loss, self.weights)):
+        gradients = tape.gradient(loss, self.weights)
+        if self.form == "branch":
+            tf.cond(tf.reduce_max(self.weights[1]) < 100.0, lambda: self._update(gradients), lambda: None)
+        else:
+            self._update(gradients)
+        return loss
+
+    def _update(self, gradients: list[tf.Tensor]) -> None:
+        for w, m, v, g in zip(self.weights, self.speeds, self.squares, gradients):
             if self.optimizer == "adam":
                 m.assign_add((g - m) * 0.1)
                 v.assign_add((g * g - v) * 0.01)
@@ -67,7 +76,6 @@ class Model:
             else:
                 m.assign(0.9 * m + g)
                 w.assign_sub(0.05 * m)
-        return loss
 
     def train(self) -> list[np.ndarray]:
         """Losses, weights and state after some steps."""
@@ -78,13 +86,13 @@ class Model:
 
 def try_case(name: str, optimizer: str) -> str:
     """What is wrong with a run of the case, or ""."""
-    ranks, config, stages = CASES[name]
+    ranks, config, form = CASES[name]
     with tf.device(COMPUTES):
-        expected = Model(tf.function, optimizer).train()
+        expected = Model(tf.function, optimizer, "branch" if form == "branch" else "").train()
     wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, "offload.level": "optimizer", **config})
     try:
         before = offloaded_bytes()
-        model = Model(wh.function, optimizer, stages)
+        model = Model(wh.function, optimizer, form)
         tf_context.context().enable_graph_collection()
         found = model.train()
         graphs = tf_context.context().export_run_metadata().function_graphs

@@ -25,6 +25,7 @@ SAMPLE = [
     ("lstm", "zero 3"),
     ("second tensor axis", "saved"),
     ("session", "accumulation"),
+    ("tensor", "accumulation", "zero 3"),
     ("scan", "amp"),
     ("interleaved", "unequal shares", "session"),
     ("unequal stages", "some devices", "zb-h1"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from whale.ir.layout import Placement
-from whale.ir.ops import HAS_BODIES, IDENTITIES, LOOPS
+from whale.ir.ops import BRANCHES, HAS_BODIES, IDENTITIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 from whale.rules.base import OpView
@@ -44,6 +47,38 @@ def takes(program: Program, node: Node, operand: int, current: list[Placement], 
         return False
     options = rule.strategies(view(program, node, parts), current)
     return any(option.inputs[operand] == current[operand] for option in options)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An op that takes variables, in the program or in what a branch of it runs.
+
+    Attributes:
+      graph: that the op is in.
+      node: the op.
+      handles: of each operand, the handle node of the variable that it is; "": none.
+    """
+
+    graph: Program
+    node: Node
+    handles: tuple[str, ...]
+
+
+def uses_of_variables(program: Program) -> Iterator[Use]:
+    """Every op that takes variables; in place of a branch that is handed some, the ops that take them there."""
+    waiting = [(program, {Ref(name): name for name in program.variable_of})]
+    while waiting:
+        graph, known = waiting.pop()
+        for node in graph.nodes:
+            handles = tuple(known.get(ref, "") for ref in node.inputs)
+            if not any(handles):
+                continue
+            if node.op not in BRANCHES:
+                yield Use(graph, node, handles)
+                continue
+            for func in called_functions(node):
+                body = program.functions[func.name]
+                waiting.append((body, {Ref(name): handle for name, handle in zip(body.inputs, handles[1:]) if handle}))
 
 
 def recreatable(program: Program, ref: Ref) -> bool:

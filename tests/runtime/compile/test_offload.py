@@ -14,9 +14,10 @@ from whale.errors import ConfigError
 
 
 def test_runs_are_as_on_one_device_and_copies_as_predicted() -> None:
-    command = [sys.executable, "-m", "tests.offload", "alone", "pipeline, zero 1", "weights", "--optimizers", "adam"]
+    command = [sys.executable, "-m", "tests.offload", "alone", "pipeline, zero 1", "weights", "in a branch, zero 3"]
+    command += ["--optimizers", "adam"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("as predicted") == 3, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("as predicted") == 4, done.stdout + done.stderr
 
 
 def test_nothing_is_held_elsewhere_where_the_device_is_the_host(ranks: Callable[..., None]) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from whale.errors import PlanError
-from whale.ir.ops import HAS_BODIES
-from whale.ir.program import ON_HOST, Node, Program, Ref, function_refs
-from whale.ir.values import UNMOVABLE, DType
+from whale.ir.ops import BRANCHES, HAS_BODIES
+from whale.ir.program import ON_HOST, Node, Program, Ref, Variable, function_refs
+from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.zero import is_model, only_state
-from whale.rules.graph import USE
+from whale.rules.graph import USE, Use, called_functions, uses_of_variables
 
 COPY = "WhaleOffload"
 LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # kinds of variables that lie in the host's memory
@@ -27,31 +27,32 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
     """Handle nodes of the variables that come to lie in the host's memory; what one op updates lies together.
 
     Raises:
-      PlanError: a loop or a branch takes such a variable.
+      PlanError: a loop takes such a variable.
     """
     if not level or not any(is_model(program, node) for node in program.nodes):
         return ()  # a run that sets variables to their first values, say: it does not show which ones are state
     kinds, variables = variable_kinds(program), program.variable_of
     found = {handle for handle, kind in kinds.items() if kind in LEVELS[level] and variables[handle].type.shape}
+    uses = list(uses_of_variables(program))
     while True:
         more = {
-            ref.node
-            for node in program.nodes
-            if any(ref.node in found for ref in node.inputs) and not _is_call(node)
-            for ref in node.inputs
-            if ref.node in variables
+            name
+            for use in uses
+            if not found.isdisjoint(use.handles) and not _is_call(use.node)
+            for name in use.handles
+            if name
         }
         if more <= found:
             break
         found |= more
-    for node in program.nodes:
-        taken = [ref.node for ref in node.inputs if ref.node in found]
+    for use in uses:
+        node, taken = use.node, [name for name in use.handles if name in found]
         if taken and (_is_call(node) or not all(variables[name].type.shape for name in taken)):
             raise PlanError(
                 "a variable cannot lie in the host's memory",
                 op=f"{node.name} ({node.op}), which uses {variables[taken[0]].name}",
                 given=f'offload.level="{level}"',
-                expected="reads and updates outside of loops and branches, of variables that are no scalars",
+                expected="reads and updates outside of loops, of variables that are no scalars",
                 action="update it behind the loop, or leave offload.level out",
             )
     return tuple(v.node for v in program.variables if v.node in found)
@@ -65,14 +66,23 @@ def offload(program: Program, handles: Collection[str]) -> Program:
     """
     if program.variable_of.keys().isdisjoint(handles):
         return program
-    return _Crossings(program, _computed_there(program, handles)).run()
+    return _Crossings(program, handles, False).run()
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:
-    """(bytes to the host, bytes from it) that a step of a rank's program copies; sizes that only it knows are 0."""
-    copies = [n for n in program.nodes if n.op == COPY and n.outputs[0].is_static]
-    to_host = sum(n.outputs[0].bytes for n in copies if n.attrs["to_host"])
-    return to_host, sum(n.outputs[0].bytes for n in copies) - to_host
+    """(bytes to the host, bytes from it) that a step of a rank's program copies, at the most where it has branches;
+    sizes that only it knows are 0.
+    """
+    to_host = from_host = 0
+    for node in program.nodes:
+        if node.op == COPY and node.outputs[0].is_static:
+            to_host += node.outputs[0].bytes * node.attrs["to_host"]
+            from_host += node.outputs[0].bytes * (not node.attrs["to_host"])
+        elif node.op in BRANCHES:
+            bodies = (replace(program.functions[f.name], functions=program.functions) for f in called_functions(node))
+            most = max((crossing_bytes(body) for body in bodies), key=sum)
+            to_host, from_host = to_host + most[0], from_host + most[1]
+    return to_host, from_host
 
 
 def _is_call(node: Node) -> bool:
@@ -86,6 +96,8 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
     state = only_state(program).intersection(handles)
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
+        if node.op in BRANCHES:
+            continue  # what it runs is looked at by itself
         if any(h in handles for h in taken):
             there.add(node.name)
             if any(h in state for h in taken):
@@ -125,24 +137,61 @@ def _cheaper_there(program: Program, there: Collection[str], kept: Collection[st
 
 
 class _Crossings:
-    def __init__(self, program: Program, there: Collection[str]):
-        self.program, self.there = program, there
+    """Rewrites one graph.
+
+    Args:
+      inside: whether it is a branch's, whose arguments and results are where the model is computed.
+    """
+
+    def __init__(self, program: Program, handles: Collection[str], inside: bool):
+        self.program, self.handles, self.inside = program, handles, inside
+        self.there = _computed_there(program, handles)
         self.nodes: list[Node] = []
         self.made: dict[tuple[Ref, bool], Ref] = {}
+        self.functions = dict(program.functions)
 
     def run(self) -> Program:
         for node in self.program.nodes:
             on_host = node.name in self.there
             inputs = tuple(self._operand(ref, on_host) for ref in node.inputs)
             node = replace(node, inputs=inputs) if inputs != node.inputs else node
+            if node.op in BRANCHES and any(ref.node in self.handles for ref in node.inputs):
+                node = self._branch(node)
             self.nodes.append(_on_host(node) if on_host else node)
-        return self.program.with_nodes(tuple(self.nodes))
+        outputs = self.program.outputs
+        if self.inside:
+            outputs = tuple(self._operand(ref, False) for ref in outputs)
+        return self.program.with_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
+
+    def _branch(self, node: Node) -> Node:
+        """The branch whose functions compute in the host's memory what is to be computed there."""
+
+        def rewritten(func: Func) -> Func:
+            body, name = self.functions[func.name], f"{func.name}/there/{node.name}"
+            known = self.program.variable_of
+            passed = {arg: r.node for arg, r in zip(body.inputs, node.inputs[1:]) if r.node in known}
+            variables = tuple(Variable(arg, known[h].name, known[h].type) for arg, h in passed.items())
+            handles = {arg for arg, handle in passed.items() if handle in self.handles}
+            whole = replace(body, variables=variables, functions=self.functions)
+            body = _Crossings(whole, handles, True).run()
+            self.functions |= {**body.functions, name: replace(body, variables=(), functions={})}
+            return replace(func, name=name)
+
+        attrs = {
+            key: rewritten(value)
+            if isinstance(value, Func)
+            else tuple(map(rewritten, value))
+            if key == "branches"
+            else value
+            for key, value in node.attrs.items()
+        }
+        return replace(node, op=node.op.removeprefix("Stateless"), attrs=attrs, stateful=True)
 
     def _operand(self, ref: Ref, on_host: bool) -> Ref:
         source = self.program.by_name[ref.node]
         if source.name in self.program.variable_of or (source.name in self.there) == on_host:
             return ref
-        if source.name in self.program.inputs:
+        if source.name in self.program.inputs and not self.inside:
             return ref  # it is where the caller has it
         if (ref, on_host) not in self.made:
             made = self._again(source) if source.op in ("Const", "WhaleCommunicator") else self._copy(ref, on_host)
@@ -167,5 +216,5 @@ def _on_host(node: Node) -> Node:
 
 def handles_on_host(program: Program) -> set[str]:
     """Of a rank's program that went through ``offload``."""
-    nodes: Iterable[Node] = (n for n in program.nodes if n.attrs.get(ON_HOST))
-    return {r.node for n in nodes for r in n.inputs if r.node in program.variable_of}
+    uses: Iterable[Use] = (use for use in uses_of_variables(program) if use.node.attrs.get(ON_HOST))
+    return {name for use in uses for name in use.handles if name}

@@ -17,17 +17,19 @@ nodes of an update that every rank would run alike, whole, get the state's layou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
-from whale.ir.ops import HAS_BODIES, LOOKUPS
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
-from whale.rules.graph import takes, view
+from whale.rules.graph import Use, called_functions, takes, uses_of_variables, view
 
 
 def state_at_rest(
@@ -57,7 +59,11 @@ def state_at_rest(
         return {}  # a run that sets variables to their first values, say: it does not show which ones are state
     state = only_state(program)
     found: dict[str, Split] = {}
-    for group in _updated_together(program, variables):
+    uses: dict[str, list[Use]] = {name: [] for name in variables}
+    for use in uses_of_variables(program):
+        for name in {name for name in use.handles if name in variables}:
+            uses[name].append(use)
+    for group in _updated_together(uses):
         if all(name in known for name in group):
             continue
         is_weight = weights and all(_is_number(variables[name]) for name in group)
@@ -66,11 +72,11 @@ def state_at_rest(
         if all(n.op == "VarIsInitializedOp" for name in group for n, _ in program.consumers.get(Ref(name), ())):
             continue
         later = {dim for name in group for dim in avoid.get(name, ())}
-        placement = _common(program, [variables[name] for name in group], parts, min_bytes, known, later)
+        placement = _common(uses, [variables[name] for name in group], parts, min_bytes, known, later)
         if placement is not None:
             found.update((name, placement) for name in group if name not in known)
         elif is_weight and not later:
-            _refuse_whole(program, [variables[name] for name in group if name not in known], parts, min_bytes)
+            _refuse_whole(uses, [variables[name] for name in group if name not in known], parts, min_bytes)
     return found
 
 
@@ -87,31 +93,30 @@ def _is_number(variable: Variable) -> bool:
     return "float" in variable.type.dtype
 
 
-def _refuse_whole(program: Program, group: Sequence[Variable], parts: int, min_bytes: int) -> None:
+def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], parts: int, min_bytes: int) -> None:
     """Raises PlanError for a weight that has a dimension to be divided along, and is used as no divided one can be."""
     for variable in group:
         t = variable.type
         cuts = [split(d, even_sizes(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
         if not t.is_static or t.bytes < min_bytes:
             continue
-        users = [n for n, _ in program.consumers.get(Ref(variable.node), ())]
-        for node in users if cuts else ():
-            operands = [i for i, r in enumerate(node.inputs) if r == Ref(variable.node)]
-            if not any(takes(program, node, i, _lying(program, node, cut), parts) for i in operands for cut in cuts):
+        for use in uses[variable.node] if cuts else ():
+            if not any(_can_take(use, variable.node, cut, parts) for cut in cuts):
+                node = use.node
                 raise PlanError(
                     "a weight cannot be sharded between steps",
                     op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
                     given="zero.level=3",
-                    expected="reads and lookups, and updates of the whole variable outside of loops and branches",
+                    expected="reads and lookups, and updates of the whole variable outside of loops",
                     action="update the variable behind the loop, raise zero.min_bytes, or set zero.level=2",
                 )
 
 
-def _updated_together(program: Program, variables: Mapping[str, Variable]) -> Iterable[list[str]]:
+def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
     """Variables whose handles are operands of one op have one layout: groups of them."""
-    group_of = {name: [name] for name in variables}
-    for node in program.nodes:
-        handles = [r.node for r in node.inputs if r.node in variables]
+    group_of = {name: [name] for name in uses}
+    for use in chain.from_iterable(uses.values()):
+        handles = [name for name in use.handles if name in uses]
         for other in handles[1:]:
             first, second = group_of[handles[0]], group_of[other]
             if first is not second:
@@ -139,6 +144,10 @@ def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
 
 def is_model(program: Program, node: Node) -> bool:
     """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
+    if node.op in BRANCHES:  # it may be nothing but updates, every so many steps
+        functions = program.functions
+        bodies = [replace(functions[func.name], functions=functions) for func in called_functions(node)]
+        return any(is_model(body, inside) for body in bodies for inside in body.nodes)
     if node.op in HAS_BODIES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
         return True
     if node.op == "WhaleCall":  # a micro-batch
@@ -147,7 +156,7 @@ def is_model(program: Program, node: Node) -> bool:
 
 
 def _common(
-    program: Program,
+    uses: Mapping[str, Sequence[Use]],
     variables: list[Variable],
     parts: int,
     min_bytes: int,
@@ -171,22 +180,15 @@ def _common(
     for cut in cuts:
         if cut.dim in later:
             continue
-        if given <= {cut} and all(_can_lie(program, v.node, cut, parts) for v in variables):
+        if given <= {cut} and all(_can_take(use, v.node, cut, parts) for v in variables for use in uses[v.node]):
             return cut
     return None
 
 
-def _can_lie(program: Program, handle: str, placement: Split, parts: int) -> bool:
-    """Whether everything that takes the variable's handle can take it so."""
-    for node, operand in program.consumers.get(Ref(handle), ()):
-        if not takes(program, node, operand, _lying(program, node, placement), parts):
-            return False
-    return True
-
-
-def _lying(program: Program, node: Node, placement: Placement) -> list[Placement]:
-    """Operands of a node whose variables (all that it updates together) lie as ``placement``."""
-    return [placement if r.node in program.variable_of else B for r in node.inputs]
+def _can_take(use: Use, handle: str, placement: Placement, parts: int) -> bool:
+    """Whether an op can take a variable, and all that it updates together with it, as ``placement``."""
+    lying = [placement if name else B for name in use.handles]
+    return all(takes(use.graph, use.node, i, lying, parts) for i, name in enumerate(use.handles) if name == handle)
 
 
 def update_strategies(
