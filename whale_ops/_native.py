@@ -76,11 +76,19 @@ def build_info() -> dict[str, Any]:
     """
     path = build.IN_PLACE / build.INFO_NAME
     if not path.exists():
+        behind = [folder for folder in sys.path if Path(folder, "whale_ops", "lib", build.INFO_NAME).exists()]
         raise CommError(
             "the op library is not built",
-            given=f"no {build.INFO_NAME} in the folder of whale_ops",
+            given=f"no {build.INFO_NAME} in the folder of whale_ops"
+            + (
+                f"; this is the checkout {build.PACKAGE.parent}, and Whale is installed in {behind[0]}"
+                if behind
+                else ""
+            ),
             expected="the three shared libraries of whale_ops",
-            action="run python -m whale_ops.build",
+            action="start Python, or the notebook, in another folder than the checkout"
+            if behind
+            else "run python -m whale_ops.build",
         )
     return json.loads(path.read_text())
 

@@ -10,8 +10,8 @@ import pytest
 
 from whale.doctor import report, software
 from whale.doctor.finding import Finding
-from whale.errors import ClusterError
-from whale_ops import build
+from whale.errors import ClusterError, CommError
+from whale_ops import _native, build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +90,18 @@ def test_the_op_library(library: dict[str, dict[str, str]]) -> None:
     assert found.status == "problem" and "without the MPI transport" in found.text
     (build.IN_PLACE / build.INFO_NAME).unlink()
     assert software.op_library("2.21.0").text == "the op library is not built"
+
+
+def test_a_checkout_in_front_of_the_installed_whale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lib = tmp_path / "site" / "whale_ops" / "lib"
+    lib.mkdir(parents=True)
+    (lib / build.INFO_NAME).write_text("{}")
+    monkeypatch.setattr(build, "IN_PLACE", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    with pytest.raises(
+        CommError, match=r"Whale that is installed in .*site\n(.|\n)*next: start Python, or the notebook"
+    ):
+        _native.build_info()
 
 
 @pytest.mark.parametrize(("says", "ok"), [("g++ (Debian 12.2.0-14) 12.2.0", True), ("g++ (GCC) 8.5.0 20210514", False)])
