@@ -79,12 +79,8 @@ def build_info() -> dict[str, Any]:
         behind = [folder for folder in sys.path if Path(folder, "whale_ops", "lib", build.INFO_NAME).exists()]
         raise CommError(
             "the op library is not built",
-            given=f"no {build.INFO_NAME} in the folder of whale_ops"
-            + (
-                f"; this is the checkout {build.PACKAGE.parent}, and Whale is installed in {behind[0]}"
-                if behind
-                else ""
-            ),
+            given=f"no {build.INFO_NAME} in {build.PACKAGE}"
+            + (f", a checkout in front of the Whale that is installed in {behind[0]}" if behind else ""),
             expected="the three shared libraries of whale_ops",
             action="start Python, or the notebook, in another folder than the checkout"
             if behind
