@@ -52,6 +52,8 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
         (("tensor",), (6, 6, 4, 4, 4, 4, 2, 2)),  # two of a group are alike, and groups are not
         (("tensor", "2 stages", "gpipe"), (20, 12)),  # of each coordinate of the axis data
         (("tensor", "gpipe"), (16, 0, 16, 0)),
+        (("second tensor axis", "gpipe"), (6, 2, 4, 4, 4, 4, 2, 6)),  # no micro-batch has rows in this proportion
+        (("tensor", "micro-batches"), (29, 1, 1, 1)),
         (("second tensor axis", "micro-batches"), (16, 0, 16, 0, 0, 0, 0, 0)),
     ],
 )

@@ -119,17 +119,29 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
     of_one = [_of_one(b, count, [a.size for a in axes], bool(batch.shares)) for b in found]
     if any(n % count for n in rows):
         return settings
-    kept = all(not a or b for one, of_all in zip(of_one, found) for a, b in zip(sizes_of(of_all), sizes_of(one)))
-    if batch.shares and not kept:
-        return settings
     return settings.but(batch__inputs=tuple(of_one))
 
 
 def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
     """``b`` with the rows that each rank has of one of ``count`` micro-batches, in runs of one each."""
     rows = sum(sizes_of(b)) // count
-    of_ranks = rows_of_ranks(rows, len(sizes_of(b)), sizes_of(b)) if shared else _nested(rows, sizes)
+    of_ranks = _one_at_least(rows, sizes_of(b)) if shared else _nested(rows, sizes)
     return replace(b, placement=split(0, of_ranks, count))
+
+
+def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """``rows`` in the proportion of the shares, as near as whole rows come, and one for each that has a share.
+
+    Where there are fewer rows than shares, some have none.
+    """
+    some = [min(share, 1) for share in shares]
+    if rows < sum(some):
+        return rows_of_ranks(rows, len(shares), shares)
+    found = list(rows_of_ranks(rows, len(shares), shares))
+    while lacking := [i for i, n in enumerate(some) if found[i] < n]:
+        found[found.index(max(found))] -= 1
+        found[lacking[0]] += 1
+    return tuple(found)
 
 
 def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
