@@ -81,3 +81,16 @@ def test_sliders_are_the_plan_on_other_machines() -> None:
     halved = cluster.parse(LAB.replace("infiniband-hdr-200}", "infiniband-hdr-200, oversubscription: 2}"))
     other = msgspec.structs.replace(plan, cluster=halved).evaluate()[2]
     assert drawn["step_s"][(now - 1) * per + per - 1] == pytest.approx(other.step_s, rel=1e-4)
+
+
+def test_the_trace_numbers_micro_batches_and_counts_memory() -> None:
+    transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
+    assert transformer is not None and batch is not None
+    limits = ask.limits(["stages=2"], 2.0)
+    plan = ask.plan(cluster.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
+    events = json.loads(draw.trace(plan))["traceEvents"]
+    forward = [e["args"]["micro_batch"] for e in events if e["name"].startswith("forward") and e["tid"] == 0]
+    assert sorted(forward) == sorted([*range(plan.spread.micro_batches)] * plan.spread.chunks)
+    for index in range(2):
+        held = [e["args"]["bytes"] for e in events if e["name"] == f"memory of stage {index}"]
+        assert len(held) > 4 and max(held) > min(held) > 0

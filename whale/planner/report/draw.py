@@ -29,11 +29,19 @@ def trace(plan: PlanFile) -> str:
     tasks, times = played(plan.spread, found)
     spread = plan.spread
     orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
-    kinds = ["backward" if backward else "forward" for order in orders for _, _, backward in order]
-    for name_of, resource, start, end in zip(kinds, tasks.resource, times.start_s, times.end_s):
-        events.append(
-            {"name": name_of, "ph": "X", "pid": 0, "tid": resource, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-        )
+    passes = [one for order in orders for one in order]
+    for (chunk, number, backward), row, start, end in zip(passes, tasks.resource, times.start_s, times.end_s):
+        event: dict[str, object] = {
+            "name": f"{'backward' if backward else 'forward'} {number}",
+            "ph": "X",
+            "pid": 0,
+            "tid": row,
+        }
+        facts = {"micro_batch": number, "chunk": chunk}
+        events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": facts})
+    for curve in _memory(plan, machines, found, tasks, times):
+        event = {"name": f"memory of {curve['name']}", "ph": "C", "pid": 0}
+        events += [{**event, "ts": 1e6 * at, "args": {"bytes": level}} for at, level in curve["points"]]
     total_s = times.total_s
     for index, cost in enumerate(found.stages):
         for what, start, length in (
