@@ -181,6 +181,12 @@ KEYS: tuple[Key, ...] = (
         minimum=0.0,
     ),
     Key(
+        "elastic",
+        "bool",
+        False,
+        "ranks go on in their processes when others are killed, frozen or lost; steps that hold every variable whole",
+    ),
+    Key(
         "fault.notice_s",
         "float",
         0.0,

@@ -26,7 +26,7 @@ from typing import Any
 from whale.errors import CommError
 from whale_ops.communicator import Communicator, OpCounter, Wait
 
-__all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops"]
+__all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "survivors"]
 
 FINISH_S = 60.0  # that MPI may take to end
 
@@ -106,19 +106,7 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
         CommError: the MPI transport is not built or cannot start, the ranks give different names, or the hosts hold
             another number of ranks.
     """
-    from whale_ops import _native
-
-    plugin = _native.load_mpi()
-    handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
-    _native.check(
-        _native.core().whale_mpi_create(
-            name.encode(), str(plugin).encode(), share_memory, *_hosts(hosts), ctypes.byref(handle), ctypes.byref(notes)
-        )
-    )
-    for note in _native.take_bytes(notes.value or 0):
-        logging.getLogger("whale").warning(note.decode())
-    _finish_at_exit()
-    communicator = Communicator(name, handle.value or 0)
+    communicator = _connected(name, share_memory, hosts)
     names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]
     if len(set(names)) > 1:
         raise CommError(
@@ -128,6 +116,50 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
             action="make communicators in the same order on every rank",
         )
     return communicator
+
+
+def survivors(
+    name: str, members: Sequence[int], number: int, *, share_memory: bool = True, hosts: Sequence[int] = ()
+) -> Communicator:
+    """A communicator of ``members`` alone, in order of ranks, when other processes of `mpi` are gone; for one of them.
+
+    Args:
+        members: their ranks among all processes that were started, ascending.
+        number: positive; counts up, the same on all members.
+        share_memory, hosts: as for `mpi`; hosts are those of the members. With ``share_memory`` all members have to be
+            alive: without it nobody is waited for.
+
+    Raises:
+        CommError: one of the members does not come, or MPI cannot tell so many communicators apart.
+    """
+    return _connected(name, share_memory, hosts, members, number)
+
+
+def _connected(
+    name: str, share_memory: bool, hosts: Sequence[int], members: Sequence[int] = (), number: int = 0
+) -> Communicator:
+    from whale_ops import _native
+
+    plugin = _native.load_mpi()
+    handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
+    several = (ctypes.c_int32 * len(members))(*members) if members else None
+    _native.check(
+        _native.core().whale_mpi_create(
+            name.encode(),
+            str(plugin).encode(),
+            share_memory,
+            *_hosts(hosts),
+            several,
+            len(members),
+            number,
+            ctypes.byref(handle),
+            ctypes.byref(notes),
+        )
+    )
+    for note in _native.take_bytes(notes.value or 0):
+        logging.getLogger("whale").warning(note.decode())
+    _finish_at_exit()
+    return Communicator(name, handle.value or 0)
 
 
 @functools.cache

@@ -26,9 +26,12 @@ class ShardedTensor:
       local: this rank's rows, [sizes[rank], ...].
       sizes: rows of every rank; the whole has their sum.
       rank: the rank that holds ``local``.
+
+    Attributes:
+      source: what has read it, where it can be read again: iterator, number of the batch, number of the leaf.
     """
 
-    __slots__ = ("__weakref__", "_key", "local", "rank", "shape", "sizes")
+    __slots__ = ("__weakref__", "_key", "local", "rank", "shape", "sizes", "source")
 
     def __init__(self, local: tf.Tensor, sizes: tuple[int, ...], rank: int) -> None:
         dims = local.shape.as_list()
@@ -40,6 +43,7 @@ class ShardedTensor:
                 action="give every rank the rows of its share",
             )
         self.local, self.sizes, self.rank = local, sizes, rank
+        self.source: tuple[Any, int, int] | None = None
         self.shape = tf.TensorShape([sum(sizes), *dims[1:]])
         self._key = (tuple(self.shape.as_list()), sizes)
 

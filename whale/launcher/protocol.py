@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
     STOPPED = 8  # worker: `Stopped`, when the script's process is stopped (SIGSTOP) or goes on
     SCRIPT = 9  # worker: `FromScript`, a message of the script, see whale/runtime/ranks/watch.py
-    LOST = 10  # launcher: {rank, what}, for the script: another rank, or mpirun (null), is gone
+    LOST = 10  # launcher: {rank, what, goes_on}, for the script: another rank, or mpirun (null), is gone
     CLOCK = 11  # launcher: {asked_ns}; worker: `Answer`
     TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
     DEAF = 13  # worker: {}, when the script has closed its end of the socket between them for DEAF_S, and runs
@@ -145,6 +145,7 @@ class FromScript(msgspec.Struct, frozen=True):
     joining: bool | None = None
     freeze_s: float | None = None
     notice_s: float | None = None
+    elastic: bool | None = None
     stall: Stall | None = None
     end: End | None = None
     counters: list[Counter] | None = None

@@ -38,6 +38,7 @@ class Function:
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
         self._context: weakref.ref[Context] | None = None
+        self._left = 0  # ranks that were gone when the steps were compiled
         self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -54,6 +55,12 @@ class Function:
         return self._take(args, kwargs) if tf.executing_eagerly() else self._inside_graph(args, kwargs)
 
     def _take(self, args: Any, kwargs: Any) -> Any:
+        context = self._attached()
+        if context.elastic is not None:
+            return context.elastic.through(self._take_once, args, kwargs)
+        return self._take_once(args, kwargs)
+
+    def _take_once(self, args: Any, kwargs: Any) -> Any:
         context = self._attached()
         if context.local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
@@ -129,11 +136,11 @@ class Function:
     def _attached(self) -> Context:
         """The context; steps compiled for an earlier one are forgotten."""
         context = current(f"the step `{getattr(self, '__name__', 'function')}`")
-        if self._context is None or self._context() is not context:
+        if self._context is None or self._context() is not context or self._left != context.left:
             self._steps.clear()
             self._quick.clear()
             self._sources.clear()
-            self._context = weakref.ref(context)
+            self._context, self._left = weakref.ref(context), context.left
         return context
 
     def _inside_graph(self, args: Any, kwargs: Any) -> Any:

@@ -3,11 +3,14 @@
 // Every message is announced on one MPI tag; small payloads travel with the announcement, others follow under a tag that
 // the announcement names. So any number of operations may be in flight, in any order, without MPI's matching seeing them.
 #include <mpi.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
+#include <numeric>
 #include <vector>
 
 #include "whale_ops/core/transport/mpi_plugin.h"
@@ -20,6 +23,9 @@ constexpr int kFirstPayloadTag = 16;
 constexpr int kPayloadTags = 16384;               // in flight to one rank before a number comes again; below MPI's least tag limit
 constexpr size_t kMaxMessageBytes = 1u << 29;     // MPI counts are ints
 constexpr int kAnnouncementReceives = 32;
+constexpr int kTagsEach = kFirstPayloadTag + kPayloadTags;  // of the transports that share a communicator
+constexpr int kGatherTag = 2;
+constexpr double kGatherS = 10.0;  // that a rank may take to say where its memory lies; it has come so far by then
 
 struct Announcement {
   MessageHeader header;
@@ -32,6 +38,9 @@ constexpr size_t kAnnouncementBytes = sizeof(Announcement) + Transport::kMaxNote
 bool started_here = false;
 bool finalized_here = false;
 int open_transports = 0;
+// Made while all ranks are there, for those that will be left when others are gone: to make one then would take them all.
+MPI_Comm of_survivors = MPI_COMM_NULL;
+bool left_out = false;  // whether ranks of MPI_COMM_WORLD were: MPI_Finalize would wait for them
 
 std::string error_text(const char* call, int code) {
   char text[MPI_MAX_ERROR_STRING];
@@ -42,9 +51,16 @@ std::string error_text(const char* call, int code) {
 
 class MpiTransport final : public Transport {
  public:
-  explicit MpiTransport(MPI_Comm communicator) : communicator_(communicator) {
-    MPI_Comm_rank(communicator_, &rank_);
-    MPI_Comm_size(communicator_, &size_);
+  // `members`: the ranks of the communicator that take part; all: it is this transport's own. `number`: tells it from others.
+  MpiTransport(MPI_Comm communicator, std::vector<int> members, int number)
+      : communicator_(communicator), members_(std::move(members)), own_(number == 0), first_tag_(number * kTagsEach) {
+    int mine = 0, all = 0;
+    MPI_Comm_rank(communicator_, &mine);
+    MPI_Comm_size(communicator_, &all);
+    rank_of_.assign(all, -1);
+    size_ = static_cast<int>(members_.size());
+    for (int rank = 0; rank < size_; ++rank) rank_of_[members_[rank]] = rank;
+    rank_ = rank_of_[mine];
     next_payload_.assign(size_, 0);
     receives_.resize(size_ > 1 ? kAnnouncementReceives : 0);
     for (Receive& receive : receives_) {
@@ -59,7 +75,7 @@ class MpiTransport final : public Transport {
       MPI_Cancel(&receive.request);
       MPI_Wait(&receive.request, MPI_STATUS_IGNORE);
     }
-    MPI_Comm_free(&communicator_);
+    if (own_) MPI_Comm_free(&communicator_);
     --open_transports;
   }
 
@@ -73,7 +89,7 @@ class MpiTransport final : public Transport {
             TransportSink* sink) override {
     const bool inlined = header.bytes <= kInlineBytes;
     Announcement announcement{header, 0, static_cast<uint32_t>(note.size())};
-    if (!inlined) announcement.payload_tag = kFirstPayloadTag + next_payload_[peer]++ % kPayloadTags;
+    if (!inlined) announcement.payload_tag = first_tag_ + kFirstPayloadTag + next_payload_[peer]++ % kPayloadTags;
     std::vector<char> message(sizeof(announcement) + note.size() + (inlined ? header.bytes : 0));
     std::memcpy(message.data(), &announcement, sizeof(announcement));
     if (!note.empty()) std::memcpy(message.data() + sizeof(announcement), note.data(), note.size());
@@ -81,7 +97,8 @@ class MpiTransport final : public Transport {
       std::memcpy(message.data() + sizeof(announcement) + note.size(), payload, header.bytes);
     }
     start([&](MPI_Request* request) {
-      return MPI_Isend(message.data(), static_cast<int>(message.size()), MPI_BYTE, peer, kAnnouncementTag, communicator_, request);
+      return MPI_Isend(message.data(), static_cast<int>(message.size()), MPI_BYTE, members_[peer],
+                       first_tag_ + kAnnouncementTag, communicator_, request);
     }, 0, &message, sink, "MPI_Isend");
     if (inlined) {
       if (cookie != 0) sink->transferred(cookie);
@@ -89,14 +106,14 @@ class MpiTransport final : public Transport {
     }
     const char* position = static_cast<const char*>(payload);
     parts(header.bytes, cookie, [&](size_t offset, int count, MPI_Request* request) {
-      return MPI_Isend(position + offset, count, MPI_BYTE, peer, static_cast<int>(announcement.payload_tag), communicator_, request);
+      return MPI_Isend(position + offset, count, MPI_BYTE, members_[peer], static_cast<int>(announcement.payload_tag), communicator_, request);
     }, sink, "MPI_Isend");
   }
 
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
     char* position = static_cast<char*>(dst);
     parts(arrival.header.bytes, cookie, [&](size_t offset, int count, MPI_Request* request) {
-      return MPI_Irecv(position + offset, count, MPI_BYTE, arrival.source, static_cast<int>(arrival.token), communicator_, request);
+      return MPI_Irecv(position + offset, count, MPI_BYTE, members_[arrival.source], static_cast<int>(arrival.token), communicator_, request);
     }, sink, "MPI_Irecv");
   }
 
@@ -105,10 +122,42 @@ class MpiTransport final : public Transport {
     for (size_t offset = 0; offset < arrival.header.bytes; offset += kMaxMessageBytes) {
       std::vector<char> sink_buffer(std::min(kMaxMessageBytes, arrival.header.bytes - offset));
       start([&](MPI_Request* request) {
-        return MPI_Irecv(sink_buffer.data(), static_cast<int>(sink_buffer.size()), MPI_BYTE, arrival.source,
+        return MPI_Irecv(sink_buffer.data(), static_cast<int>(sink_buffer.size()), MPI_BYTE, members_[arrival.source],
                          static_cast<int>(arrival.token), communicator_, request);
       }, 0, &sink_buffer, nullptr, "MPI_Irecv");
     }
+  }
+
+  // Fixed-size data of all ranks. Where some were left out of the communicator, MPI's own would wait for them.
+  Status gather(const void* mine, size_t bytes, void* all) {
+    const int count = static_cast<int>(bytes);
+    if (own_) {
+      const int code = MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, communicator_);
+      return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
+    }
+    // Of this rank's own: after an error it has to stay, since what was begun may go on.
+    auto* data = new std::vector<char>(static_cast<const char*>(mine), static_cast<const char*>(mine) + bytes);
+    auto* received = new std::vector<char>(bytes * static_cast<size_t>(size_));
+    std::vector<MPI_Request> requests;
+    for (int peer = 0; peer < size_; ++peer) {
+      char* place = received->data() + bytes * static_cast<size_t>(peer);
+      if (peer == rank_) std::memcpy(place, mine, bytes);
+      if (peer == rank_) continue;
+      requests.resize(requests.size() + 2);
+      MPI_Irecv(place, count, MPI_BYTE, members_[peer], first_tag_ + kGatherTag, communicator_, &requests[requests.size() - 2]);
+      MPI_Isend(data->data(), count, MPI_BYTE, members_[peer], first_tag_ + kGatherTag, communicator_, &requests[requests.size() - 1]);
+    }
+    for (const double until_s = MPI_Wtime() + kGatherS; MPI_Wtime() < until_s; sched_yield()) {
+      int done = 0;
+      const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE);
+      if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Testall", code));
+      if (!done) continue;
+      std::memcpy(all, received->data(), received->size());
+      delete data;
+      delete received;
+      return Status::Ok();
+    }
+    return Status::Error(Code::kUnavailable, "a rank does not say where its memory lies; look at its log");
   }
 
   bool progress(TransportSink* sink) override {
@@ -130,7 +179,7 @@ class MpiTransport final : public Transport {
       int bytes = 0;
       MPI_Get_count(&status, MPI_BYTE, &bytes);
       Arrival arrival = parse(oldest.buffer.data(), static_cast<size_t>(bytes));
-      arrival.source = status.MPI_SOURCE;
+      arrival.source = rank_of_[status.MPI_SOURCE];
       post(&oldest);
       sink->arrived(std::move(arrival));
     }
@@ -148,7 +197,7 @@ class MpiTransport final : public Transport {
   };
 
   void post(Receive* receive) {
-    MPI_Irecv(receive->buffer.data(), static_cast<int>(receive->buffer.size()), MPI_BYTE, MPI_ANY_SOURCE, kAnnouncementTag,
+    MPI_Irecv(receive->buffer.data(), static_cast<int>(receive->buffer.size()), MPI_BYTE, MPI_ANY_SOURCE, first_tag_ + kAnnouncementTag,
               communicator_, &receive->request);
   }
 
@@ -227,6 +276,10 @@ class MpiTransport final : public Transport {
   }
 
   MPI_Comm communicator_;
+  const std::vector<int> members_;
+  const bool own_;
+  const int first_tag_;
+  std::vector<int> rank_of_;  // of each rank of the communicator; -1: it does not take part
   int rank_ = 0;
   int size_ = 1;
   std::vector<uint32_t> next_payload_;
@@ -265,23 +318,43 @@ Status initialize() {
   return Status::Ok();
 }
 
-Status open(std::unique_ptr<Transport>* transport) {
-  MPI_Comm communicator;
-  const int code = MPI_Comm_dup(MPI_COMM_WORLD, &communicator);
+Status duplicate(MPI_Comm* communicator) {
+  const int code = MPI_Comm_dup(MPI_COMM_WORLD, communicator);
   if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Comm_dup", code));
-  MPI_Comm_set_errhandler(communicator, MPI_ERRORS_RETURN);
-  *transport = std::make_unique<MpiTransport>(communicator);
+  MPI_Comm_set_errhandler(*communicator, MPI_ERRORS_RETURN);
   return Status::Ok();
 }
 
-Status gather(const void* mine, size_t bytes, void* all) {
-  const int count = static_cast<int>(bytes);
-  const int code = MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, MPI_COMM_WORLD);
-  return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
+Status open(const std::vector<int>& members, int number, std::unique_ptr<Transport>* transport) {
+  if (members.empty()) {
+    MPI_Comm communicator;
+    Status status = duplicate(&communicator);
+    if (status.ok() && of_survivors == MPI_COMM_NULL) status = duplicate(&of_survivors);
+    if (!status.ok()) return status;
+    int size = 0;
+    MPI_Comm_size(communicator, &size);
+    std::vector<int> all(static_cast<size_t>(size));
+    std::iota(all.begin(), all.end(), 0);
+    *transport = std::make_unique<MpiTransport>(communicator, std::move(all), 0);
+    return Status::Ok();
+  }
+  int *largest = nullptr, known = 0;
+  MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &largest, &known);
+  if (!known || number > *largest / kTagsEach - 1) {
+    return Status::Error(Code::kUnavailable, "MPI tells no more than " + std::to_string(known ? *largest / kTagsEach - 1 : 0) +
+                                                 " groups of ranks apart; start the run again");
+  }
+  left_out = true;
+  *transport = std::make_unique<MpiTransport>(of_survivors, members, number);
+  return Status::Ok();
+}
+
+Status gather(Transport* network, const void* mine, size_t bytes, void* all) {
+  return static_cast<MpiTransport*>(network)->gather(mine, bytes, all);
 }
 
 Status finalize_if_last() {
-  if (!started_here || finalized_here || open_transports > 0) return Status::Ok();
+  if (!started_here || finalized_here || open_transports > 0 || left_out) return Status::Ok();
   finalized_here = true;
   const int code = MPI_Finalize();
   return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, "MPI_Finalize failed");

@@ -29,6 +29,7 @@ class Ending:
         failures: in the order in which they were reported, without those that follow from being stopped.
         stopped_by: the signal with which this process was told to stop, or None.
         notice_s: how long the ranks have to save, where it was SIGTERM and their scripts do so; else 0.
+        left: the failures of ranks without which the run goes on, by rank.
         give_up_s: when to stop waiting for ranks that do not even end by SIGKILL; monotonic time.
     """
 
@@ -42,6 +43,7 @@ class Ending:
         self.failures: list[ranks.Failure] = []
         self.stopped_by: int | None = None
         self.notice_s = 0.0
+        self.left: dict[int, ranks.Failure] = {}
         self.give_up_s = math.inf
         self._sent: set[int] = set()  # signals that this process has sent to the ranks
         self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
@@ -75,14 +77,19 @@ class Ending:
         self._signal_ranks(number)
 
     def fail(self, failure: ranks.Failure) -> None:
-        """A rank has failed: the others are told, and the first failure begins the end."""
-        if failure.signal and failure.signal in self._sent:
+        """A rank has failed: the others are told, and the first failure begins the end, or they go on without it."""
+        if (failure.signal and failure.signal in self._sent) or failure.rank in self.left:
             return
         if self._trace is not None:
             self._trace.mark(failure.rank or 0, f"{failure.who} {failure.reason}")
         if self._verbose and failure.rank is not None:
             self._printer.write_lines(failure.rank, 1, failure.traceback)
         if self.stopped_by is not None and not self.notice_s:
+            return
+        if failure.rank is not None and failure.gone and self._others_go_on(failure.rank):
+            self.left[failure.rank] = failure
+            self._printer.say(f"whale run: {failure.who} {failure.reason}; the others go on without it")
+            self.tell_others(failure.rank, failure.reason, goes_on=True)
             return
         saved = self.notice_s > 0 and failure.by_itself  # and the others go on to save
         if not failure.is_consequence and not saved:
@@ -97,11 +104,16 @@ class Ending:
                 self._due.append((now_s + OWN_END_S, signal.SIGTERM))
             self._end_by_s(now_s + GRACE_S)
 
-    def tell_others(self, rank: int | None, what: str) -> None:
+    def tell_others(self, rank: int | None, what: str, goes_on: bool = False) -> None:
         """Tells the scripts that still run what became of a rank, or of mpirun; ``what`` goes on after "rank 1"."""
         for other in self._links.values():
             if other.rank != rank and not other.exited:
-                other.tell_lost(rank, what)
+                other.tell_lost(rank, what, goes_on)
+
+    def _others_go_on(self, rank: int) -> bool:
+        """Whether the scripts of all other ranks are still there, and know what to do without this one."""
+        others = [link for other, link in self._links.items() if other != rank and other not in self.left]
+        return not self.begun and bool(others) and all(link.elastic and not link.exited for link in others)
 
     def send_due(self) -> None:
         """Sends the ranks the signals whose time has come."""

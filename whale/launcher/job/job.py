@@ -7,6 +7,7 @@ How a run ends:
   steps. They have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after the failure. What
   they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's. With
   ``max_restarts`` the run then starts again, on the hosts that still answer.
+  Where all others run with ``elastic``, and its process was taken away (killed, frozen, lost), they go on without it.
 * SIGINT, SIGTERM or SIGHUP: passed on to every rank, SIGKILL after `GRACE_S`; code 128 + signal. A second one kills.
   After SIGTERM ranks whose scripts ask `wh.preempted()` have `fault.notice_s` instead; code 0 if all end with it.
 * the launcher itself is killed: workers and mpirun see it and end (worker.py; the death signal in mpirun_process.py).
@@ -289,11 +290,13 @@ class Job:
                 return 0
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by
-        ends = [self._links[rank].end for rank in sorted(self._links)]
+        ends = [self._links[rank].end for rank in sorted(self._links.keys() - self._ending.left.keys())]
         if alone := next((end["alone"] for end in ends if end and end["alone"]), ""):
             self.say(alone)
             return 2
         if not self._ending.failures:
+            for failure in self._ending.left.values():
+                self.say(f"{failure.who} {failure.reason}; the run went on without it, to its end")
             return self._end_well(ends)
         cause = ranks.cause(self._ending.failures)
         if not self._options.verbose and cause.rank is not None:

@@ -41,6 +41,7 @@ class Failure:
         error_type: name of the Python exception, or "".
         traceback: text to show, or "".
         signal: the signal that killed the rank, or 0.
+        gone: whether its process has been taken away, and the script itself did nothing wrong.
     """
 
     rank: int | None
@@ -49,6 +50,7 @@ class Failure:
     error_type: str = ""
     traceback: str = ""
     signal: int = 0
+    gone: bool = False
 
     @property
     def who(self) -> str:
@@ -81,7 +83,9 @@ def raised(rank: int, report: Raised) -> Failure:
 def ended(rank: int, status: Exit) -> Failure | None:
     """The failure that a worker's EXIT frame describes, or None for exit code 0."""
     if status.signal:
-        return Failure(rank, status.code, f"was killed by {signal_name(status.signal)}", signal=status.signal)
+        return Failure(
+            rank, status.code, f"was killed by {signal_name(status.signal)}", signal=status.signal, gone=True
+        )
     if status.code:
         return Failure(rank, status.code, f"failed: exit code {status.code}")
     return None
@@ -89,7 +93,8 @@ def ended(rank: int, status: Exit) -> Failure | None:
 
 def lost(rank: int, host: str) -> Failure:
     """The failure of a rank whose worker is gone without a word."""
-    return Failure(rank, 1, f"was lost: its connection from {host} broke, the process was killed or the host is gone")
+    what = f"was lost: its connection from {host} broke, the process was killed or the host is gone"
+    return Failure(rank, 1, what, gone=True)
 
 
 def unreadable(rank: int, host: str, why: object) -> Failure:
@@ -99,7 +104,7 @@ def unreadable(rank: int, host: str, why: object) -> Failure:
 
 def stopped(rank: int, seconds: float) -> Failure:
     """The failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
-    return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
+    return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s", gone=True)
 
 
 def closed(rank: int) -> Failure:
@@ -120,7 +125,7 @@ def mpirun_gone(code: int) -> Failure:
 
 def silent(rank: int, host: str, seconds: float) -> Failure:
     """The failure of a rank whose worker does not answer."""
-    return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s")
+    return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s", gone=True)
 
 
 def absent(rank: int, waiting: int, called: bool) -> Failure:
@@ -176,6 +181,7 @@ class RankLink:
         stopped_s: since when the script's process is stopped, or None.
         freeze_s: for how long it may be; 0 for as long as it likes.
         notice_s: how long its script has to save once it is told to end; 0 where it saves nothing then.
+        elastic: its script goes on when other ranks are gone.
         joining: its script is in wh.init, waiting for the others; None before, False after.
         clock: how much its host's clock is ahead of this one; known after the greeting.
         trace: what has come of it and is not yet in the launcher's.
@@ -197,6 +203,7 @@ class RankLink:
     stopped_s: float | None = None
     freeze_s: float = 0.0
     notice_s: float = 0.0
+    elastic: bool = False
     joining: bool | None = None
     stall: Stall | None = None
     trace: bytearray = field(default_factory=bytearray)
@@ -220,9 +227,12 @@ class RankLink:
         """Asks the worker to send a signal to its script; nothing if it is gone."""
         self._send(Kind.SIGNAL, {"signal": int(number)})
 
-    def tell_lost(self, rank: int | None, what: str) -> None:
-        """Tells the script that another rank, or mpirun (None), is gone; ``what`` ends a sentence about it."""
-        self._send(Kind.LOST, {"rank": rank, "what": what})
+    def tell_lost(self, rank: int | None, what: str, goes_on: bool = False) -> None:
+        """Tells the script that another rank, or mpirun (None), is gone; ``what`` ends a sentence about it.
+
+        ``goes_on``: the run does so without that rank.
+        """
+        self._send(Kind.LOST, {"rank": rank, "what": what, "goes_on": goes_on})
 
     def ask_clock(self) -> None:
         """Asks the worker for its time."""

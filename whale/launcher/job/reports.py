@@ -88,6 +88,8 @@ class Reports:
             link.freeze_s = message.freeze_s
         if message.notice_s is not None:
             link.notice_s = message.notice_s
+        if message.elastic is not None:
+            link.elastic = message.elastic
         link.end = message.end or link.end
         link.counters = message.counters or link.counters
         if self._progress is not None:

@@ -92,7 +92,8 @@ class CheckpointManager:
                     log.warning(self._folder.found_by_files)
             return self._state_of_folder()
 
-        self._state = self._together("opened", open_folder)[0]
+        self._left, self._open = self._context.left, lambda: self._together("opened", open_folder)[0]
+        self._state = self._context.survived(self._open)
         self._context.before_shutdown.append(self.wait)
 
     @property
@@ -139,10 +140,16 @@ class CheckpointManager:
         self.wait()
         if not self._is_time(check_interval):
             return None
+        saves = int(self._checkpoint.save_counter)
+        return self._context.survived(lambda: self._save(checkpoint_number, saves))
+
+    def _save(self, checkpoint_number: Any, saves: int) -> str:
+        """Writes a checkpoint after so many others."""
+        self._follow()
         context = self._context
         with span(context.trace, "save checkpoint", "checkpoint"):
             counter = self._checkpoint.save_counter
-            counter.assign_add(1)
+            counter.assign(saves + 1)
             shares: dict[int, list[tuple[str, str, tf.Tensor]]] = {}
             writers: list[int] = []
 
@@ -174,6 +181,10 @@ class CheckpointManager:
           CheckpointError: it could not be written.
           CommError: a rank is gone.
         """
+        self._context.survived(self._wait)
+
+    def _wait(self) -> None:
+        self._follow()
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -204,6 +215,10 @@ class CheckpointManager:
         self.wait()
         if path is None:
             return self._checkpoint.restore(None)
+        return self._context.survived(lambda: self._restore(path))
+
+    def _restore(self, path: str) -> Any:
+        self._follow()
         status = None
 
         def read() -> Said:
@@ -236,6 +251,17 @@ class CheckpointManager:
         elif self._init_fn is not None:
             self._init_fn()
         return path
+
+    def _follow(self) -> None:
+        """Where ranks are gone, the first one of those that are left keeps the folder; what they wrote is not whole."""
+        if self._left == self._context.left:
+            return
+        self._left = self._context.left
+        if self._saving is not None:
+            self._saving.abandon()
+            log.warning(f"a checkpoint in {self._directory} was not complete when a rank was lost, and is left out")
+        self._saving = self._folder = None
+        self._state = self._open()
 
     def _newest_whole(self, latest: str) -> str:
         """The newest checkpoint of which every tensor can be read; those after it are said to be damaged."""

@@ -19,6 +19,7 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.lowering.compiled import compile_marked
 from whale.lowering.updates.fuse import fuse_updates
+from whale.lowering.updates.last import updates_last
 from whale.passes.dump import dump
 from whale.passes.facts.scopes import all_paths
 from whale.passes.judge.undivided import undivided
@@ -123,6 +124,8 @@ def compile_program(
             lowered = list(map(fuse_updates, lowered))
         dump(settings.dump, "fuse_updates", lowered[0])
         clock.lap("fuse")
+    if context.elastic is not None:
+        lowered = list(map(updates_last, lowered))
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     if context.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)

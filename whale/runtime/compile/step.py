@@ -23,6 +23,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.program import Program
 from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.micro import CALL
+from whale.lowering.updates.last import written_early
 from whale.passes.facts.stages import has_stages
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
@@ -162,6 +163,8 @@ def _compiled(
     layouts = context.variables.layouts(captured.variables)
     compiled = compile_program(captured.program, context, local, layouts, marked)
     uses = uses_of(compiled.program, compiled.plan)
+    if context.elastic is not None:
+        context.elastic.check(uses, {c.node: c.name for c in captured.variables})
     if context.dry is None and context.size > 1:
         planned = {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         refuse_other_tiles(captured.variables, layouts, planned)
@@ -212,7 +215,11 @@ def _callable(
     name, outputs = lowered.name.encode(), lowered.outputs
     pack = _packer(captured)
     what = compiled.program.name
-    several, outside = len(context.ranks) > 1, context.outside
+    several, outside, elastic = len(context.ranks) > 1, context.outside, context.elastic
+    early = []
+    if elastic is not None:
+        by_node = {c.node: c for c in captured.variables}
+        early = [(by_node[n].handle, by_node[n].variable.dtype) for n in written_early(compiled.ranks[0])]
 
     def call(tensors: list[Any]) -> Any:
         if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
@@ -228,6 +235,8 @@ def _callable(
             if outside is not None and outside.written:
                 refuse_lone_writes(context, what)
             context.variables.before(uses, context)
+            if elastic is not None:
+                return elastic.step(lambda: tf_ctx.call_function(name, tensors + fixed, outputs), pack, early)
             if not several:
                 results = tf_ctx.call_function(name, tensors + fixed, outputs)
                 context.variables.after(uses)

@@ -53,20 +53,8 @@ class ShardedDataset:
     def __init__(self, dataset: tf.data.Dataset, context: Context, by: str, told: bool = True) -> None:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
-        self._own: OwnRows | None = None
-        self._read: tf.data.Dataset = dataset
-        if not context.between_processes:
-            self.report = "one process: it reads whole batches"
-        elif by == "file":
-            self._read, files = self._of_own_files()
-            self.report = f"rank {context.rank} reads {files}, and makes batches of them"
-        else:
-            self.report = self._by_rows()
-        options = tf.data.Options().merge(dataset.options())
-        if options.threading.private_threadpool_size is None:
-            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
-            options.threading.private_threadpool_size = context.config["input.threads"]
-        self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
+        self._seed = self._common_seed() if context.between_processes and by == "row" else 0
+        self._divide()
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
             elements=self._traced,
@@ -75,6 +63,28 @@ class ShardedDataset:
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
         )
+
+    def divide_again(self) -> None:
+        """The ranks are others now: this one reads the rows that are its own among them."""
+        self._told = False
+        self._divide()
+        self._epochs.divided_again()
+
+    def _divide(self) -> None:
+        context, options = self._context, tf.data.Options().merge(self._whole.options())
+        self._own: OwnRows | None = None
+        self._read: tf.data.Dataset = self._whole
+        if not context.between_processes:
+            self.report = "one process: it reads whole batches"
+        elif self._by == "file":
+            self._read, files = self._of_own_files()
+            self.report = f"rank {context.rank} reads {files}, and makes batches of them"
+        else:
+            self.report = self._by_rows()
+        if options.threading.private_threadpool_size is None:
+            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
+            options.threading.private_threadpool_size = context.config["input.threads"]
+        self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
 
     @property
     def whole(self) -> tf.data.Dataset:
@@ -113,8 +123,7 @@ class ShardedDataset:
     def _by_rows(self) -> str:
         """Decides how rows are read; returns the report."""
         rank = self._context.rank
-        seed = self._common_seed()
-        seeds = ((seed, i) for i in itertools.count(1))
+        seeds = ((self._seed, i) for i in itertools.count(1))
         try:
             if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
                 raise Unknown("its batches hold strings, ragged or sparse tensors")
@@ -270,7 +279,18 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             expected="eager execution",
             action="use the dataset itself: a wh.Session reads it on the first rank and divides its batches",
         )
-    return ShardedDataset(dataset, context, by)
+    if context.elastic is None:
+        return ShardedDataset(dataset, context, by)
+    if by == "file":
+        raise PlanError(
+            "files that a rank reads are gone with it",
+            given='elastic, and by="file"',
+            expected='rows, of which the others know where they are: by="row"',
+            action="use wh.shard(dataset), or leave elastic out",
+        )
+    shared = context.survived(lambda: ShardedDataset(dataset, context, by))
+    context.elastic.share_again(shared)
+    return shared
 
 
 def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.trackable.base import Trackable
 
-from whale.capture.sharded import drawing
+from whale.capture.sharded import ShardedTensor, drawing
 from whale.errors import ProgramError
 
 _KEY = "position"
@@ -25,6 +26,9 @@ class Epochs:
       reshuffles: each iteration has another order.
       reproducible: "" or why another run would see other samples.
       parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
+      begun: iterations so far.
+      opened: how many of them the dataset itself knows of: those since the ranks have divided it.
+      iterators: those that may go on.
     """
 
     elements: Callable[[int], Iterator[Any]]
@@ -33,6 +37,14 @@ class Epochs:
     reproducible: str
     parts: int
     begun: int = 0
+    opened: int = 0
+    iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
+
+    def divided_again(self) -> None:
+        """The dataset is another one now, of the same batches: iterations go on where they were."""
+        self.opened = 0
+        for iterator in self.iterators:
+            iterator.go_back()
 
 
 class ShardedIterator(Trackable):
@@ -46,8 +58,10 @@ class ShardedIterator(Trackable):
 
     def __init__(self, epochs: Epochs) -> None:
         self._epochs, self._position = epochs, 0
+        epochs.iterators.add(self)
         self._number: int | None = None  # of the iteration; known when it begins
         self._elements: Iterator[Any] | None = None
+        self._again: tuple[int, list[Any]] | None = None  # the batch that was read again, and its leaves
 
     def __iter__(self) -> ShardedIterator:
         return self
@@ -61,27 +75,45 @@ class ShardedIterator(Trackable):
         self.begin()
         element = next(self._elements)  # type: ignore[arg-type]
         self._position += 1
+        for leaf, part in enumerate(tf.nest.flatten(element)):
+            if type(part) is ShardedTensor:
+                part.source = self, self._position - 1, leaf
         return element
+
+    def read_again(self, position: int) -> list[Any]:
+        """The leaves of the batch of this number, which was the latest one, as it is divided now."""
+        if self._again is None or self._again[0] != position:
+            self.go_back(position)
+            self._again = position, tf.nest.flatten(self.read())
+        return self._again[1]
+
+    def go_back(self, position: int | None = None) -> None:
+        """The next batch is read anew: that of this number, or the one that would be next."""
+        self._position = self._position if position is None else position
+        self._elements = self._again = None
 
     def begin(self) -> None:
         """Begins now, if it has not: a shuffle that reshuffles goes on to its next order."""
         if self._elements is not None:
             return
         epochs = self._epochs
-        if self._number is not None and epochs.reshuffles:
-            if epochs.begun > self._number:
+        if epochs.reshuffles:
+            if self._number is None:
+                self._number = epochs.begun
+            if epochs.opened > self._number:
                 raise ProgramError(
                     "an iterator cannot go back to an earlier order of its shuffle",
-                    given=f"iteration {self._number + 1} of the dataset, of which {epochs.begun} were begun",
+                    given=f"iteration {self._number + 1} of the dataset, of which {epochs.opened} were begun",
                     expected="a dataset of which no later iteration was begun",
                     action="make the dataset and wh.shard of it again before restoring",
                 )
-            for _ in range(self._number - epochs.begun):
+            for _ in range(self._number - epochs.opened):
                 epochs.begin()
-                epochs.begun += 1
-        if self._number is None:
-            self._number = epochs.begun
-        epochs.begun += 1
+            epochs.opened, epochs.begun = self._number + 1, max(epochs.begun, self._number + 1)
+        else:
+            if self._number is None:
+                self._number = epochs.begun
+            epochs.begun += 1
         self._elements = epochs.elements(self._position)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:

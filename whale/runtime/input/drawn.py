@@ -71,6 +71,12 @@ def draw(iterator: Any, context: Context) -> Any:
     Raises:
       tf.errors.OutOfRangeError: there is none.
     """
+    if context.elastic is not None:
+        return context.elastic.drawn(lambda: _draw(iterator, context))
+    return _draw(iterator, context)
+
+
+def _draw(iterator: Any, context: Context) -> Any:
     if isinstance(iterator, ShardedIterator):
         try:
             return iterator.read()

@@ -2,7 +2,7 @@
 
 Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
 
-    worker -> script   {"rank": 1, "what": "was killed by SIGKILL"}                 another rank is gone; null: mpirun
+    worker -> script   {"rank": 1, "what": "was killed by SIGKILL", "goes_on": false}   a rank is gone; null: mpirun
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
@@ -21,7 +21,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from whale.config import Config
@@ -51,8 +51,9 @@ class Watch:
         self._config = config
         self._trace = trace
         self._comm: Communicator | None = None
-        self._early: list[dict[str, Any]] = []  # what was heard before there was a communicator
-        self._lock = threading.Lock()
+        self._heard: list[dict[str, Any]] = []  # in the order in which `whale run` has told all ranks
+        self._members: Sequence[int] = ()  # of the communicator, by the ranks that `whale run` has started; (): all
+        self._lock = threading.Condition()
         self._tell_lock = threading.Lock()
         self._launcher = _launcher_socket()
         self._wake, self._wake_writer = os.pipe()
@@ -64,19 +65,31 @@ class Watch:
         self._tell({"joining": True})
         self._thread.start()
 
-    def look_after(self, comm: Communicator | None) -> None:
+    def look_after(self, comm: Communicator | None, members: Sequence[int] = ()) -> None:
         """From now on operations of this communicator fail when another rank is gone, and their waits are reported.
 
-        None: there is one rank.
+        None: there is one rank. ``members``: which of the ranks that `whale run` has started it connects; all if empty.
         """
         with self._lock:
-            self._comm = comm
-            if comm is not None:
-                for message in self._early:
-                    _lose(comm, message)
-                self._early.clear()
-        limits = {"freeze_s": self._config["fault.freeze_s"], "notice_s": self._config["fault.notice_s"]}
-        self._tell({"joining": False, **limits})
+            self._comm, self._members = comm, members
+            for message in self._heard:
+                self._lose(message)
+        config = self._config
+        limits = {"freeze_s": config["fault.freeze_s"], "notice_s": config["fault.notice_s"]}
+        self._tell({"joining": False, **limits, "elastic": config["elastic"]})
+
+    def gone(self, more_than: int, timeout_s: float) -> list[int]:
+        """The ranks without which `whale run` has told all others to go on, in the order in which it has.
+
+        Waits until they are ``more_than`` so many, or the time is up.
+        """
+
+        def found() -> list[int]:
+            return [message["rank"] for message in self._heard if message.get("goes_on")]
+
+        with self._lock:
+            self._lock.wait_for(lambda: len(found()) > more_than, timeout_s)
+            return found()
 
     def tell_counters(self) -> None:
         """Tells `whale run`, where it asks for that, what this rank has done so far; the last time counts."""
@@ -135,13 +148,24 @@ class Watch:
 
     def _hear(self, message: dict[str, Any]) -> None:
         with self._lock:
-            if self._comm is None:
-                self._early.append(message)
-            else:
-                _lose(self._comm, message)
+            self._heard.append(message)
+            self._lock.notify_all()
+            if self._comm is not None:
+                self._lose(message)
                 self.tell_counters()  # this process may be ended before it can
         if self._trace is not None:
             self._trace.mark(_lost(message))
+
+    def _lose(self, message: dict[str, Any]) -> None:
+        rank = message["rank"]
+        if self._comm is None:
+            return
+        if rank is None:
+            self._comm.abort(_lost(message))
+        elif not self._members:
+            self._comm.lose(rank, message["what"])
+        elif rank in self._members:
+            self._comm.lose(self._members.index(rank), message["what"])
 
     def _look(self, comm: Communicator) -> None:
         stall_s, give_up_s = self._config["fault.stall_s"], self._config["fault.give_up_s"]
@@ -166,13 +190,6 @@ class Watch:
         if self._launcher is not None:
             with self._tell_lock:
                 self._launcher.sendall(json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
-
-
-def _lose(comm: Communicator, message: dict[str, Any]) -> None:
-    if message["rank"] is None:
-        comm.abort(_lost(message))
-    else:
-        comm.lose(message["rank"], message["what"])
 
 
 def _lost(message: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ from whale.runtime.run.meaning import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.owner import VariableOwner
+from whale.runtime.variables.stage_variables import Use
 
 _T = TypeVar("_T")
 
@@ -63,6 +64,29 @@ class Meter(Protocol):
         ...
 
 
+class GoesOn(Protocol):
+    """Has this rank go on when others are gone; see ``whale.runtime.run.elastic``."""
+
+    number: int
+
+    def step(self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any]) -> Any:
+        """Takes a step."""
+
+    def through(self, take: Callable[..., _T], args: Any, kwargs: Any) -> _T:
+        """A call that exchanges something, as often as it takes."""
+        ...
+
+    def drawn(self, draw: Callable[[], _T]) -> _T:
+        """A batch that a step reads itself."""
+        ...
+
+    def share_again(self, dataset: Any) -> None:
+        """Has a dataset be divided among those that are left."""
+
+    def check(self, uses: dict[str, Use], names: dict[str, str]) -> None:
+        """Raises PlanError for a variable of which some rank does not hold all."""
+
+
 @dataclass
 class Context(Ranks):
     """What one run of Whale knows.
@@ -98,6 +122,7 @@ class Context(Ranks):
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
       notice: hears that the run is to end, where it may save then.
+      elastic: has this rank go on when others are gone; None: the run ends then.
       between_runs: what is done on every rank after a run of a session that all ranks make.
       at_end: what puts TensorFlow's settings back that the run has changed.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
@@ -135,6 +160,7 @@ class Context(Ranks):
     distributed: bool = False
     solo: bool = False
     notice: Notice | None = None
+    elastic: GoesOn | None = None
     between_runs: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
@@ -146,6 +172,15 @@ class Context(Ranks):
         if self.trace is not None:
             call = self.trace.steps(call, name, number)
         return call if self.meter is None else self.meter.steps(call, plan)
+
+    def survived(self, call: Callable[[], _T]) -> _T:
+        """What a call that exchanges something returns, made again where this rank goes on without others."""
+        return call() if self.elastic is None else self.elastic.through(lambda *_: call(), (), {})
+
+    @property
+    def left(self) -> int:
+        """How many ranks are gone without which this run goes on."""
+        return 0 if self.elastic is None else self.elastic.number
 
     @property
     def planned_size(self) -> int:

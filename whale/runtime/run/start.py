@@ -30,6 +30,7 @@ from whale.runtime.run.again import begin_again
 from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations, unmatched
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
+from whale.runtime.run.elastic import Elastic
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.run.tf_config import check_alone
@@ -55,6 +56,7 @@ def init(
     solo: bool = False,
     *,
     ranks: int | None = None,
+    elastic: bool = False,
 ) -> None:
     """Starts Whale in this process; every rank calls it before scopes and steps.
 
@@ -71,6 +73,7 @@ def init(
       plan: file of the plan that the script's step runs under, as the key ``plan``.
       solo: whether each rank may train by itself. Otherwise a run of several processes that trains, and of which Whale
         distributes nothing, ends with exit code 2.
+      elastic: whether the ranks go on in their processes when others are killed, frozen or lost; the key ``elastic``.
       ranks: so many ranks as threads of this process; short for the keys ``cluster.ranks`` and
         ``communication.transport="in-process"``.
 
@@ -84,6 +87,8 @@ def init(
     if ranks is not None:
         config = config if isinstance(config, Config) else Config(config or {})
         config = config.but({"communication.transport": "in-process", "cluster.ranks": ranks})
+    if elastic:
+        config = (config if isinstance(config, Config) else Config(config or {})).but({"elastic": True})
     going_on = process.context
     if going_on is not None and going_on.own_programs is None and not plan and not solo:
         begin_again(config)
@@ -247,6 +252,8 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None and config["fault.notice_s"]:
         process.context.notice = Notice()
         process.context.at_end.append(process.context.notice.stop)
+    if process.dry is None and config["elastic"]:
+        process.context.elastic = Elastic(process.context)
     if process.dry is None:
         device_exchange.start(config, place, size, comms)
     for comm in comms:

@@ -15,7 +15,7 @@ from tensorflow.python.client.session import BaseSession
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import BEGINS, SAVES, GraphCapture
-from whale.errors import ProgramError
+from whale.errors import ConfigError, ProgramError
 from whale.ir.plan import Plan
 from whale.lowering.functions import load_ops
 from whale.passes.normalise.inline import inline
@@ -73,6 +73,13 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
                 given=f"target={target!r}",
                 expected='target=""',
                 action="start the script with `whale run -np N` and leave the target out",
+            )
+        if self._whale.elastic is not None:
+            raise ConfigError(
+                "sessions do not go on when ranks are gone",
+                given="elastic, and a session of TensorFlow 1",
+                expected="steps of wh.function or of Keras",
+                action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
             )
         super().__init__("", graph, config)
         self._acts_between = False

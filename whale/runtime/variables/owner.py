@@ -68,6 +68,11 @@ class VariableOwner:
         self._split.clear()
         self._homes.clear()
 
+    @property
+    def known(self) -> list[tf.Variable]:
+        """The variables that programs have used, in the order in which all ranks came to know them."""
+        return [entry.variable for entry in self._entries.values()]
+
     def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
         """How those variables lie that an earlier program or the script has fixed, by handle node."""
         given = {c.node: given_tiles(c) for c in captured}

@@ -144,9 +144,9 @@ WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32
 }
 
 // `share_memory`: whether ranks of one machine speak through memory; `notes` says where they cannot, and why. `hosts`: as above,
-// or no host at all.
+// or no host at all. `members`, `number`: as of MpiPlugin's open.
 WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size,
-                                  void** handle, void** notes) {
+                                  const int32_t* members, int members_size, int number, void** handle, void** notes) {
   Status status = Engine::check_not_forked();
   const whale::MpiPlugin* plugin = nullptr;
   if (status.ok()) status = load_mpi(plugin_path, &plugin);
@@ -155,15 +155,19 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
   std::vector<std::unique_ptr<whale::Transport>> transports(1);
   auto obstacles = std::make_unique<Bytes>();
   Engine::instance().call([&] {
-    status = plugin->open(&transports[0]);
+    status = plugin->open({members, members + members_size}, number, &transports[0]);
     if (!status.ok()) return;
     if (hosts_size != 0 && hosts_size != transports[0]->size()) {
       status = Status::Error(Code::kInvalidArgument, std::to_string(hosts_size) + " ranks are placed on emulated hosts, and the run has " +
                                                          std::to_string(transports[0]->size()) + "; give every rank a host");
       return;
     }
-    status = whale::share_memory(std::move(transports[0]), share_memory != 0, {hosts, hosts + hosts_size}, plugin->gather, Engine::instance().doorbell(),
-                                 &transports[0], &obstacles->parts);
+    if (members_size != 0 && share_memory == 0) return;  // nobody has to be asked, who might be gone
+    const auto gather = [plugin, network = transports[0].get()](const void* mine, size_t bytes, void* all) {
+      return plugin->gather(network, mine, bytes, all);
+    };
+    status = whale::share_memory(std::move(transports[0]), share_memory != 0, {hosts, hosts + hosts_size}, gather,
+                                 Engine::instance().doorbell(), &transports[0], &obstacles->parts);
   });
   if (!status.ok()) return report(status);
   std::vector<std::shared_ptr<Endpoint>> endpoints;

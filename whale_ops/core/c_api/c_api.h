@@ -29,7 +29,7 @@ struct WhaleOperation {
 
 WHALE_EXPORT const char* whale_last_error();
 WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts, void** handles);
-WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size, void** handle, void** notes);
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size, const int32_t* members, int members_size, int number, void** handle, void** notes);
 WHALE_EXPORT void whale_release(void* handle);
 WHALE_EXPORT int whale_rank(void* handle);
 WHALE_EXPORT int whale_size(void* handle);

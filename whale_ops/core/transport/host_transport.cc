@@ -279,7 +279,7 @@ class HostTransport final : public Transport {
 
 }  // namespace
 
-Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::vector<int>& hosts, GatherFixed gather,
+Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::vector<int>& hosts, const GatherFixed& gather,
                     const Doorbell& bell, std::unique_ptr<Transport>* transport, std::vector<std::string>* notes) {
   const int size = network->size(), rank = network->rank();
   auto host = std::make_unique<HostTransport>(std::move(network));
