@@ -14,7 +14,7 @@ _MEETS = EXCHANGES | {"WhaleCheck", "WhaleBarrier"}
 
 
 def updates_last(program: Program) -> Program:
-    """``program`` of one rank whose updates wait for its exchanges, but for those that exchanges themselves wait for."""
+    """``program`` of one rank whose updates wait for its exchanges, but those that exchanges wait for."""
     meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
     if not meeting:
         return program

@@ -62,19 +62,21 @@ class ShardedDataset:
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
+            cut=self._cut if by == "row" and self._own is None and context.between_processes else None,
         )
 
     def divide_again(self) -> None:
         """The ranks are others now: this one reads the rows that are its own among them."""
-        self._told = False
-        self._divide()
+        if self._epochs.cut is None:
+            self._told = False
+            self._divide()
         self._epochs.divided_again()
 
     def _divide(self) -> None:
         context, options = self._context, tf.data.Options().merge(self._whole.options())
         self._own: OwnRows | None = None
         self._read: tf.data.Dataset = self._whole
-        if not context.between_processes:
+        if not context.between_processes and not context.left:
             self.report = "one process: it reads whole batches"
         elif self._by == "file":
             self._read, files = self._of_own_files()
@@ -112,11 +114,11 @@ class ShardedDataset:
 
     def _elements(self, start: int) -> Iterator[Element]:
         """The batches from number ``start`` on."""
-        if not self._context.between_processes:
-            return iter(_without(self._read, start))
-        if self._by == "file":
+        if self._own is not None:
+            return self._own_elements(self._own, start)
+        if self._by == "file" and self._context.between_processes:
             return self._elements_of_files(start)
-        return self._own_elements(self._own, start) if self._own is not None else self._cut_elements(start)
+        return iter(_without(self._read, start))
 
     # -- rows of global batches
 
@@ -128,6 +130,8 @@ class ShardedDataset:
             if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
                 raise Unknown("its batches hold strings, ragged or sparse tensors")
             own = own_rows(self._whole, self._shares, rank, lambda: next(seeds))
+            if self._context.elastic is not None and own.shares_order:
+                raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
         except Unknown as reason:
             refuse_other_orders(self._whole)
             text = f"every rank reads all rows and keeps its own: {reason}"
@@ -173,24 +177,20 @@ class ShardedDataset:
                 local = tf.nest.flatten(next(rows_read))
             else:
                 local = [tf.zeros([0, *s.shape[1:]], s.dtype) for s in self._leaves]
-            yield self._element([ShardedTensor(t, sizes, rank) for t in local])
+            alone = len(sizes) == 1  # the others are gone
+            yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
 
-    def _cut_elements(self, start: int) -> Iterator[Element]:
-        return self._cut(iter(_without(self._read, start)))
-
-    def _cut(self, elements: Iterator[Any]) -> Iterator[Element]:
-        rank = self._context.rank
-        for element in elements:
-            leaves = tf.nest.flatten(element)
-            rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
-            if rows is None:
-                yield element
-                continue
-            sizes = self._shares(rows)
-            start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
-            yield self._element(
-                ShardedTensor(t[start:end], sizes, rank) if _divisible(t) and t.shape[0] == rows else t for t in leaves
-            )
+    def _cut(self, element: Element) -> Element:
+        """This rank's part of a whole batch."""
+        rank, leaves = self._context.rank, tf.nest.flatten(element)
+        rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
+        if rows is None or not self._context.between_processes:
+            return element
+        sizes = self._shares(rows)
+        start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        return self._element(
+            ShardedTensor(t[start:end], sizes, rank) if _divisible(t) and t.shape[0] == rows else t for t in leaves
+        )
 
     # -- files
 

@@ -26,6 +26,7 @@ class Epochs:
       reshuffles: each iteration has another order.
       reproducible: "" or why another run would see other samples.
       parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
+      cut: this rank's part of a whole batch, where every rank reads all of them; None: it reads its part.
       begun: iterations so far.
       opened: how many of them the dataset itself knows of: those since the ranks have divided it.
       iterators: those that may go on.
@@ -36,6 +37,7 @@ class Epochs:
     reshuffles: bool
     reproducible: str
     parts: int
+    cut: Callable[[Any], Any] | None = None
     begun: int = 0
     opened: int = 0
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
@@ -44,7 +46,7 @@ class Epochs:
         """The dataset is another one now, of the same batches: iterations go on where they were."""
         self.opened = 0
         for iterator in self.iterators:
-            iterator.go_back()
+            iterator.divided_again()
 
 
 class ShardedIterator(Trackable):
@@ -61,7 +63,8 @@ class ShardedIterator(Trackable):
         epochs.iterators.add(self)
         self._number: int | None = None  # of the iteration; known when it begins
         self._elements: Iterator[Any] | None = None
-        self._again: tuple[int, list[Any]] | None = None  # the batch that was read again, and its leaves
+        self._again: tuple[int, list[Any]] | None = None  # the batch that was divided again, and its leaves
+        self._whole: Any = None  # the latest batch, where every rank reads all of it
 
     def __iter__(self) -> ShardedIterator:
         return self
@@ -74,6 +77,8 @@ class ShardedIterator(Trackable):
         """The next batch; StopIteration where there is none."""
         self.begin()
         element = next(self._elements)  # type: ignore[arg-type]
+        if self._epochs.cut is not None:
+            self._whole, element = element, self._epochs.cut(element)
         self._position += 1
         for leaf, part in enumerate(tf.nest.flatten(element)):
             if type(part) is ShardedTensor:
@@ -83,14 +88,24 @@ class ShardedIterator(Trackable):
     def read_again(self, position: int) -> list[Any]:
         """The leaves of the batch of this number, which was the latest one, as it is divided now."""
         if self._again is None or self._again[0] != position:
-            self.go_back(position)
-            self._again = position, tf.nest.flatten(self.read())
+            if self._epochs.cut is not None:
+                element = self._epochs.cut(self._whole)
+            else:
+                self.go_back(position)
+                element = self.read()
+            self._again = position, tf.nest.flatten(element)
         return self._again[1]
+
+    def divided_again(self) -> None:
+        """The ranks are others now."""
+        self._again = None
+        if self._epochs.cut is None:
+            self.go_back()
 
     def go_back(self, position: int | None = None) -> None:
         """The next batch is read anew: that of this number, or the one that would be next."""
         self._position = self._position if position is None else position
-        self._elements = self._again = None
+        self._elements = None
 
     def begin(self) -> None:
         """Begins now, if it has not: a shuffle that reshuffles goes on to its next order."""

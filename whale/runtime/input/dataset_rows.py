@@ -46,6 +46,7 @@ class OwnRows:
       batch_sizes: makes an iterator over the rows of each global batch.
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
+      shares_order: whether it goes on with the dataset's own shuffles, which no one can set back.
     """
 
     dataset: tf.data.Dataset
@@ -53,6 +54,7 @@ class OwnRows:
     moved: int
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
+    shares_order: bool
 
 
 def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds) -> OwnRows:
@@ -115,7 +117,7 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
     count = int(samples.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         raise Unknown("its number of samples is not known; tf.data.experimental.assert_cardinality tells it")
-    stream, maps, kept, reseeded = _without_maps(samples, seeds)
+    stream, maps, kept, reseeded, shares_order = _without_maps(samples, seeds)
     usual = shares(size)
     full = 0 if count < 0 else count // size
     rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
@@ -144,25 +146,28 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
             return itertools.repeat(size)
         return itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ())
 
-    return OwnRows(own, batch_sizes, len(maps), kept, reseeded)
+    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, shares_order)
 
 
-def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...]]:
+def _without_maps(
+    dataset: Any, seeds: Seeds
+) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...], bool]:
     """The samples before the maps that may come later.
 
     Returns:
-      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed).
+      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed, whether
+      shuffles of the dataset itself are left).
     """
     above: list[Any] = []  # what has to be put on again
     maps: list[Any] = []
-    lowest = 0  # how much of ``above`` lies over a map that moved, or has to get a seed
+    lowest = 0  # how much of ``above`` lies over a map that moved, or is a shuffle
     base = dataset
     node = dataset
     while True:
         kind = type(node).__name__
         if kind in _MOVES:
             above.append(node)
-            if kind == "_ShuffleDataset" and _unseeded(node):
+            if kind == "_ShuffleDataset":  # one of its own: which iteration it is at is not that of the script's
                 lowest, base = len(above), node._input_dataset
         elif kind in _MAPS and not _state(node):
             maps.append(node)
@@ -173,7 +178,7 @@ def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any
     for made in reversed(above[:lowest]):
         base = _put_on(base, made, seeds)
     kept = tuple(d._map_func._func.__name__ for d in _upstream(node) if type(d).__name__ in _MAPS)
-    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d))
+    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), reshuffles(node)
 
 
 def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:

@@ -1,5 +1,6 @@
-"""Going on without ranks that are gone, in the processes of the others, with the step that failed.
+"""Ranks that are taken away: the others go on without them, or all save before the end (``wh.preempted``).
 
+Who goes on does so in its process, with the step that failed.
 A step's updates wait for all of its exchanges (whale/lowering/updates/last.py), so each rank that is left has taken the
 step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
 meet on a communicator of their own. Who has taken the step gives the others its results and the variables; where
@@ -24,7 +25,7 @@ from whale.errors import ClusterError, CommError, ConfigError, PlanError
 from whale.log import log
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
-from whale.runtime.run.context import Context
+from whale.runtime.run.context import Context, current
 from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 
@@ -56,7 +57,7 @@ class Elastic:
         self._context: weakref.ref[Context] = weakref.ref(context)
         self.number = 0
         self._name = context.comm_name
-        self._started = tuple(range(context.size))
+        self._started = self._members = tuple(range(context.size))
         self._me = context.rank
         self._steps = 0
         self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
@@ -128,7 +129,7 @@ class Elastic:
                     "ranks can go on without another one only if each of them holds every variable whole",
                     variable=names.get(node, node),
                     given="elastic, and a plan under which it lies split, or on some ranks only",
-                    expected="replicas: no stages, split scopes, zero.level 2 or 3 or offload",
+                    expected="replicas: no stages, no split scopes, no zero.level, no offload",
                     action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
                 )
 
@@ -204,6 +205,10 @@ class Elastic:
         context.elements = max(one.elements for one in said)
         context.variables = VariableOwner()
         context.auto = context.saved = context.described = None
+        if shares := context.config["replica.shares"]:
+            left = [share for rank, share in zip(self._members, shares) if rank in members]
+            context.config = context.config.but({"replica.shares": left})
+        self._members = tuple(members)
         context.compiled_for.clear()
         for dataset in list(self._datasets):
             dataset.divide_again()
@@ -254,6 +259,31 @@ class Elastic:
         return iterator.read_again(position)[leaf]
 
 
+def preempted() -> bool:
+    """Whether the run has been told to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
+
+    All ranks get the same answer. They ask where nothing is half done, as after a step. If it is True, they save:
+
+        if wh.preempted():
+            manager.save()
+            sys.exit(0)
+
+    Raises:
+      ConfigError: ``fault.notice_s`` is 0, so that SIGTERM ends the run at once.
+      CommError: a rank does something else, or is gone.
+    """
+    context = current("wh.preempted()")
+    if context.notice is None:
+        raise ConfigError(
+            "nobody waits for what this run would save when it is told to end",
+            given="wh.preempted() with fault.notice_s = 0",
+            expected="the seconds that the machine leaves between SIGTERM and the end",
+            action='set it: wh.init({"fault.notice_s": 60}), or WHALE_FAULT_NOTICE_S=60',
+        )
+    notice = context.notice
+    return context.survived(lambda: notice.reached(context))
+
+
 def _refuse(context: Context) -> None:
     config = context.config
     wrong = ""
@@ -261,6 +291,8 @@ def _refuse(context: Context) -> None:
         wrong = f"{context.size} ranks started by {context.place.launcher}"
     elif config["batch.mode"] == "local":
         wrong = 'batch.mode "local": the rows that a rank brings are gone with it'
+    elif config["mesh"] or config["split.ranks"]:
+        wrong = "a mesh of so many ranks"
     elif config["communication.backend"] != "whale":
         wrong = f"communication.backend {config['communication.backend']!r}, whose ranks do not go on"
     if wrong:

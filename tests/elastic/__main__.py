@@ -1,0 +1,37 @@
+"""``python -m tests.elastic --count 200 --seed 1``: so many ranks taken away, in runs of 2 to 5 ranks."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.elastic.cases import Reference, drawn, run
+
+
+def main() -> int:
+    """Exit code 1 if a case went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.elastic")
+    parser.add_argument("--count", type=int, default=200, help="faults, in all runs together")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    problems, worst, seconds, faults = 0, 0.0, [], 0
+    with tempfile.TemporaryDirectory(prefix="whale_elastic_") as folder:
+        reference = Reference(Path(folder))
+        for case in drawn(asked.seed, asked.count):
+            outcome = run(case, reference)
+            faults += case.count
+            worst, problems = max(worst, outcome.difference), problems + bool(outcome.problem)
+            seconds.append(outcome.seconds)
+            print(f"{case}: {outcome.problem or f'{outcome.difference:.2g}'} ({outcome.seconds:.0f} s)", flush=True)
+    print(
+        f"{faults} faults in {len(seconds)} runs: {problems} problems, at most {worst:.2g} from one device; "
+        f"a run took {statistics.median(seconds):.0f} s"
+    )
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Seeded cases: which ranks are taken away when, and what the others have to end with."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SCRIPT = Path(__file__).parent / "script.py"
+MODES = ("loop", "shard", "save", "fit")
+_STEPS = 12
+_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of ``ranks`` ranks, and what happens to some of them, as script.py has it."""
+
+    mode: str
+    ranks: int
+    faults: str
+
+    @property
+    def count(self) -> int:
+        """How many ranks are taken away."""
+        return len(self.faults.split(","))
+
+    def __str__(self) -> str:
+        return f"{self.mode} on {self.ranks} ranks, {self.faults}"
+
+
+def drawn(seed: int, count: int) -> list[Case]:
+    """Cases with ``count`` faults together."""
+    rng, cases, total = random.Random(seed), [], 0
+    while total < count:
+        mode, ranks = rng.choice(MODES), rng.randint(2, 5)
+        gone = rng.sample(range(ranks), rng.randint(1, ranks - 1))
+        steps = [rng.randrange(_STEPS) for _ in gone]
+        if rng.random() < 0.3:
+            steps = [steps[0]] * len(steps)  # at once
+        kinds = [rng.choice(["kill", "kill", "late", "stop"]) for _ in gone]
+        if mode == "save":
+            steps = [step + rng.choice([0, 101]) for step in steps]
+        cases.append(Case(mode, ranks, ",".join(f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds))))
+        total += len(gone)
+    return cases
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case: what is wrong with it ("" if nothing), the largest difference, and the time it took."""
+
+    problem: str
+    difference: float
+    seconds: float
+
+
+class Reference:
+    """What one device computes, once for each mode that trains otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._known = folder, {}
+
+    def of(self, mode: str) -> list[np.ndarray]:
+        """Losses and values."""
+        kind = "fit" if mode == "fit" else "loop"
+        if kind not in self._known:
+            result = self._folder / f"{kind}.npz"
+            line = [sys.executable, str(SCRIPT), kind, str(result), ""]
+            subprocess.run(line, check=True, capture_output=True, timeout=_LIMIT_S, env=_environment())
+            self._known[kind] = _read(result)
+        return self._known[kind]
+
+
+def run(case: Case, reference: Reference) -> Outcome:
+    """Runs a case, and compares what its last ranks end with, bit by bit but for rounding, and what is left behind."""
+    expected = reference.of(case.mode)
+    with tempfile.TemporaryDirectory(prefix="whale_elastic_") as folder:
+        result = Path(folder) / "result.npz"
+        line = [sys.executable, "-m", "whale", "run", "-np", str(case.ranks), "--", str(SCRIPT), case.mode]
+        before, start_s = _processes(), time.monotonic()
+        ended = subprocess.run(
+            [*line, str(result), case.faults], capture_output=True, text=True, timeout=_LIMIT_S, env=_environment()
+        )
+        seconds = time.monotonic() - start_s
+        if ended.returncode != 0 or not result.exists():
+            return Outcome(f"exit code {ended.returncode}:\n{ended.stdout}{ended.stderr}", 0.0, seconds)
+        if left := _processes() - before:
+            return Outcome(f"processes left behind: {sorted(left)}", 0.0, seconds)
+        found = _read(result)
+        worst = max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in zip(found, expected, strict=True))
+        wrong = "" if worst <= 1e-10 else f"differs from one device by {worst:.3g}:\n{ended.stdout}{ended.stderr}"
+        gone = ended.stdout.count("the run went on without it") + ended.stderr.count("the run went on without it")
+        if not wrong and gone != case.count:
+            wrong = f"{gone} ranks are said to be gone, {case.count} were taken away:\n{ended.stdout}{ended.stderr}"
+        return Outcome(wrong, worst, seconds)
+
+
+def _read(path: Path) -> list[np.ndarray]:
+    with np.load(path) as arrays:
+        return [np.asarray(arrays[name], np.float64) for name in arrays.files]
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("WHALE_", "OMPI_", "PMIX_"))}
+    return {**kept, "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def _processes() -> set[int]:
+    """Processes of this machine that run the script."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdecimal() and str(SCRIPT).encode() in (folder / "cmdline").read_bytes():
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,130 @@
+"""A training script whose ranks are taken away: `script.py MODE RESULT FAULTS`; writes what it has trained to RESULT.
+
+MODE: "loop" (whole batches), "shard" (each rank reads its rows), "fit" (Keras), "save" (a checkpoint after every step).
+FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+import numpy as np
+import tensorflow as tf
+
+import whale as wh
+
+BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 5
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
+
+
+class Faults:
+    """What happens to this rank, by step."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        parts = [part.split(":") for part in text.split(",") if part]
+        self._mine = {int(step): kind for step, of, kind in parts if int(of) == rank}
+
+    def strike(self, step: int) -> None:
+        """Does what is to happen in this step."""
+        kind = self._mine.get(step)
+        if kind == "late":
+            threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif kind is not None:
+            os.kill(os.getpid(), _SIGNALS[kind])
+
+
+def data() -> tf.data.Dataset:
+    """Batches in an order that each epoch has for itself."""
+    rng = np.random.default_rng(7)
+    x, ids, y = rng.normal(size=(BATCH * BATCHES, 4)), rng.integers(0, 9, BATCH * BATCHES), rng.normal(size=(144, 1))
+    return tf.data.Dataset.from_tensor_slices((x, ids, y)).shuffle(64, seed=3).batch(BATCH)
+
+
+class Net:
+    """A table, a normalisation with statistics over the batch, a count that the loss reads: all that can be written."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.table = tf.Variable(rng.normal(size=(9, 4)), name="table")
+        self.w = tf.Variable(rng.normal(size=(4, WIDTH)), name="w")
+        self.v = tf.Variable(rng.normal(size=(WIDTH, 1)), name="v")
+        self.mean = tf.Variable(np.zeros(WIDTH), trainable=False, name="mean")
+        self.count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
+        self.trained = [self.table, self.w, self.v]
+        self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in self.trained]
+
+    @wh.function
+    def step(self, x, ids, y):
+        """One step of SGD with momentum; the loss before it."""
+        self.count.assign_add(1)
+        with tf.GradientTape() as tape:
+            h = (x + tf.gather(self.table, ids)) @ self.w
+            mean = tf.reduce_mean(h, 0)
+            scale = 1 + 1 / tf.cast(self.count.read_value(), tf.float64)
+            loss = scale * tf.reduce_mean((tf.tanh(h - mean) @ self.v - y) ** 2)
+        self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        for v, momentum, g in zip(self.trained, self.momenta, tape.gradient(loss, self.trained)):
+            momentum.assign(0.9 * momentum + tf.convert_to_tensor(g))
+            v.assign_sub(0.05 * momentum)
+        return loss
+
+    def values(self) -> list[np.ndarray]:
+        """All that it has trained."""
+        return [v.numpy() for v in (*self.trained, *self.momenta, self.mean, self.count)]
+
+
+def loop(mode: str, folder: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
+    """Trains in a loop of the script's."""
+    losses: list[float] = []
+    with wh.replica():
+        net, batches = Net(), wh.shard(data()) if mode == "shard" else data()
+        saved = tf.train.Checkpoint(**{v.name.partition(":")[0]: v for v in (*net.trained, net.mean, net.count)})
+        manager = wh.CheckpointManager(saved, folder, 3) if mode == "save" else None
+        for _ in range(EPOCHS):
+            for batch in batches:
+                faults.strike(len(losses))
+                losses.append(float(net.step(*batch)))
+                if manager is not None:
+                    faults.strike(100 + len(losses))
+                    manager.save()
+    if manager is not None:
+        assert manager.latest_checkpoint.endswith(f"-{len(losses)}"), manager.latest_checkpoint
+        reader = tf.train.load_checkpoint(manager.latest_checkpoint)
+        assert np.array_equal(reader.get_tensor("w/.ATTRIBUTES/VARIABLE_VALUE"), net.w.numpy())
+    return losses, net.values()
+
+
+def fit(faults: Faults) -> tuple[list[float], list[np.ndarray]]:
+    """Trains by Keras."""
+    import keras
+
+    class Strike(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            faults.strike(batch + BATCHES * self.epoch)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    keras.backend.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    seen = model.fit(data().map(lambda x, _, y: (x, y)), epochs=EPOCHS, verbose=0, callbacks=[Strike()])
+    return seen.history["loss"], [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def main() -> None:
+    """One rank, or one device."""
+    mode, result, text = sys.argv[1:]
+    several = "WHALE_RANK" in os.environ
+    wh.init({"elastic": several})
+    faults = Faults(text if several else "", wh.rank())
+    losses, values = fit(faults) if mode == "fit" else loop(mode, f"{result}.saved", faults)
+    if wh.rank() == 0:
+        np.savez(result, np.asarray(losses), *values)
+        print(f"trained on {wh.size()} ranks")
+
+
+if __name__ == "__main__":
+    main()
