@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from whale.runtime.run.context import local_rank as local_rank
     from whale.runtime.run.context import rank as rank
     from whale.runtime.run.context import size as size
-    from whale.runtime.run.loss_scale import loss_scale as loss_scale
     from whale.runtime.run.elastic import preempted as preempted
+    from whale.runtime.run.loss_scale import loss_scale as loss_scale
     from whale.runtime.run.start import check_replicas as check_replicas
     from whale.runtime.run.start import init as init
     from whale.runtime.run.start import shutdown as shutdown

@@ -281,3 +281,11 @@ def size() -> int:
 def local_rank() -> int:
     """Number of this process among those on its host."""
     return current("wh.local_rank()").place.local_rank
+
+
+def local_ranks(context: Context) -> tuple[int, ...]:
+    """Of every rank, its number among those on its host."""
+    if not context.between_processes:
+        return (context.place.local_rank,)
+    said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
+    return tuple(map(int, said))

@@ -29,7 +29,7 @@ from whale.runtime.ranks.watch import Watch
 from whale.runtime.run.again import begin_again
 from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations, unmatched
-from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, process
+from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, local_ranks, process
 from whale.runtime.run.elastic import Elastic
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
@@ -147,7 +147,7 @@ def _begin(
         with span(trace, "wh.init", "init"):
             context = _start(config, place, f"whale{process.runs}", trace)
             if own_programs:
-                context.own_programs = OwnPrograms(_local_ranks(context))
+                context.own_programs = OwnPrograms(local_ranks(context))
             elif context.between_processes:
                 _share_random_state(context)
             if isinstance(saved, SavedPlan):
@@ -375,14 +375,6 @@ def _end_trace(context: Context, reason: str) -> None:
         for comm in context.comms:
             comm.trace_stop()
         context.trace.stop(reason)
-
-
-def _local_ranks(context: Context) -> tuple[int, ...]:
-    """Of every rank, its number among those on its host."""
-    if not context.between_processes:
-        return (context.place.local_rank,)
-    said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
-    return tuple(map(int, said))
 
 
 def _share_random_state(context: Context) -> None:

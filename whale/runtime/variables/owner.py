@@ -238,8 +238,7 @@ class VariableOwner:
 
     def held_on_host_bytes(self) -> int:
         """Of these, what lies in the host's memory beside an accelerator."""
-        parts = (entry.parts for entry in self._entries.values())
-        return sum(p.bytes for p in parts if p is not None and p.device is not None)
+        return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
 
     def uses(
         self, captured: Sequence[CapturedVariable], uses: Mapping[str, Use], context: Ranks
@@ -301,9 +300,8 @@ class VariableOwner:
     def leave(self) -> None:
         """Remembers the values that a step left, for ``follow``."""
         for entry in self._entries.values():
-            if not entry.copies:
-                continue
-            entry.left = entry.read()
+            if entry.copies:
+                entry.left = entry.read()
 
     def handles(
         self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int

@@ -1,0 +1,99 @@
+"""One checkpoint while it is written, by threads beside the following steps or by the caller."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import tensorflow as tf
+
+from whale.runtime.checkpoint.agreement import Said
+from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
+
+_LOOK_EVERY_S = 0.02
+
+
+class Saving:
+    """A checkpoint on its way to the disk: by ``start`` in a thread, or by ``write_parts`` in the caller's.
+
+    Args:
+      folder: on the first rank, which makes one checkpoint of all ranks' parts; else None.
+      shares: rank of this process -> what it writes; writers: all ranks that have something to write.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder | None,
+        temporary: str,
+        path: str,
+        shares: dict[int, list[tuple[str, str, tf.Tensor]]],
+        writers: list[int],
+    ):
+        self._folder, self._temporary, self._path, self._shares = folder, temporary, path, shares
+        self._parts = [os.path.join(temporary, f"part-{rank}") for rank in writers]
+        self._thread: threading.Thread | None = None
+        self._own_written, self._all_written = threading.Event(), threading.Event()
+        self._abandoned = self._installed = False
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="whale checkpoint", daemon=True)
+        self._thread.start()
+
+    def write_parts(self) -> None:
+        """Writes the parts of this process's ranks; ``written`` raises what goes wrong."""
+        try:
+            while self._shares:
+                rank, share = self._shares.popitem()
+                if share:
+                    write_part(os.path.join(self._temporary, f"part-{rank}"), share)
+        except Exception as error:
+            self._error = error
+        self._shares.clear()  # the snapshot: variables can be updated in place again
+        self._own_written.set()
+
+    def written(self) -> Said:
+        """Waits for this process's parts."""
+        self._own_written.wait()
+        if self._error is not None:
+            raise self._error
+        return Said()
+
+    def install(self) -> None:
+        """Waits until the checkpoint is complete; all parts are written."""
+        self._all_written.set()
+        if self._thread is not None:
+            self._thread.join()
+        elif self._folder is not None:
+            self._complete()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """There will be no such checkpoint."""
+        self._abandoned = True
+        self._all_written.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._folder is not None and not self._installed:
+            self._folder.discard(self._temporary)
+
+    def _run(self) -> None:
+        self.write_parts()
+        if self._folder is None or self._error is not None:
+            return
+        # Not by a message: while steps run, ranks tell each other nothing else.
+        while not all(map(os.path.exists, map(mark_of, self._parts))):
+            if self._all_written.wait(_LOOK_EVERY_S):
+                break
+        if not self._abandoned:
+            self._complete()
+
+    def _complete(self) -> None:
+        assert self._folder is not None
+        try:
+            self._folder.install(self._temporary, self._parts, self._path)
+            self._installed = True
+        except Exception as error:
+            self._folder.discard(self._temporary)
+            self._error = error
