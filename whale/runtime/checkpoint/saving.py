@@ -37,6 +37,7 @@ class Saving:
         self._error: BaseException | None = None
 
     def start(self) -> None:
+        """Has a thread write."""
         self._thread = threading.Thread(target=self._run, name="whale checkpoint", daemon=True)
         self._thread.start()
 
