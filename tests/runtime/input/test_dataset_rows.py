@@ -40,6 +40,8 @@ class _Rank:
     split_ranks: int = 0
     between_processes: bool = True
     trace: None = None
+    elastic: None = None
+    left: int = 0
     seeds: None = None
     dry: Any = field(default=None)
 
