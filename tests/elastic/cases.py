@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 SCRIPT = Path(__file__).parent / "script.py"
-MODES = ("loop", "shard", "save", "fit")
+MODES = ("loop", "shard", "save", "fit", "arrays")
 _STEPS = 12
 _LIMIT_S = 300.0
 
@@ -70,7 +70,7 @@ class Reference:
 
     def of(self, mode: str) -> list[np.ndarray]:
         """Losses and values."""
-        kind = "fit" if mode == "fit" else "loop"
+        kind = mode if mode in ("fit", "arrays") else "loop"
         if kind not in self._known:
             result = self._folder / f"{kind}.npz"
             line = [sys.executable, str(SCRIPT), kind, str(result), ""]

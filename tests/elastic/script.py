@@ -1,6 +1,7 @@
 """A training script whose ranks are taken away: `script.py MODE RESULT FAULTS`; writes what it has trained to RESULT.
 
-MODE: "loop" (whole batches), "shard" (each rank reads its rows), "fit" (Keras), "save" (a checkpoint after every step).
+MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a checkpoint after every step), "fit" and
+"arrays" (Keras, with a dataset or with arrays).
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs.
 """
 
@@ -95,7 +96,7 @@ def loop(mode: str, folder: str, faults: Faults) -> tuple[list[float], list[np.n
     return losses, net.values()
 
 
-def fit(faults: Faults) -> tuple[list[float], list[np.ndarray]]:
+def fit(mode: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
     """Trains by Keras."""
     import keras
 
@@ -110,7 +111,12 @@ def fit(faults: Faults) -> tuple[list[float], list[np.ndarray]]:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01), "mse")
-    seen = model.fit(data().map(lambda x, _, y: (x, y)), epochs=EPOCHS, verbose=0, callbacks=[Strike()])
+    asked = {"epochs": EPOCHS, "verbose": 0, "callbacks": [Strike()]}
+    if mode == "fit":
+        seen = model.fit(data().map(lambda x, _, y: (x, y)), **asked)
+    else:
+        x, _, y = (np.concatenate(parts) for parts in zip(*data().as_numpy_iterator()))
+        seen = model.fit(x, y, batch_size=BATCH, **asked)  # Keras shuffles
     return seen.history["loss"], [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
@@ -120,7 +126,7 @@ def main() -> None:
     several = "WHALE_RANK" in os.environ
     wh.init({"elastic": several})
     faults = Faults(text if several else "", wh.rank())
-    losses, values = fit(faults) if mode == "fit" else loop(mode, f"{result}.saved", faults)
+    losses, values = fit(mode, faults) if mode in ("fit", "arrays") else loop(mode, f"{result}.saved", faults)
     if wh.rank() == 0:
         np.savez(result, np.asarray(losses), *values)
         print(f"trained on {wh.size()} ranks")

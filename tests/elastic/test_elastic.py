@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import tensorflow as tf
 
+import whale as wh
 from tests.elastic.cases import Case, Reference, run
+from whale.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +26,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_ranks_that_are_left_end_with_what_one_device_computes(case: Case, reference: Reference) -> None:
     outcome = run(case, reference)
     assert not outcome.problem, outcome.problem
+
+
+def test_runs_that_cannot_go_on_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot go on when ranks are gone") as refused:
+        wh.init({"elastic": True, "cluster.ranks": 2, "communication.transport": "in-process"})
+    assert "2 ranks" in str(refused.value)
+    assert "--max-restarts" in str(refused.value)
+    wh.shutdown()
+
+
+def test_one_rank_has_nobody_to_go_on_without() -> None:
+    wh.init(elastic=True)
+    try:
+        assert wh.function(lambda x: 2 * x)(tf.constant(3.0)) == 6.0
+    finally:
+        wh.shutdown()

@@ -64,6 +64,8 @@ class ShardedDataset:
             parts=context.size if context.between_processes and by == "file" else 0,
             cut=self._cut if by == "row" and self._own is None and context.between_processes else None,
         )
+        if context.elastic is not None:
+            context.elastic.share_again(self)
 
     def divide_again(self) -> None:
         """The ranks are others now: this one reads the rows that are its own among them."""
@@ -288,9 +290,7 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             expected='rows, of which the others know where they are: by="row"',
             action="use wh.shard(dataset), or leave elastic out",
         )
-    shared = context.survived(lambda: ShardedDataset(dataset, context, by))
-    context.elastic.share_again(shared)
-    return shared
+    return context.survived(lambda: ShardedDataset(dataset, context, by))
 
 
 def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:

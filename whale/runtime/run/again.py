@@ -11,7 +11,7 @@ from whale.log import set_level
 from whale.runtime.run.context import Context, running
 
 # What ranks were connected with stays as it is until they are connected again.
-_CONNECTED = ("communication.", "cluster.", "fault.", "trace")
+_CONNECTED = ("communication.", "cluster.", "fault.", "trace", "elastic")
 
 
 def begin_again(config: Config | Mapping[str, Any] | None) -> bool:

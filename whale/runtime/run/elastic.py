@@ -30,7 +30,7 @@ from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 
 # From an exchange that fails to the word of `whale run` that a rank is gone; it takes longer only where nobody is.
-_WORD_S = 10.0
+_WORD_S = 3.0
 _T = TypeVar("_T")
 
 

@@ -252,7 +252,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None and config["fault.notice_s"]:
         process.context.notice = Notice()
         process.context.at_end.append(process.context.notice.stop)
-    if process.dry is None and config["elastic"]:
+    if process.dry is None and config["elastic"] and size > 1:
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
         device_exchange.start(config, place, size, comms)
