@@ -111,6 +111,7 @@ AROUND = {
     "planner.md": [Around()],
     "running.md": [
         Around("step, batch = wh.function(lambda x: tf.reduce_mean(x)), ones(8, 2)"),
+        Around(ranks=1),
         Around(MODEL + "step = wh.function(lambda x: tf.reduce_mean(x))\nbatch = lambda n: (ones(8, 2),)"),
         Around(after="assert not wh.preempted()"),
     ],

@@ -76,6 +76,11 @@ def train_session(make: Callable[..., Any], epochs: Iterable[Iterable[Any]]) -> 
         return found | {"variable/w": session.run(w)}
 
 
+def kept(dataset: Iterable[Any]) -> list[list[Any]]:
+    """The batches of each epoch, read before a graph is entered, in which no dataset can be."""
+    return [list(dataset) for _ in range(EPOCHS)]
+
+
 def cut(rank: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Batches of one of two ranks of its own: of other sizes on each, and in each step."""
     first = [(4, 6), (3, 3), (0, 2), (1, 0)]
@@ -147,6 +152,8 @@ def main() -> None:
         dataset = wh.shard(batches()) if mode == "rows" else wh.shard(files(folder), by="file")
         results = train(wh.function, [dataset] * EPOCHS)
     if mode == "rows":
+        read = wh.shard(batches())
+        results |= {f"session/{name}": v for name, v in train_session(wh.Session, kept(read)).items()}
         x, _ = next(iter(dataset))
         given = "rank 0 passes parts of input_tensor with shares [4, 0, 2], rank 2 passes no parts"
         refused(lambda: total(np.zeros(x.shape) if rank == 2 else x), given)

@@ -41,6 +41,9 @@ def as_one_device(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray]) -
 @pytest.mark.core
 def test_each_rank_reads_its_rows(launcher: Launcher, tmp_path: Path) -> None:
     plain = script.train(tf.function, [script.batches()] * script.EPOCHS)
+    epochs = [[(x.numpy(), y.numpy()) for x, y in epoch] for epoch in script.kept(script.batches())]
+    fed = script.train_session(tf.compat.v1.Session, epochs)
+    plain |= {f"session/{name}": value for name, value in fed.items()}
     as_one_device(plain, run(launcher, tmp_path, 3, "rows", "4,0,2"))
 
 

@@ -28,7 +28,7 @@ from whale.passes.facts.stages import has_stages
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.input.equal_inputs import compared
-from whale.runtime.input.whole_batch import whole_batch
+from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
@@ -58,9 +58,9 @@ class Step:
     def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
         """What the lowered step takes of the tensors of a call."""
         if not self.gathers:
-            return [_own_rows(t, context) for t in tensors]
+            return [rows_of_run(t, context) for t in tensors]
         return [
-            whole_batch(t, name, context) if type(t) is ShardedTensor and _own_rows(t, context) is not t else t
+            whole_batch(t, name, context) if type(t) is ShardedTensor and rows_of_run(t, context) is not t else t
             for name, t in zip(self.captured.inputs, tensors)
         ]
 
@@ -85,21 +85,6 @@ def tensors_of(arguments: Arguments, step: Step, context: Context, drawn: Sequen
     ]
 
 
-def _own_rows(value: Any, context: Context) -> Any:
-    """What the lowered step takes of an argument: of a part of a batch, this rank's rows."""
-    if type(value) is not ShardedTensor:
-        return value
-    if not context.between_processes or value.rank != context.rank or len(value.sizes) != context.size:
-        here = f"a part for rank {context.rank} of {context.size}" if context.between_processes else "whole batches"
-        raise ProgramError(
-            "a part of a batch belongs to another run",
-            given=f"{value!r}, made for rank {value.rank} of {len(value.sizes)}",
-            expected=here,
-            action="take it from a wh.shard dataset made after this run's wh.init()",
-        )
-    return value.local
-
-
 def compile_step(
     fn: Callable[..., Any],
     arguments: Arguments,
@@ -122,7 +107,7 @@ def _compiled(
 ) -> Step:
     if context.dry is None:
         for tensor in arguments.tensors:
-            _own_rows(tensor, context)
+            rows_of_run(tensor, context)
     with captures_steps(), span(context.trace, "capture", "compile"):
         captured = capture_function(
             fn,

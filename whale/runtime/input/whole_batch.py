@@ -1,11 +1,14 @@
-"""The whole batch of which every rank read a part, for steps whose plan divides it otherwise."""
+"""Of a batch of which every rank read a part: its rows here, or the whole, where a plan divides it otherwise."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import tensorflow as tf
 
 import whale_ops
 from whale.capture.sharded import ShardedTensor
+from whale.errors import ProgramError
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.run.context import Context
 
@@ -33,3 +36,22 @@ def whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
     except tf.errors.OpError as error:
         raise_comm_error(error, context)
         raise
+
+
+def rows_of_run(value: Any, context: Context) -> Any:
+    """What a lowered step takes of an argument: of a part of a batch, this rank's rows.
+
+    Raises:
+      ProgramError: the part belongs to another run.
+    """
+    if type(value) is not ShardedTensor:
+        return value
+    if not context.between_processes or value.rank != context.rank or len(value.sizes) != context.size:
+        here = f"a part for rank {context.rank} of {context.size}" if context.between_processes else "whole batches"
+        raise ProgramError(
+            "a part of a batch belongs to another run",
+            given=f"{value!r}, made for rank {value.rank} of {len(value.sizes)}",
+            expected=here,
+            action="take it from a wh.shard dataset made after this run's wh.init()",
+        )
+    return value.local

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
 
+from whale.capture.sharded import ShardedTensor
 from whale.errors import ProgramError
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
+from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.run.context import Context
 from whale.runtime.run.meaning import Batches
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
@@ -64,6 +68,30 @@ def fed_parts(
     once = Batches(batches.readers, whole=True)
     values = read_parts(lambda: list(feeds.values()), [t.name for t in feeds], once, context)
     return dict(zip(feeds, values))
+
+
+def fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """What TensorFlow is to be fed, where some of it are a rank's rows of a batch; and of these the rows of every rank.
+
+    Steps in stages take whole batches: the parts of one are brought together. Collective then.
+
+    Raises:
+      ProgramError: the rows are those of another run.
+    """
+    if not feed_dict or not any(type(value) is ShardedTensor for value in feed_dict.values()):
+        return feed_dict, {}
+    feeds, rows = dict(feed_dict), {}
+    for fed, value in feed_dict.items():
+        if type(value) is not ShardedTensor:
+            continue
+        name, part = fed if isinstance(fed, str) else fed.name, rows_of_run(value, context)
+        if context.stages_seen:
+            with tf_context.eager_mode():
+                part = whole_batch(value, name, context)
+        else:
+            rows[name] = value.sizes
+        feeds[fed] = part.numpy()
+    return feeds, rows
 
 
 def joined(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
 from whale.runtime.run.loss_scale import fed_scale_of
-from whale.runtime.session.batches import batches_of, fed_parts, refuse_fixed_rows
+from whale.runtime.session.batches import batches_of, fed_parts, fed_rows, refuse_fixed_rows
 from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
@@ -82,6 +82,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
                 action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
             )
         super().__init__("", graph, config)
+        self._fed = threading.local()  # ``rows``: of every rank, of what a thread's run is fed with a part of
         self._acts_between = False
         offloads = self._whale.dry is None and bool(self._whale.config["offload.level"])
         self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
@@ -153,6 +154,14 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             return self._do_run(None, targets, fetches, dict(zip(feeds, values, strict=True)), None, run_metadata)
 
         return call
+
+    def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
+        """As TensorFlow's. Batches of ``wh.shard`` may be fed: each rank feeds its rows of them."""
+        feeds, self._fed.rows = fed_rows(feed_dict, self._whale)
+        try:
+            return super().run(fetches, feeds, options, run_metadata)
+        finally:
+            self._fed.rows = {}
 
     def _do_run(
         self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
@@ -295,6 +304,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
         context = self._whale
         batches = batches_of(context, self.graph)
+        if rows := getattr(self._fed, "rows", None):
+            return {t.name: rows[t.name] for t in feeds if t.name in rows}
         if not context.local_batch or not feeds or (batches is not None and batches.whole):
             return {}
         names = [t.name for t in feeds]
