@@ -284,6 +284,17 @@ def preempted() -> bool:
     return context.survived(lambda: notice.reached(context))
 
 
+def refuse_session(context: Context) -> None:
+    """Raises ConfigError where a session is made in a run that is to go on when ranks are gone."""
+    if context.elastic is not None:
+        raise ConfigError(
+            "sessions do not go on when ranks are gone",
+            given="elastic, and a session of TensorFlow 1",
+            expected="steps of wh.function or of Keras",
+            action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+        )
+
+
 def _refuse(context: Context) -> None:
     config = context.config
     wrong = ""

@@ -15,7 +15,7 @@ from tensorflow.python.client.session import BaseSession
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import BEGINS, SAVES, GraphCapture
-from whale.errors import ConfigError, ProgramError
+from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.lowering.functions import load_ops
 from whale.passes.normalise.inline import inline
@@ -27,6 +27,7 @@ from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
+from whale.runtime.run.elastic import refuse_session
 from whale.runtime.run.loss_scale import fed_scale_of
 from whale.runtime.session.batches import batches_of, fed_parts, fed_rows, refuse_fixed_rows
 from whale.runtime.session.fetched_reads import read_last
@@ -74,13 +75,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
                 expected='target=""',
                 action="start the script with `whale run -np N` and leave the target out",
             )
-        if self._whale.elastic is not None:
-            raise ConfigError(
-                "sessions do not go on when ranks are gone",
-                given="elastic, and a session of TensorFlow 1",
-                expected="steps of wh.function or of Keras",
-                action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
-            )
+        refuse_session(self._whale)
         super().__init__("", graph, config)
         self._fed = threading.local()  # ``rows``: of every rank, of what a thread's run is fed with a part of
         self._acts_between = False
@@ -194,7 +189,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if _fills_queues(target_list, fetch_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._one_rank.run([], target_list, feeds, settings)
-        if saves := self._saves([*fetch_list, *target_list], feeds):
+        if saves := self._behind([*fetch_list, *target_list], feeds, SAVES):
             written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
             # One rank writes the variables that all have whole, and nobody goes on before the file is there.
             return [v[()] for v in self._one_rank.first_ranks(fetch_list, feeds, options, target_list, written)]
@@ -208,22 +203,19 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         values = iter(self._run_spread(fetches, targets, given, done, settings))
         return [given[t] if t in given else next(values) for t in fetch_list]
 
-    def _saves(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> list[tf.Operation]:
-        key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+    def _behind(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any) -> list[tf.Operation]:
+        """Operations of some kinds that run for what is wanted."""
+        key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
-                self._saving[key] = self._captures.behind(wanted, feeds, SAVES)
+                self._saving[key] = self._captures.behind(wanted, feeds, ops)
         return self._saving[key]
 
     def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
         """Begins iterators over datasets that are each rank's own. Returns the names of what has run."""
         if not self._whale.local_batch:
             return set()
-        key = "begins", tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
-        if key not in self._saving:
-            with self._lock:
-                self._saving[key] = self._captures.behind(wanted, feeds, BEGINS)
-        if begins := self._saving[key]:
+        if begins := self._behind(wanted, feeds, BEGINS):
             self._one_rank.run([], begins, feeds, (options, None))
         return {op.name for op in begins}
 
@@ -303,11 +295,9 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
         context = self._whale
-        batches = batches_of(context, self.graph)
-        if rows := getattr(self._fed, "rows", None):
+        batches, rows = batches_of(context, self.graph), getattr(self._fed, "rows", {})
+        if rows or not context.local_batch or not feeds or (batches is not None and batches.whole):
             return {t.name: rows[t.name] for t in feeds if t.name in rows}
-        if not context.local_batch or not feeds or (batches is not None and batches.whole):
-            return {}
         names = [t.name for t in feeds]
         marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
         found = rows_of_values(exchange(brought(list(feeds.values())), context), names, marked)
