@@ -77,8 +77,10 @@ def test_what_was_predicted_is_what_runs(
         lowered.append(plan_ranks(program, settings, numbers))
         return lowered[-1]
 
-    def predicted(program: Program, settings: PlanSettings, choice: Choice, ground: search.Ground) -> search.Way:
-        way = predict(program, settings, choice, ground)
+    def predicted(
+        program: Program, settings: PlanSettings, choice: Choice, ground: search.Ground, needed_s: float
+    ) -> search.Way:
+        way = predict(program, settings, choice, ground, needed_s)
         foreseen[choice.name] = lowered[-1], way.bytes
         return way
 

