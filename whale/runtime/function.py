@@ -57,11 +57,10 @@ class Function:
     def _take(self, args: Any, kwargs: Any) -> Any:
         context = self._attached()
         if context.elastic is not None:
-            return context.elastic.through(self._take_once, args, kwargs)
-        return self._take_once(args, kwargs)
+            return context.elastic.through(lambda *given: self._taken(self._attached(), *given), args, kwargs)
+        return self._taken(context, args, kwargs)
 
-    def _take_once(self, args: Any, kwargs: Any) -> Any:
-        context = self._attached()
+    def _taken(self, context: Context, args: Any, kwargs: Any) -> Any:
         if context.local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart

@@ -38,7 +38,9 @@ def fed(dataset: Any, context: Context, of_script: bool, again: bool = False) ->
     rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
     batches: Any = dataset
     if context.between_processes and not context.local_batch and not _takes_whole_batches(context):
-        found = None if of_script else _of_arrays(dataset, context, again)
+        # Which rows a rank took of the arrays is not known to the others, who take them when it is gone.
+        kept = of_script or context.elastic is not None
+        found = None if kept else _of_arrays(dataset, context, again)
         batches = found or ShardedDataset(dataset, context, "row", told=of_script)
     return Fed(batches, rows_vary)
 

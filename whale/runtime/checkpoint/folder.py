@@ -21,6 +21,7 @@ from google.protobuf import text_format
 from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
 from whale.errors import CheckpointError
+from whale.log import log
 
 _STATE_CHARACTERS = 1 << 24
 _TEMPORARY = ".writing-"
@@ -37,8 +38,6 @@ class CheckpointFolder:
     Attributes:
       kept: path -> time of writing (s since 1970) of the complete checkpoints, oldest first.
       latest: path of the newest one.
-      found_by_files: what to tell the user when the file ``checkpoint`` was missing or damaged, and the complete
-        checkpoints were found by their files; else "".
 
     Raises:
       CheckpointError: the file ``checkpoint`` names one that is not in this folder.
@@ -51,7 +50,6 @@ class CheckpointFolder:
         self.latest: str | None = None
         self._preserved_at = time.time() - 1.0
         os.makedirs(directory, exist_ok=True)
-        self.found_by_files = ""
         self._read_state()
 
     def _read_state(self) -> None:
@@ -99,7 +97,7 @@ class CheckpointFolder:
         return path
 
     def _take_files(self, why: str) -> None:
-        """Takes the complete checkpoints by their files, in the order of their numbers."""
+        """Takes the complete checkpoints by their files, in the order of their numbers, and says so."""
         numbers: dict[int, str] = {}
         for entry in os.scandir(self.directory):
             found = re.fullmatch(rf"{re.escape(self.name)}-(\d{{1,18}})\.index", entry.name)
@@ -109,7 +107,7 @@ class CheckpointFolder:
         self.kept = {numbers[n]: os.path.getmtime(f"{numbers[n]}.index") for n in sorted(numbers)}
         self.latest = next(reversed(self.kept), None)
         if self.kept:
-            self.found_by_files = f"{why}; {len(self.kept)} complete checkpoints were found by their files"
+            log.warning(f"{why}; {len(self.kept)} complete checkpoints were found by their files")
 
     def _is_complete(self, path: str) -> bool:
         """Whether as many files are there as the name of each says."""

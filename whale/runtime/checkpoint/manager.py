@@ -87,12 +87,11 @@ class CheckpointManager:
             if self._context.rank == 0:
                 self._folder = CheckpointFolder(self._directory, checkpoint_name, max_to_keep, keep_every_s)
                 self._folder.clean()
-                if self._folder.found_by_files:
-                    log.warning(self._folder.found_by_files)
             return self._state_of_folder()
 
-        self._left, self._open = self._context.left, lambda: self._together("opened", open_folder)[0]
-        self._state = self._context.survived(self._open)
+        self._open, self._state = open_folder, Said()
+        self._left: int | None = None  # ranks that were gone when it was opened
+        self._context.survived(self._follow)
         self._context.before_shutdown.append(self.wait)
 
     @property
@@ -190,7 +189,7 @@ class CheckpointManager:
         try:
             self._together("written", saving.written)
         except BaseException:
-            saving.abandon()
+            self._abandon(saving)
             raise
 
         def install() -> Said:
@@ -214,10 +213,6 @@ class CheckpointManager:
         self.wait()
         if path is None:
             return self._checkpoint.restore(None)
-        return self._context.survived(lambda: self._restore(path))
-
-    def _restore(self, path: str) -> Any:
-        self._follow()
         status = None
 
         def read() -> Said:
@@ -225,8 +220,12 @@ class CheckpointManager:
             status = checkpoint_reading.restore(self._checkpoint, os.fspath(path), self._context)
             return Said(place=os.path.abspath(path))
 
-        with span(self._context.trace, "restore checkpoint", "checkpoint"):
+        def restored() -> None:
+            self._follow()
             self._together("restored", read)
+
+        with span(self._context.trace, "restore checkpoint", "checkpoint"):
+            self._context.survived(restored)
         return status
 
     def restore_or_initialize(self, fallback: bool = False) -> str | None:
@@ -252,15 +251,19 @@ class CheckpointManager:
         return path
 
     def _follow(self) -> None:
-        """Where ranks are gone, the first one of those that are left keeps the folder; what they wrote is not whole."""
+        """Opens the folder, once for the ranks that there are: the first one of them keeps it."""
         if self._left == self._context.left:
             return
-        self._left = self._context.left
-        if self._saving is not None:
-            self._saving.abandon()
-            log.warning(f"a checkpoint in {self._directory} was not complete when a rank was lost, and is left out")
-        self._saving = self._folder = None
-        self._state = self._open()
+        self._left, self._folder = self._context.left, None
+        if self._saving is not None:  # its parts are those of ranks of which some are gone
+            self._abandon(self._saving)
+            self._saving = None
+        self._state = self._together("opened", self._open)[0]
+
+    def _abandon(self, saving: Saving) -> None:
+        saving.abandon()
+        if self._asynchronous and self._context.elastic is not None and self._context.rank == 0:
+            log.warning(f"a checkpoint that was being written to {self._directory} is left out, if it was not complete")
 
     def _newest_whole(self, latest: str) -> str:
         """The newest checkpoint of which every tensor can be read; those after it are said to be damaged."""
@@ -271,7 +274,7 @@ class CheckpointManager:
             older = [path for path in reversed(self._state.checkpoints) if path != latest]
             return Said(latest=checkpoint_reading.newest_whole([latest, *older]))
 
-        found = self._together("looked through", look)[0].latest
+        found = self._context.survived(lambda: self._together("looked through", look)[0].latest)
         assert found is not None  # else it was an error
         return found
 

@@ -53,7 +53,8 @@ class ShardedDataset:
     def __init__(self, dataset: tf.data.Dataset, context: Context, by: str, told: bool = True) -> None:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
-        self._seed = self._common_seed() if context.between_processes and by == "row" else 0
+        shares_rows = context.between_processes and by == "row"
+        self._seed = context.survived(self._common_seed) if shares_rows else 0
         self._divide()
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
@@ -281,16 +282,14 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             expected="eager execution",
             action="use the dataset itself: a wh.Session reads it on the first rank and divides its batches",
         )
-    if context.elastic is None:
-        return ShardedDataset(dataset, context, by)
-    if by == "file":
+    if context.elastic is not None and by == "file":
         raise PlanError(
             "files that a rank reads are gone with it",
             given='elastic, and by="file"',
             expected='rows, of which the others know where they are: by="row"',
             action="use wh.shard(dataset), or leave elastic out",
         )
-    return context.survived(lambda: ShardedDataset(dataset, context, by))
+    return ShardedDataset(dataset, context, by)
 
 
 def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:

@@ -43,8 +43,9 @@ class Epochs:
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
 
     def divided_again(self) -> None:
-        """The dataset is another one now, of the same batches: iterations go on where they were."""
-        self.opened = 0
+        """Ranks are gone. Where each reads its rows, the dataset is another one now, and iterations go on in it."""
+        if self.cut is None:
+            self.opened = 0
         for iterator in self.iterators:
             iterator.divided_again()
 
@@ -80,21 +81,25 @@ class ShardedIterator(Trackable):
         if self._epochs.cut is not None:
             self._whole, element = element, self._epochs.cut(element)
         self._position += 1
-        for leaf, part in enumerate(tf.nest.flatten(element)):
-            if type(part) is ShardedTensor:
-                part.source = self, self._position - 1, leaf
-        return element
+        return self._marked(element, self._position - 1)
 
     def read_again(self, position: int) -> list[Any]:
         """The leaves of the batch of this number, which was the latest one, as it is divided now."""
         if self._again is None or self._again[0] != position:
             if self._epochs.cut is not None:
-                element = self._epochs.cut(self._whole)
+                element = self._marked(self._epochs.cut(self._whole), position)
             else:
                 self.go_back(position)
                 element = self.read()
             self._again = position, tf.nest.flatten(element)
         return self._again[1]
+
+    def _marked(self, element: Any, position: int) -> Any:
+        """The batch of this number, whose parts say where they are from."""
+        for leaf, part in enumerate(tf.nest.flatten(element)):
+            if type(part) is ShardedTensor:
+                part.source = self, position, leaf
+        return element
 
     def divided_again(self) -> None:
         """The ranks are others now."""

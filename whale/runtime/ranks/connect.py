@@ -32,6 +32,13 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
     return (comm,)
 
 
+def as_configured(comm: whale_ops.Communicator, config: Config) -> None:
+    """Has a communicator do as ``communication.algorithm`` and the emulated link say."""
+    comm.set_algorithm(config["communication.algorithm"])
+    if config.link is not None:
+        comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
+
+
 def _share_tensors(config: Config, place: ProcessPlace) -> None:
     """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
     if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange

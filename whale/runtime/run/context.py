@@ -72,7 +72,7 @@ class GoesOn(Protocol):
     def step(self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any]) -> Any:
         """Takes a step."""
 
-    def through(self, take: Callable[..., _T], args: Any, kwargs: Any) -> _T:
+    def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
         """A call that exchanges something, as often as it takes."""
         ...
 
@@ -174,8 +174,11 @@ class Context(Ranks):
         return call if self.meter is None else self.meter.steps(call, plan)
 
     def survived(self, call: Callable[[], _T]) -> _T:
-        """What a call that exchanges something returns, made again where this rank goes on without others."""
-        return call() if self.elastic is None else self.elastic.through(lambda *_: call(), (), {})
+        """What a call that exchanges something returns, made again where this rank goes on without others.
+
+        That is something that ``whale.runtime.ranks.plain.pack`` takes, since another rank may have been told it.
+        """
+        return call() if self.elastic is None else self.elastic.through(lambda *_: call())
 
     @property
     def left(self) -> int:

@@ -23,6 +23,7 @@ import whale_ops
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError, CommError, ConfigError, PlanError
 from whale.log import log
+from whale.runtime.ranks.connect import as_configured
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context, current
@@ -36,8 +37,9 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Said:
-    """What a rank that is left says of itself: steps taken, variables known, programs and messages so far, its host."""
+    """What a rank that is left says of itself: calls made and steps taken, and what it knows of by now."""
 
+    calls: int
     steps: int
     variables: int
     programs: int
@@ -59,10 +61,12 @@ class Elastic:
         self._name = context.comm_name
         self._started = self._members = tuple(range(context.size))
         self._me = context.rank
+        self._calls = 0  # those that exchanged something, a step or not
         self._steps = 0
         self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
-        self._results: Any = None
+        self._results: Any = None  # of the latest step
         self._pack: Callable[[Any], Any] = lambda results: results
+        self._returned: Any = None  # by the latest call that was no step
         self._drawn: list[Any] = []  # batches of the call that goes on, for when it is made again
         self._drawn_again = 0
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -82,8 +86,11 @@ class Elastic:
         self._results, self._steps = results, self._steps + 1
         return pack_results(results)
 
-    def through(self, take: Callable[..., _T], args: Any, kwargs: Any) -> _T:
+    def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
         """``take(args, kwargs)``, which exchanges something, as often as it takes.
+
+        Where another rank has made this call before somebody was gone, what it returned there. Of a call that takes no
+        step, that is something that ``pack`` takes.
 
         Raises:
           CommError: it failed though nobody is gone, or what is gone cannot be had again.
@@ -91,19 +98,26 @@ class Elastic:
         if self._inside:
             return take(args, kwargs)
         self._inside, self._drawn, self._drawn_again = True, [], 0
-        taken = self._steps
+        calls, steps = self._calls, self._steps
         try:
             while True:
                 try:
-                    return take(args, kwargs)
+                    result = take(args, kwargs)
+                    break
                 except CommError as error:
                     self._go_on(error)
-                if self._steps > taken:  # by itself before a later exchange failed, or by another rank
-                    return self._pack(self._results)  # type: ignore[no-any-return]
+                if self._steps > steps:  # by itself before a later exchange failed, or by another rank
+                    result = self._pack(self._results)
+                    break
+                if self._calls > calls:
+                    return self._returned  # type: ignore[no-any-return]
                 args, kwargs = tf.nest.map_structure(self._again, (args, kwargs))
                 self._drawn_again = 0
         finally:
             self._inside, self._drawn = False, []
+        self._calls = calls + 1
+        self._returned = result if self._steps == steps else None
+        return result
 
     def drawn(self, draw: Callable[[], _T]) -> _T:
         """A batch that a step reads itself: the next one, or the same when the call is made again."""
@@ -177,9 +191,7 @@ class Elastic:
         comm = whale_ops.survivors(f"{self._name}.{number}", members, 2 * number, share_memory=share, hosts=hosts)
         context.watch.look_after(comm, members)  # type: ignore[union-attr]
         meeting.leave(0.0)
-        comm.set_algorithm(context.config["communication.algorithm"])
-        if context.config.link is not None:
-            comm.set_link(context.config.link.latency_s, context.config.link.bandwidth_bytes_per_s)
+        as_configured(comm, context.config)
         if context.trace is not None:
             comm.trace_start(context.trace.descriptor)
         self._begin_anew(comm, me, members, said)
@@ -187,7 +199,7 @@ class Elastic:
     def _mine(self) -> _Said:
         context = self._run
         known = len(context.variables.known)
-        return _Said(self._steps, known, context.programs, context.elements, socket.gethostname())
+        return _Said(self._calls, self._steps, known, context.programs, context.elements, socket.gethostname())
 
     def _begin_anew(
         self, comm: whale_ops.Communicator | None, me: int, members: Sequence[int], said: Sequence[_Said]
@@ -217,32 +229,30 @@ class Elastic:
             log.info(f"{len(members)} ranks go on after {steps} steps, none of which is lost")
 
     def _catch_up(self, meeting: whale_ops.Communicator, said: Sequence[_Said], me: int) -> None:
-        """Results and variables of the rank that has taken most steps, for those that have not."""
-        most = max(one.steps for one in said)
-        if all(one.steps == most for one in said):
-            return
-        if min(one.steps for one in said) < most - 1:
+        """What the latest call of the rank that has made most returned, and the step that it took, for the others."""
+        calls, steps = max(one.calls for one in said), max(one.steps for one in said)
+        if min(one.calls for one in said) < calls - 1 or min(one.steps for one in said) < steps - 1:
             raise ClusterError(
                 "the ranks that are left are at different steps",
-                given=f"steps taken by each: {[one.steps for one in said]}",
-                expected="at most one step between them, since every step exchanges something",
+                given=f"(calls made, steps taken) by each: {[(one.calls, one.steps) for one in said]}",
+                expected="at most one between them, since every step exchanges something",
                 action="start again from a checkpoint: `whale run --max-restarts`",
             )
-        first = next(rank for rank, one in enumerate(said) if one.steps == most)
-        known = self._run.variables.known[: min(one.variables for one in said)]
-        values = [self._results, [v.read_value() for v in known]]
-
-        def sent(value: Any) -> Any:
-            data = pack([t.numpy() for t in value]) if me == first else None
-            return unpack(meeting.broadcast_bytes("whale/elastic/step", data, first, TURN_TIMEOUT_S))
-
-        results = sent(values[0])
-        variables = [sent([value])[0] for value in values[1]]
-        if said[me].steps == most:
-            return
-        for variable, value in zip(known, variables):
-            variable.assign(np.asarray(value))
-        self._results, self._steps = [tf.constant(value) for value in results], most
+        if any(one.calls < calls for one in said):
+            first = next(rank for rank, one in enumerate(said) if one.calls == calls)
+            returned = _sent(meeting, first, self._returned if me == first else None)
+            if said[me].calls < calls and said[me].steps == steps:
+                self._returned, self._calls = returned, calls
+        if any(one.steps < steps for one in said):
+            first = next(rank for rank, one in enumerate(said) if one.steps == steps)
+            known = self._run.variables.known[: min(one.variables for one in said)]
+            results = _sent(meeting, first, [t.numpy() for t in self._results or ()])
+            for variable in known:
+                value = _sent(meeting, first, variable.numpy())
+                if said[me].steps < steps:
+                    variable.assign(np.asarray(value))
+            if said[me].steps < steps:
+                self._results, self._steps = [tf.constant(value) for value in results], steps
 
     def _again(self, value: Any) -> Any:
         """The rows of a batch that are this rank's now."""
@@ -257,6 +267,12 @@ class Elastic:
             )
         iterator, position, leaf = value.source
         return iterator.read_again(position)[leaf]
+
+
+def _sent(meeting: whale_ops.Communicator, first: int, value: Any) -> Any:
+    """The value of rank ``first`` of a meeting, on every rank of it."""
+    data = pack(value) if meeting.rank == first else None
+    return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))
 
 
 def preempted() -> bool:

@@ -21,7 +21,7 @@ from whale.log import log, set_level
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds
-from whale.runtime.ranks.connect import connect
+from whale.runtime.ranks.connect import as_configured, connect
 from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.trace import Trace, open_trace, span
@@ -257,9 +257,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None:
         device_exchange.start(config, place, size, comms)
     for comm in comms:
-        comm.set_algorithm(config["communication.algorithm"])
-        if config.link is not None:
-            comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
+        as_configured(comm, config)
     return process.context
 
 
