@@ -20,7 +20,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     [
         Case("shard", 3, "3:0:late,8:1:kill"),
         Case("save", 3, "4:0:stop,109:2:kill"),
-        Case("arrays", 3, "2:1:kill,9:0:kill"),
+        Case("arrays", 3, "2:1:kill,4:0:kill"),
     ],
     ids=str,
 )

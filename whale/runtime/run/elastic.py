@@ -222,6 +222,9 @@ class Elastic:
             context.config = context.config.but({"replica.shares": left})
         self._members = tuple(members)
         context.compiled_for.clear()
+        if comm is None and context.outside is not None:  # nobody is left with whom this rank could differ
+            context.outside.take_back()
+            context.outside = None
         for dataset in list(self._datasets):
             dataset.divide_again()
         if me == 0:
