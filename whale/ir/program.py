@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -253,19 +253,25 @@ def without_unread(program: Program, names: Collection[str]) -> Program:
     return program.with_nodes(tuple(reversed(kept)))
 
 
-def prune(program: Program) -> Program:
-    """Only the nodes that the outputs and effects need (program inputs stay), and the functions these call."""
-    needed: set[str] = set()
-    stack = [r.node for r in program.outputs] + list(program.effects)
+def waited_for(program: Program, names: Iterable[str]) -> set[str]:
+    """The nodes of these names, and all that they wait for."""
+    found: set[str] = set()
+    stack = list(names)
     by_name = program.by_name
     while stack:
         name = stack.pop()
-        if name in needed:
+        if name in found:
             continue
-        needed.add(name)
+        found.add(name)
         node = by_name[name]
         stack.extend(r.node for r in node.inputs)
         stack.extend(node.controls)
+    return found
+
+
+def prune(program: Program) -> Program:
+    """Only the nodes that the outputs and effects need (program inputs stay), and the functions these call."""
+    needed = waited_for(program, [*(r.node for r in program.outputs), *program.effects])
     needed.update(program.inputs)
     nodes = tuple(n for n in program.nodes if n.name in needed)
     functions: dict[str, Program] = {}

@@ -6,15 +6,16 @@ UTF-8), ``DType``, ``Shape``, ``Tensor``, ``Func``, or a tuple of those.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from whale.errors import ProgramError
 
 Dims = tuple[int | None, ...]
+_T = TypeVar("_T")
 
 _ITEM_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -131,3 +132,17 @@ def static_shape(t: TensorType) -> tuple[int, ...]:
             action="give the step inputs of static shapes",
         )
     return tuple(d for d in t.shape or () if d is not None)
+
+
+def in_groups(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> list[list[_T]]:
+    """``items`` in their order, in groups of at most so many bytes together; a larger one is a group of its own."""
+    groups: list[list[_T]] = []
+    used = 0
+    for item in items:
+        size = bytes_of(item)
+        if not groups or used + size > most_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += size
+    return groups

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import Node, Program, Ref, rewired
-from whale.ir.values import DType, Shape, static_shape
+from whale.ir.values import DType, Shape, in_groups, static_shape
 from whale.lowering.updates.accesses import accesses
 from whale.lowering.updates.arithmetic import Arithmetic, arithmetic
 from whale.lowering.updates.scalars import share_scalars
@@ -44,7 +44,9 @@ def fuse_updates(program: Program) -> Program:
         if does is not None:
             key = (unit.level, unit.type.dtype, does.lines, _came_with(program, does))
             groups.setdefault(key, []).append(_Part(unit, does))
-    operations = [part for parts in groups.values() for part in _in_groups(parts)]
+    operations = [
+        part for parts in groups.values() for part in in_groups(parts, lambda p: p.unit.type.bytes, GROUP_BYTES)
+    ]
     return _replaced(program, [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1])
 
 
@@ -58,19 +60,6 @@ def _came_with(program: Program, does: Arithmetic) -> str:
     """The exchange that brings what an update takes: it starts when that is there, and waits for no other."""
     from_ranks = [ref.node for ref in does.tensors if program.by_name[ref.node].op in EXCHANGES]
     return from_ranks[-1] if from_ranks else ""
-
-
-def _in_groups(parts: list[_Part]) -> list[list[_Part]]:
-    groups: list[list[_Part]] = []
-    filled = 0
-    for part in parts:
-        size = part.unit.type.bytes
-        if not groups or filled + size > GROUP_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(part)
-        filled += size
-    return groups
 
 
 def _replaced(program: Program, operations: list[list[_Part]]) -> Program:

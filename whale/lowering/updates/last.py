@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from whale.ir.ops import EXCHANGES, UPDATES
-from whale.ir.program import Node, Program, function_refs, topological
+from whale.ir.program import Node, Program, function_refs, topological, waited_for
 from whale.lowering.updates.fuse import UPDATE
 
 _EXCHANGED = "whale/exchanged"
@@ -57,12 +57,7 @@ def _nodes(body: Program | None) -> tuple[Node, ...]:
 
 def _before(program: Program, names: list[str]) -> set[str]:
     """What the nodes of these names wait for, without themselves unless one waits for another."""
-    found: set[str] = set()
-    left = list(names)
-    while left:
-        node = program.by_name[left.pop()]
-        for name in (*(ref.node for ref in node.inputs), *node.controls):
-            if name not in found:
-                found.add(name)
-                left.append(name)
-    return found
+    nodes = [program.by_name[name] for name in names]
+    return waited_for(
+        program, [name for node in nodes for name in (*(ref.node for ref in node.inputs), *node.controls)]
+    )

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from whale.ir.ops import ALL_REDUCE
 from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.values import in_groups
 from whale.passes.facts.uses import taken_by_updates
 
 
@@ -47,7 +48,7 @@ def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: 
             kinds.setdefault(kind, []).append(node)
     groups: list[list[Node]] = []
     for members in kinds.values():
-        groups += _filled(sorted(members, key=lambda n: _place(n, order)), group_bytes)
+        groups += in_groups(sorted(members, key=lambda n: _place(n, order)), lambda n: n.outputs[0].bytes, group_bytes)
     return [group for group in groups if len(group) > 1]
 
 
@@ -61,20 +62,6 @@ def _may_join(program: Program, node: Node, group_bytes: int) -> bool:
 def _place(node: Node, order: Mapping[str, int]) -> tuple[int, str]:
     key = str(node.attrs["key"])
     return order.get(key.partition("@")[0], len(order)), key
-
-
-def _filled(members: list[Node], group_bytes: int) -> list[list[Node]]:
-    """``members`` in groups of at most so many bytes."""
-    groups: list[list[Node]] = []
-    used = 0
-    for node in members:
-        size = node.outputs[0].bytes
-        if not groups or used + size > group_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(node)
-        used += size
-    return groups
 
 
 def _joined(program: Program, groups: list[list[Node]]) -> Program:
