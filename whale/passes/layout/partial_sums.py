@@ -10,16 +10,20 @@ cut nearest to the producers is taken, since communication then starts earliest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
+
 from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, Strategy
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.min_cut import SINK, SOURCE, Network
-from whale.passes.layout.min_cut import Node as End
 from whale.rules.graph import recreatable
 
+_SOURCE, _SINK = "source", "sink"
 _NEVER = 1e30  # the cost of what cannot be done
 
 
@@ -34,7 +38,8 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
         return layout
     network = _network(program, layout, parts, flexible)
     strategies, produced = dict(layout.strategies), dict(layout.produced)
-    for members in network.regions():
+    whole = network.subgraph([n for n in network if n not in (_SOURCE, _SINK)])
+    for members in nx.weakly_connected_components(whole):
         for name in _broadcast_side(network, members):
             node = program.by_name[name]
             strategies[name] = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "reduced before")
@@ -42,9 +47,10 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
     return GraphLayout(strategies, produced, layout.preferred, layout.outputs, layout.unruled)
 
 
-def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> Network:
+def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> nx.DiGraph:
     """Flow network: node -> its partial results (capacity: their all-reduce) -> their readers."""
-    network = Network()
+    network = nx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
     wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
     forced: set[str] = set()
     contributions = _contributions(program, layout)
@@ -56,39 +62,39 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             if type(placement) is not Partial:
                 continue
             ref = Ref(node.name, i)
-            origin = node.name if node.name in flexible else SOURCE
+            origin = node.name if node.name in flexible else _SOURCE
             # A list or an optional stays as it was made: whoever reads it partial needs it made partial.
             fixed = program.type_of(ref).dtype in UNMOVABLE and not recreatable(program, ref)
             target = B if ref in wanted_whole else _target(program, layout, ref)
             price = _NEVER if fixed else move_cost(placement, target, max(1, program.type_of(ref).bytes), parts)
-            network.add(origin, ref, price)
-            fixed = fixed and origin != SOURCE
+            network.add_edge(origin, ref, capacity=price)
+            fixed = fixed and origin != _SOURCE
             if fixed and ref in returned_partial:
-                forced.add(node.name)
+                forced.add(origin)
             for reader, operand in program.consumers.get(ref, ()):
                 wanted = layout.strategies[reader.name].inputs[operand]
                 if type(wanted) is PerRank:
                     continue
                 if type(wanted) is not Partial:
-                    network.add(ref, SINK)
+                    network.add_edge(ref, _SINK)
                 elif reader.name in flexible:
-                    network.add(ref, reader.name)
+                    network.add_edge(ref, reader.name)
                     if fixed:
-                        network.add(reader.name, origin)
+                        network.add_edge(reader.name, origin)
                 elif fixed:
-                    forced.add(node.name)
+                    forced.add(origin)
             if ref in wanted_whole:
-                network.add(ref, SINK)
+                network.add_edge(ref, _SINK)
         if node.name in flexible:
             if _widens(program, node):
                 forced.add(node.name)  # sums are made in the wider type
             gathering = _price_of_whole(program, layout, parts, node.name)
             if gathering is None:
-                network.add(SOURCE, node.name)
+                network.add_edge(_SOURCE, node.name)
             elif gathering > 0:
-                network.add(SOURCE, node.name, gathering)
+                network.add_edge(_SOURCE, node.name, capacity=gathering)
     for name in forced:
-        network.add(SOURCE, name)
+        network.add_edge(_SOURCE, name, capacity=float("inf"))
     return network
 
 
@@ -153,17 +159,38 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     return max(price, 1e-9) if gathered else 0.0
 
 
-def _broadcast_side(network: Network, members: set[End]) -> list[str]:
+def _region(network: nx.DiGraph, members: Iterable[object]) -> nx.DiGraph:
+    """``members`` and the ends, made of the members' own edges: the source has edges into every region there is."""
+    region = nx.DiGraph()
+    region.add_nodes_from((_SOURCE, _SINK))
+    for member in members:
+        region.add_edges_from((member, successor, edge) for successor, edge in network.adj[member].items())
+        if network.has_edge(_SOURCE, member):
+            region.add_edge(_SOURCE, member, **network.edges[_SOURCE, member])
+    return region
+
+
+def _broadcast_side(network: nx.DiGraph, members: Iterable[object]) -> list[str]:
     """Node names of one region that end on the B side."""
+    members = set(members)
     ops = [m for m in members if isinstance(m, str)]
-    if len(ops) == 1 and len(network.before(ops[0])) == 1:
+    if len(ops) == 1 and network.in_degree(ops[0]) == 1:
         # One producer, nothing linear behind it: gather its operands, or reduce its results.
-        price = network.before(ops[0]).get(SOURCE, 0.0)
-        reduced = sum(capacity for ref, capacity in network.after(ops[0]).items() if SINK in network.after(ref))
+        price = network.edges[_SOURCE, ops[0]].get("capacity", float("inf")) if network.has_edge(_SOURCE, ops[0]) else 0
+        reduced = sum(
+            network.edges[ops[0], r]["capacity"] for r in network.successors(ops[0]) if network.has_edge(r, _SINK)
+        )
         return ops if price < reduced else []
     if not ops:
         return []
-    if not members & network.before(SINK).keys():
-        return [] if members & network.after(SOURCE).keys() else ops
-    stay = network.source_side(members)
-    return [name for name in ops if name not in stay]
+    region = _region(network, members)
+    if region.in_degree(_SINK) == 0 or region.out_degree(_SOURCE) == 0:
+        return [] if region.out_degree(_SOURCE) else ops
+    residual = boykov_kolmogorov(region, _SOURCE, _SINK)
+    reached, stack = {_SOURCE}, [_SOURCE]
+    while stack:
+        for successor, edge in residual[stack.pop()].items():
+            if successor not in reached and edge["capacity"] - edge["flow"] > 1e-6 * max(1.0, edge["capacity"]):
+                reached.add(successor)
+                stack.append(successor)
+    return [name for name in ops if name not in reached]
