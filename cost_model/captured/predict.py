@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from random import Random
 
 from cost_model.captured.execute import Played, run
-from cost_model.captured.graph import Graph, graph_of
+from cost_model.captured.graph import Exchange, Graph, graph_of
 from cost_model.captured.liveness import live_bytes, peak_bytes
 from cost_model.captured.machine import Machine
 from whale.errors import ClusterError
@@ -163,6 +165,31 @@ def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -
     graphs, seconds = [one[0] for one in priced], [one[1] for one in priced]
     played = run(graphs, seconds, machine.exchange_s, machine.sharing, list(programs))
     return max(one.end_s for one in played) + machine.call_s
+
+
+def what_if_seconds(
+    programs: Sequence[Program], machine: Machine, exchanges: Sequence[float], paces: Sequence[Sequence[float]]
+) -> list[float]:
+    """Seconds of a step where exchanges, and ranks, are so many times as fast: for each of `exchanges`, all `paces`.
+
+    Args:
+        paces: of each rank, how many times as fast its kernels are.
+
+    Raises:
+        PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
+    """
+    priced = [_priced(program, rank, len(programs), machine, True) for rank, program in enumerate(programs)]
+    graphs = [one[0] for one in priced]
+    found = []
+    for faster, pace in product(exchanges, paces):
+        seconds = [[s / p for s in one[1]] for one, p in zip(priced, pace)]
+        ends = run(graphs, seconds, partial(_faster, machine, faster), machine.sharing)
+        found.append(max(one.end_s for one in ends) + machine.call_s)
+    return found
+
+
+def _faster(machine: Machine, times: float, what: Exchange) -> float:
+    return machine.exchange_s(what) / times
 
 
 def rank_seconds(program: Program, rank: int, size: int, machine: Machine) -> float:

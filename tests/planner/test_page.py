@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from cost_model.machines import cluster
+from whale.errors import PlanError
 from whale.planner import ask
 from whale.planner.report import draw
+from whale.planner.report.measured_step import read, step_drawn
 from whale.planner.report.sliders import sliders
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -26,6 +28,18 @@ hosts:
   - {name: new, devices: [{type: a100-sxm-80gb, count: 4}], networks: {fabric: {nics: 4}}}
   - {name: old, devices: [{type: v100-sxm2-32gb, count: 4}], networks: {fabric: {nics: 4}}}
 """
+# Two ranks, calls 0 to 5 of a step of 100 us and 10 more each; rank 1 waits for rank 0, which begins 20 us later.
+RUN = [
+    {**event, "pid": rank, "tid": 1}
+    for rank in (0, 1)
+    for call in range(6)
+    for event in (
+        {"name": f"step {call}", "ph": "B", "cat": "step", "ts": 1000 * call + 20 * (1 - rank)},
+        {"name": "AllReduce 0:g", "ph": "X", "cat": "AllReduce", "ts": 1000 * call + 40, "dur": 30,
+         "args": {"key": "0:g", "waiting_us": 20 * rank}},
+        {"name": f"step {call}", "ph": "E", "ts": 1000 * call + 100 + 10 * call},
+    )
+]  # fmt: skip
 LOOK = """<script>
 addEventListener("error", e => document.body.dataset.failed = e.message);
 addEventListener("load", () => {
@@ -35,7 +49,9 @@ addEventListener("load", () => {
   const ticks = [...document.querySelectorAll(".ticks span")].map(e => e.textContent);
   const slow = document.querySelector("#sliders input"); slow.value = 0; slow.oninput({target: slow});
   const then = document.getElementById("then").textContent;
-  document.body.dataset.seen = JSON.stringify({page: document.documentElement.scrollWidth, wide, clear, ticks, then});
+  const ran = document.getElementById("ran").clientHeight, mesh = document.querySelectorAll(".mesh b").length;
+  const page = document.documentElement.scrollWidth;
+  document.body.dataset.seen = JSON.stringify({ran, mesh, page, wide, clear, ticks, then});
 });
 </script>"""
 
@@ -49,7 +65,8 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     limits = ask.limits(["stages=2"], 2.0)
     plan = ask.plan(cluster.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
     page = tmp_path / "page.html"
-    page.write_text(draw.html(plan).replace("<head>", f"<head>{LOOK}"))
+    measured = step_drawn(RUN, "out.json", 1e-3)
+    page.write_text(draw.html(plan, measured).replace("<head>", f"<head>{LOOK}"))
     line = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     line += [f"--window-size={width},1200", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
     dom = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -58,6 +75,7 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     assert found, dom[-500:]
     seen = json.loads(found[1].replace("&quot;", '"'))
     assert seen["page"] <= width and seen["wide"] == 0
+    assert seen["ran"] > 40 and seen["mesh"] == 8
     assert 0 < seen["clear"] < 8 * 6 and seen["ticks"]
     assert re.fullmatch(r"\S+ m?s a step, \d+\.\d% longer", seen["then"]), seen["then"]
     if PICTURES:
@@ -94,3 +112,21 @@ def test_the_trace_numbers_micro_batches_and_counts_memory() -> None:
     for index in range(2):
         held = [e["args"]["bytes"] for e in events if e["name"] == f"memory of stage {index}"]
         assert len(held) > 4 and max(held) > min(held) > 0
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_measured_step_is_drawn(cut: bool, tmp_path: Path) -> None:
+    """The middle call by length, which is number 4 of 2 to 5; a killed launcher leaves no last bracket."""
+    text = "[\n" + ",\n".join(map(json.dumps, RUN))
+    path = tmp_path / "out.json"
+    path.write_text(text + (',\n{"name": "Al' if cut else "\n]"))
+    drawn = step_drawn(read(path), str(path), 1.4e-4)
+    assert drawn["label"].startswith("step 4, the middle one by length of 4") and "+0%" in drawn["label"]
+    first, second = drawn["tracks"]
+    assert first == [(0, 2e-5, 1.4e-4, "", 0, 2), (2, 4e-5, 7e-5, "AllReduce 0:g", 1, 2)]
+    assert second[1:] == [(1, 4e-5, 6e-5, "AllReduce 0:g", 1, 2), (2, 6e-5, 7e-5, "AllReduce 0:g", 1, 2)]
+    path.write_text("not a trace")
+    with pytest.raises(PlanError, match="this is no trace of a run"):
+        read(path)
+    with pytest.raises(PlanError, match="no step of the trace was run by all ranks"):
+        step_drawn([e for e in RUN if e["ph"] == "X"], "out.json", 1.0)

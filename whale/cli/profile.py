@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from whale.cli.given import positive, readable, without_startup_lines
+from whale.cli.given import positive, readable, without_startup_lines, writable
 
 
 def add_to(verbs: Any) -> None:
@@ -34,6 +34,7 @@ def call(given: argparse.Namespace) -> int:
     from whale.launcher.worker import thread_variables
 
     readable(given.script)
+    writable(given.out)
     cores, memory_bytes = discover.host_resources(cpu_quota(), memory_limit_bytes())
     threads = given.threads or max(1, int(cores) // given.ranks)
     os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})

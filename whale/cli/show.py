@@ -73,6 +73,9 @@ def add_to(verbs: Any) -> None:
     verb = verbs.add_parser("html", help="draw a plan as a page", description="Writes one self-contained offline page.")
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the page")
+    verb.add_argument(
+        "--trace", metavar="FILE", help="what `whale run --trace FILE` wrote: a step as it ran, below the predicted one"
+    )
     _add_devices(verb)
     verb.set_defaults(call=_html)
 
@@ -238,15 +241,7 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> int:
-    return _drawn(given, "trace")
-
-
-def _html(given: argparse.Namespace) -> int:
-    return _drawn(given, "html")
-
-
-def _drawn(given: argparse.Namespace, what: str) -> int:
-    """Writes a plan's timeline or page, whether it is of a description or of a script."""
+    """Writes a plan's timeline, whether it is of a description or of a script."""
     from whale.planner.report import planfile
 
     data = _bytes(given.plan)
@@ -256,16 +251,41 @@ def _drawn(given: argparse.Namespace, what: str) -> int:
         from whale.planner.report import draw
 
         with refused_if_inconsistent(given.plan):
-            text = {"trace": draw.trace, "html": draw.html}[what](planfile.loads(data, given.plan))
+            text = draw.trace(planfile.loads(data, given.plan))
     else:
         from whale.planner.report import draw_captured
 
-        text = {"trace": draw_captured.trace, "html": draw_captured.html}[what](_replayed(given, data))
+        text = draw_captured.trace(_replayed(given, data))
     given.out.write_text(text)
     return 0
 
 
-def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
+def _html(given: argparse.Namespace) -> int:
+    """Writes a plan's page, with a step as it ran where there is a trace of it."""
+    from whale.planner.report import measured_step, planfile
+
+    data = _bytes(given.plan)
+    readable(given.measured, given.cluster, given.trace)
+    writable(given.out)
+    events = measured_step.read(Path(given.trace)) if given.trace else []
+    if planfile.is_spread(data):
+        from whale.planner.report import draw
+
+        with refused_if_inconsistent(given.plan):
+            plan = planfile.loads(data, given.plan)
+            step_s = plan.evaluate()[2].step_s
+            text = draw.html(plan, measured_step.step_drawn(events, given.trace, step_s) if events else None)
+    else:
+        from whale.planner.report import draw_captured
+
+        drawn = _replayed(given, data, with_sliders=True)
+        step_s = drawn.prediction.step_s
+        text = draw_captured.html(drawn, measured_step.step_drawn(events, given.trace, step_s) if events else None)
+    given.out.write_text(text)
+    return 0
+
+
+def _replayed(given: argparse.Namespace, data: bytes, with_sliders: bool = False) -> Drawn:
     """A script's plan, played again."""
     from cost_model.captured.table import default_path, read
 
@@ -275,4 +295,4 @@ def _replayed(given: argparse.Namespace, data: bytes) -> Drawn:
     with without_startup_lines():
         from whale.runtime.tools.dry_run import Prediction, replayed
 
-        return replayed(given.plan, Prediction(given.measured, given.cluster))
+        return replayed(given.plan, Prediction(given.measured, given.cluster), with_sliders)

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from cost_model.captured.machine import measured_machine
 from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation, read, write
 from tests.cost_model.test_captured import LAB, TABLE
@@ -22,6 +23,8 @@ from whale.capture.function import capture_function
 from whale.ir.fingerprint import fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.passes.order import normalise
+from whale.planner.report.mesh_drawn import mesh_of_plan
+from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import programs as profile_programs
@@ -65,10 +68,10 @@ def batch(rows: int = 16) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.constant(draw.standard_normal((rows, 12))), tf.constant(draw.integers(40, size=rows))
 
 
-def planned_here(model: Model) -> Planned:
+def planned_here(model: Model, rows: int = 16) -> Planned:
     """The plan of this process's run, made without running."""
     settings = settings_of(current())
-    program = normalise(capture_function(model.step, batch(), {}).program, settings)
+    program = normalise(capture_function(model.step, batch(rows), {}).program, settings)
     return Planned(program, make_any_plan(program, settings), settings)
 
 
@@ -182,3 +185,20 @@ def test_the_planned_program_may_be_planned_otherwise(ranks: Start) -> None:
     wide = replan(planned, size=4)
     assert wide.plan.size == 4 and len(rank_programs(wide)) == 4
     assert replace(wide.settings, size=2) == planned.settings
+
+
+def test_sliders_and_mesh_of_a_page(ranks: Start) -> None:
+    ranks(4, **{"split.ranks": 2})
+    planned = planned_here(Model(wh.split), rows=1 << 16)
+    programs = rank_programs(planned)
+    machine = measured_machine(TABLE, 4, (), 0)
+    drawn = captured_sliders(programs, machine, 1)
+    assert drawn is not None
+    times = np.reshape(drawn["step_s"], [len(texts) for _, texts, _ in drawn["axes"]])
+    exchanges, all_ranks, alone = (at for _, _, at in drawn["axes"])
+    now = times[exchanges, all_ranks, alone]
+    assert now == pytest.approx(predict_plan(planned, TABLE).step_s, rel=0.2)  # by its own steps, as none was measured
+    assert times[0, all_ranks, alone] > now > times[-1, all_ranks, alone]
+    assert times[exchanges, 0, alone] > now > times[exchanges, -1, alone] and times[exchanges, all_ranks, 0] > now
+    (grid,) = mesh_of_plan(planned.plan)["grids"]
+    assert grid["axes"] == "data=2,tensor=2" and grid["rows"] == [("data 0", [0, 1]), ("data 1", [2, 3])]

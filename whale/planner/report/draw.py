@@ -14,6 +14,8 @@ from cost_model.machines.pools import Machines
 from whale.ir.plan_text import human_seconds
 from whale.ir.schedule import schedule
 from whale.planner.report import show
+from whale.planner.report.lanes import short
+from whale.planner.report.mesh_drawn import mesh_of_spread
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.sliders import sliders
 
@@ -58,9 +60,13 @@ CURVES = 24  # stages whose memory is drawn
 POINTS = 160  # of a curve
 
 
-def html(plan: PlanFile) -> str:
-    """One page without any reference to the outside: timeline, waterfall, memory, layers, stages, alternatives."""
-    return page(_data(plan))
+def html(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> str:
+    """One page without any reference to the outside: timeline, waterfall, memory, layers, stages, alternatives.
+
+    Args:
+      measured: a step as it ran (see whale.planner.report.measured_step).
+    """
+    return page({**_data(plan), "measured": measured})
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -110,6 +116,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "memory_label": "of one device of a stage, over a step; the red line is its limit",
         "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
         "memory": _memory(plan, machines, found, tasks, times),
+        "mesh": mesh_of_spread(spread, [pool.name for pool in machines.pools]),
         "sliders": sliders(plan, machines),
         "last": show.last_line(plan, machines, found),
     }
@@ -163,11 +170,6 @@ def _tracks(
                 track.append((3, short(begin), short(begin + cost.update_s), ""))
         tracks.append(track)
     return tracks, shown_s, label
-
-
-def short(seconds: float) -> float:
-    """With six digits, which are enough for a page."""
-    return float(f"{seconds:.6g}")
 
 
 def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]]:

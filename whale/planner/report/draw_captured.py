@@ -16,7 +16,9 @@ from whale.ir.plan_text import human_bytes, human_seconds
 from whale.ir.program import Program
 from whale.planner.captured.pipelines import levels
 from whale.planner.report.analysis import layer_of
-from whale.planner.report.draw import page, short
+from whale.planner.report.draw import page
+from whale.planner.report.lanes import short, side_by_side
+from whale.planner.report.mesh_drawn import mesh_of_plan
 
 KINDS = ("forward", "backward", "exchange", "update and other")
 MOST_SPANS = 20_000  # drawn; the shortest are left out
@@ -33,6 +35,7 @@ class Drawn:
       program: normalised, as it was planned.
       prediction: with timelines; alone_s: of the same program on one of its ranks.
       limits_bytes: memory of each rank; where: on what is predicted.
+      sliders: the step's seconds where exchanges or ranks are faster or slower (see whale.planner.report.sliders).
     """
 
     plan: Plan
@@ -41,10 +44,15 @@ class Drawn:
     alone_s: float
     limits_bytes: Sequence[float]
     where: str
+    sliders: Mapping[str, Any] | None = None
 
 
-def html(drawn: Drawn) -> str:
-    """One page without any reference to the outside."""
+def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
+    """One page without any reference to the outside.
+
+    Args:
+      measured: a step as it ran (see whale.planner.report.measured_step).
+    """
     plan, found = drawn.plan, drawn.prediction
     ranks = _names(plan, len(found.ranks))
     layers = _layers(drawn)
@@ -60,6 +68,9 @@ def html(drawn: Drawn) -> str:
             "shown_s": found.step_s,
             "step_s": found.step_s,
             "timeline_label": "kernels of each rank above, its exchanges below; hover names them, the wheel zooms",
+            "measured": measured,
+            "mesh": mesh_of_plan(plan),
+            "sliders": drawn.sliders,
             "fall": _fall(drawn),
             "fall_label": "seconds of a step, slowest rank",
             "others_title": ("What moves between ranks", "largest first, of one step", "bytes", "change of layout"),
@@ -85,8 +96,8 @@ def trace(drawn: Drawn) -> str:
         zip(drawn.prediction.timelines, _names(drawn.plan, len(drawn.prediction.ranks)))
     ):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"{name} {stage}".strip()}})
-        kernels, threads = _lanes([s for s in timeline.spans if not s.exchange])
-        exchanges, _ = _lanes([s for s in timeline.spans if s.exchange])
+        kernels, threads = side_by_side([s for s in timeline.spans if not s.exchange])
+        exchanges, _ = side_by_side([s for s in timeline.spans if s.exchange])
         for lane, span in [*kernels, *((100 + lane, s) for lane, s in exchanges)]:
             times = {"ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s)}
             events.append({"name": span.name, "cat": span.op, "ph": "X", "pid": rank, "tid": lane, **times})
@@ -181,8 +192,8 @@ def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]
     tracks = []
     for timeline in timelines:
         spans = [s for s in timeline.spans if s.end_s - s.start_s >= least_s]
-        kernels, threads = _lanes([s for s in spans if not s.exchange])
-        exchanges, _ = _lanes([s for s in spans if s.exchange])
+        kernels, threads = side_by_side([s for s in spans if not s.exchange])
+        exchanges, _ = side_by_side([s for s in spans if s.exchange])
         lanes = threads + bool(exchanges)
         track = []
         for lane, span in [*kernels, *((threads, s) for _, s in exchanges)]:
@@ -192,19 +203,6 @@ def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]
             )
         tracks.append(track)
     return tracks
-
-
-def _lanes(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
-    """Each span with the first lane that is free, and how many lanes there are."""
-    ends: list[float] = []
-    found = []
-    for span in spans:
-        lane = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
-        if lane == len(ends):
-            ends.append(0.0)
-        ends[lane] = span.end_s
-        found.append((lane, span))
-    return found, len(ends)
 
 
 def _kind(span: Span, forward: Mapping[str, int], backward: Mapping[str, int]) -> int:

@@ -1,4 +1,8 @@
-"""What if networks were faster, or devices slower: a step's time on a grid, for the sliders of a plan's page."""
+"""What if networks were faster, or devices slower: a step's time on a grid, for the sliders of a plan's page.
+
+sliders           of a described model's plan, simulated on other clusters
+captured_sliders  of a script's plan, whose ranks' programs are played with other speeds
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,20 @@ from typing import Any
 
 import msgspec
 
+from cost_model.captured.machine import Machine
+from cost_model.captured.predict import what_if_seconds
 from cost_model.described.evaluate import evaluate
 from cost_model.machines.cluster import Cluster
 from cost_model.machines.pools import Machines
+from whale.ir.program import Program
 from whale.planner.report.planfile import PlanFile
 
 NETWORK = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the bandwidth between hosts
 SHARES = (0.4, 0.6, 0.8, 1.0)  # of each device of a kind
 KINDS = 2  # of devices with a slider, at most
 DEVICES = 4096  # of a plan with sliders, at most: a page is written in seconds
+SPEEDS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of all ranks' kernels
+NODES, MANY = 60_000, 8_000  # of all ranks' programs: at most, and those whose sliders have every second place
 
 
 def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
@@ -53,3 +62,28 @@ def _changed(
             for host in cluster.hosts
         ],
     )
+
+
+def captured_sliders(programs: Sequence[Program], machine: Machine, slowest: int) -> dict[str, Any] | None:
+    """The same of what ranks run, with a slider for one rank that others slow down; None: too large programs.
+
+    Args:
+        slowest: the rank that is predicted to end last.
+    """
+    nodes = sum(len(p.nodes) for p in programs)
+    if nodes > NODES:
+        return None
+    several, step = len(programs) > 1, 2 if nodes > MANY else 1
+    networks, speeds = NETWORK[::step] if several else (1.0,), SPEEDS[::step]
+    shares = SHARES[1::step] if several else (1.0,)
+    paces = [
+        [speed * (share if rank == slowest else 1.0) for rank in range(len(programs))]
+        for speed, share in product(speeds, shares)
+    ]
+    axes = [
+        ("speed of exchanges", [f"{value:g} x" for value in networks], networks.index(1.0)),
+        ("speed of all ranks", [f"{value:g} x" for value in speeds], speeds.index(1.0)),
+        (f"speed of rank {slowest} alone", [f"{s:.0%}" for s in shares], len(shares) - 1),
+    ]
+    step_s = [float(f"{s:.5g}") for s in what_if_seconds(programs, machine, networks, paces)]
+    return {"axes": axes, "step_s": step_s}

@@ -27,6 +27,7 @@ from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
+from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import process, running
@@ -34,7 +35,7 @@ from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, with_memory
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
-from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
+from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan, rank_programs
 from whale.runtime.tools.what_if import compared, read_what_if
 from whale.runtime.variables.outside import Outside
 
@@ -175,8 +176,11 @@ def main(
     return 0
 
 
-def replayed(plan_path: str, prediction: Prediction) -> Drawn:
+def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False) -> Drawn:
     """A saved plan's step, captured again from its script and played on what ``prediction`` names.
+
+    Args:
+      with_sliders: also where exchanges, or ranks, are faster or slower.
 
     Raises:
       ClusterError: the script does not exist here, or there is nothing to predict by.
@@ -196,11 +200,14 @@ def replayed(plan_path: str, prediction: Prediction) -> Drawn:
         time__micro_batches=1,
     )
     alone_plan = make_plan(planned.program, alone)
-    found = predict_plan(planned, on, with_timelines=True)
+    programs = rank_programs(planned)
+    found = predict_plan(planned, on, with_timelines=True, programs=programs)
     alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
-    limits = machine(on, saved.ranks).memory_bytes
+    here = machine(on, saved.ranks)
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
-    return Drawn(planned.plan, planned.program, found, alone_s, limits, name)
+    slowest = max(range(saved.ranks), key=lambda rank: found.ranks[rank].end_s)
+    sliders = captured_sliders(programs, here, slowest) if with_sliders else None
+    return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders)
 
 
 def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:

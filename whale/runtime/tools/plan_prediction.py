@@ -39,19 +39,24 @@ def rank_programs(planned: Planned) -> list[Program]:
 
 
 def predict_plan(
-    planned: Planned, on: Table | Cluster, counted_from_bytes: int = 0, with_timelines: bool = False
+    planned: Planned,
+    on: Table | Cluster,
+    counted_from_bytes: int = 0,
+    with_timelines: bool = False,
+    programs: Sequence[Program] = (),
 ) -> CapturedPrediction:
     """Predicts a step on a machine that `whale profile` has measured, or on a cluster by the catalogue's formulas.
 
     Args:
       counted_from_bytes: tensors below are left out of memory, as TensorFlow's counters of host memory leave them out.
       with_timelines: also when each rank does what, and what it holds then.
+      programs: what the ranks run, where that is known already.
 
     Raises:
       PlanError: data decide how often a loop or branch of the program runs.
       ClusterError: too few devices, or the profile lacks what the program runs.
     """
-    programs = rank_programs(planned)
+    programs = programs or rank_programs(planned)
     # The ranks' own steps say more than steps of the whole batch, which fill the caches otherwise.
     marks = [fingerprint(programs[0]), fingerprint(planned.program)]
     return predict_ranks(programs, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
