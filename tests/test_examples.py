@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ SMALL = {
     "serving.py": "--epochs 2 --folder {folder}",
 }
 # They start processes, train without ranks, or are compared elsewhere: demo.py by hand, the sessions by tests/tf1.
-OTHERS = {"demo.py", "digits_tf1.py", "unequal.py"}
+OTHERS = {"demo.py", "digits_tf1.py", "elastic.py", "unequal.py"}
+KILLED = "rank 1 was killed by SIGKILL; the run went on without it, to its end"
 LOSS = re.compile(r"loss:? (\d+\.\d+)")
 
 
@@ -50,3 +52,11 @@ def test_an_example_learns(
         wh.shutdown()
     losses = [float(found) for found in LOSS.findall(capsys.readouterr().out)]
     assert len(losses) >= 2 and losses[-1] < losses[0], losses
+
+
+def test_the_elastic_example_goes_on_without_a_rank() -> None:
+    line = [sys.executable, "-m", "whale", "run", "-np", "2", str(FOLDER / "elastic.py"), "--epochs", "3"]
+    run = subprocess.run([*line, "--kill-at", "70"], capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0 and run.stderr.strip().splitlines()[-1].endswith(KILLED), run.stderr
+    losses = [float(found) for found in LOSS.findall(run.stdout)]
+    assert len(losses) == 3 and losses[-1] < losses[0] and "ranks at the end: 1" in run.stdout, run.stdout

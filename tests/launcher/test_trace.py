@@ -162,7 +162,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run() -> None:
 
 def test_the_counters_are_added_up() -> None:
     def counter(key: str, kind: str, seconds: float, waiting: float) -> dict:
-        sizes = {"logical_bytes": 1_500_000, "wire_bytes": 2_000_000}
+        sizes = {"logical_bytes": 3 << 19, "wire_bytes": 2 << 20}
         return {"key": key, "kind": kind, "calls": 3, **sizes, "seconds": seconds, "waiting_seconds": waiting}
 
     known = {

@@ -40,7 +40,7 @@ class _Sum:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        sizes = f"{self.logical_bytes / 1e6:,.3f}", f"{self.wire_bytes / 1e6:,.3f}"
+        sizes = f"{self.logical_bytes / 2**20:,.3f}", f"{self.wire_bytes / 2**20:,.3f}"
         return (f"{self.calls:,}", *sizes, f"{self.waiting_s:,.3f}", f"{self.moving_s:,.3f}")
 
     @property
@@ -96,6 +96,6 @@ def _table(names: tuple[str, ...], last: str | None = None) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="")
     for name in names:
         table.add_column(name, overflow="fold", justify="right" if name == "rank" else "left")
-    for name in ("calls", "logical MB", "sent MB", "waiting s", "moving s", *((last,) if last else ())):
+    for name in ("calls", "logical MiB", "sent MiB", "waiting s", "moving s", *((last,) if last else ())):
         table.add_column(name, justify="right", no_wrap=True)
     return table
