@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from whale.runtime.input.data import shard as shard
     from whale.runtime.run.cluster import cluster as cluster
     from whale.runtime.run.context import local_rank as local_rank
+    from whale.runtime.run.context import preempted as preempted
     from whale.runtime.run.context import rank as rank
     from whale.runtime.run.context import size as size
-    from whale.runtime.run.elastic import preempted as preempted
     from whale.runtime.run.loss_scale import loss_scale as loss_scale
     from whale.runtime.run.start import check_replicas as check_replicas
     from whale.runtime.run.start import init as init
@@ -72,7 +72,7 @@ _PUBLIC = {
     "shutdown": "whale.runtime.run.start",
     "check_replicas": "whale.runtime.run.start",
     "restarts": "whale.started",
-    "preempted": "whale.runtime.run.elastic",
+    "preempted": "whale.runtime.run.context",
     "cluster": "whale.runtime.run.cluster",
     "checkpoint": "whale.annotations",
     "set_default_strategy": "whale.annotations",

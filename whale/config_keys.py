@@ -187,6 +187,12 @@ KEYS: tuple[Key, ...] = (
         "ranks go on in their processes when others are killed, frozen or lost; steps that hold every variable whole",
     ),
     Key(
+        "elastic.rebalance",
+        "bool",
+        True,
+        "with elastic: rows are divided anew when ranks turn out to be faster or slower than their shares",
+    ),
+    Key(
         "fault.notice_s",
         "float",
         0.0,

@@ -30,7 +30,7 @@ class Case:
     @property
     def count(self) -> int:
         """How many ranks are taken away."""
-        return len(self.faults.split(","))
+        return sum(not fault.endswith("slow") for fault in self.faults.split(","))
 
     def __str__(self) -> str:
         return f"{self.mode} on {self.ranks} ranks, {self.faults}"
@@ -48,18 +48,22 @@ def drawn(seed: int, count: int) -> list[Case]:
         kinds = [rng.choice(["kill", "kill", "late", "stop"]) for _ in gone]
         if mode == "save":
             steps = [step + rng.choice([0, 101]) for step in steps]
-        cases.append(Case(mode, ranks, ",".join(f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds))))
+        faults = [f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds)]
+        if rng.random() < 0.2:
+            faults.append(f"{rng.randrange(3)}:{rng.choice([r for r in range(ranks) if r not in gone])}:slow")
+        cases.append(Case(mode, ranks, ",".join(faults)))
         total += len(gone)
     return cases
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: what is wrong with it ("" if nothing), the largest difference, and the time it took."""
+    """What became of a case: what is wrong ("" if nothing), the largest difference, the time it took, what was said."""
 
     problem: str
     difference: float
     seconds: float
+    said: str = ""
 
 
 class Reference:
@@ -100,7 +104,7 @@ def run(case: Case, reference: Reference) -> Outcome:
         gone = ended.stdout.count("the run went on without it") + ended.stderr.count("the run went on without it")
         if not wrong and gone != case.count:
             wrong = f"{gone} ranks are said to be gone, {case.count} were taken away:\n{ended.stdout}{ended.stderr}"
-        return Outcome(wrong, worst, seconds)
+        return Outcome(wrong, worst, seconds, ended.stdout + ended.stderr)
 
 
 def _read(path: Path) -> list[np.ndarray]:

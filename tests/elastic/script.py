@@ -2,18 +2,21 @@
 
 MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a checkpoint after every step), "fit" and
 "arrays" (Keras, with a dataset or with arrays).
-FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs.
+FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
+"slow": from that step on it needs longer for each of its rows.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from whale.runtime.ranks import balance
 
 BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 5
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
@@ -25,14 +28,28 @@ class Faults:
     def __init__(self, text: str, rank: int) -> None:
         parts = [part.split(":") for part in text.split(",") if part]
         self._mine = {int(step): kind for step, of, kind in parts if int(of) == rank}
+        if any(kind == "slow" for *_, kind in parts):  # so that it is noticed within these few steps
+            balance.STEPS, balance.SECONDS = 2, 0.0
 
     def strike(self, step: int) -> None:
         """Does what is to happen in this step."""
         kind = self._mine.get(step)
         if kind == "late":
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif kind == "slow":
+            slow_down()
         elif kind is not None:
             os.kill(os.getpid(), _SIGNALS[kind])
+
+
+def slow_down() -> None:
+    """From now on this rank needs 10 ms more for each of its rows."""
+    take = balance.Watched.take
+
+    def slower(watched, run):
+        return take(watched, lambda: (time.sleep(0.01 * watched.rows[wh.rank()]), run())[1])
+
+    setattr(balance.Watched, "take", slower)  # noqa: B010  # mypy: a method cannot be assigned to
 
 
 def data() -> tf.data.Dataset:

@@ -18,7 +18,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("shard", 3, "3:0:late,8:1:kill"),
+        Case("shard", 3, "0:1:slow,9:0:late,11:1:kill"),
         Case("save", 3, "4:0:stop,109:2:kill"),
         Case("arrays", 3, "2:1:kill,4:0:kill"),
     ],
@@ -27,6 +27,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_ranks_that_are_left_end_with_what_one_device_computes(case: Case, reference: Reference) -> None:
     outcome = run(case, reference)
     assert not outcome.problem, outcome.problem
+    assert ("on its rows: they are divided anew, 8, 8, 8 -> " in outcome.said) == ("slow" in case.faults)
 
 
 def test_runs_that_cannot_go_on_are_refused() -> None:

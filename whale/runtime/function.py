@@ -38,7 +38,7 @@ class Function:
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
         self._context: weakref.ref[Context] | None = None
-        self._left = 0  # ranks that were gone when the steps were compiled
+        self._division = (0, 0)  # that the steps were compiled for
         self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -135,11 +135,11 @@ class Function:
     def _attached(self) -> Context:
         """The context; steps compiled for an earlier one are forgotten."""
         context = current(f"the step `{getattr(self, '__name__', 'function')}`")
-        if self._context is None or self._context() is not context or self._left != context.left:
+        if self._context is None or self._context() is not context or self._division != context.division:
             self._steps.clear()
             self._quick.clear()
             self._sources.clear()
-            self._context, self._left = weakref.ref(context), context.left
+            self._context, self._division = weakref.ref(context), context.division
         return context
 
     def _inside_graph(self, args: Any, kwargs: Any) -> Any:

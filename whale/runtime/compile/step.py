@@ -201,8 +201,9 @@ def _callable(
     pack = _packer(captured)
     what = compiled.program.name
     several, outside, elastic = len(context.ranks) > 1, context.outside, context.elastic
-    early = []
+    early, watched = [], None
     if elastic is not None:
+        watched = elastic.watched(compiled.plan, compiled.ranks[0])
         by_node = {c.node: c for c in captured.variables}
         early = [(by_node[n].handle, by_node[n].variable.dtype) for n in written_early(compiled.ranks[0])]
 
@@ -221,7 +222,7 @@ def _callable(
                 refuse_lone_writes(context, what)
             context.variables.before(uses, context)
             if elastic is not None:
-                return elastic.step(lambda: tf_ctx.call_function(name, tensors + fixed, outputs), pack, early)
+                return elastic.step(lambda: tf_ctx.call_function(name, tensors + fixed, outputs), pack, early, watched)
             if not several:
                 results = tf_ctx.call_function(name, tensors + fixed, outputs)
                 context.variables.after(uses)

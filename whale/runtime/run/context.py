@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from whale.capture.scaling import FedScale, LossScale
-from whale.errors import ClusterError
+from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.facts.patterns import Pattern
@@ -68,8 +68,14 @@ class GoesOn(Protocol):
     """Has this rank go on when others are gone; see ``whale.runtime.run.elastic``."""
 
     number: int
+    divisions: int
 
-    def step(self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any]) -> Any:
+    def watched(self, plan: Plan, program: Program) -> Any:
+        """What counts the steps of a program of this rank under a plan."""
+
+    def step(
+        self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any], watched: Any
+    ) -> Any:
         """Takes a step."""
 
     def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
@@ -186,6 +192,11 @@ class Context(Ranks):
         return 0 if self.elastic is None else self.elastic.number
 
     @property
+    def division(self) -> tuple[int, int]:
+        """What steps are compiled for: how many ranks are gone, and how often rows were divided anew."""
+        return (0, 0) if self.elastic is None else (self.elastic.number, self.elastic.divisions)
+
+    @property
     def planned_size(self) -> int:
         """How many ranks programs are planned for: those of the run, or of the one that a dry run stands for."""
         return self.size if self.dry is None else self.dry.size
@@ -292,3 +303,28 @@ def local_ranks(context: Context) -> tuple[int, ...]:
         return (context.place.local_rank,)
     said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
     return tuple(map(int, said))
+
+
+def preempted() -> bool:
+    """Whether the run has been told to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
+
+    All ranks get the same answer. They ask where nothing is half done, as after a step. If it is True, they save:
+
+        if wh.preempted():
+            manager.save()
+            sys.exit(0)
+
+    Raises:
+      ConfigError: ``fault.notice_s`` is 0, so that SIGTERM ends the run at once.
+      CommError: a rank does something else, or is gone.
+    """
+    context = current("wh.preempted()")
+    if context.notice is None:
+        raise ConfigError(
+            "nobody waits for what this run would save when it is told to end",
+            given="wh.preempted() with fault.notice_s = 0",
+            expected="the seconds that the machine leaves between SIGTERM and the end",
+            action='set it: wh.init({"fault.notice_s": 60}), or WHALE_FAULT_NOTICE_S=60',
+        )
+    notice = context.notice
+    return context.survived(lambda: notice.reached(context))

@@ -1,6 +1,5 @@
-"""Ranks that are taken away: the others go on without them, or all save before the end (``wh.preempted``).
+"""Ranks that are taken away: the others go on without them, each in its process, with the step that failed.
 
-Who goes on does so in its process, with the step that failed.
 A step's updates wait for all of its exchanges (whale/lowering/updates/last.py), so each rank that is left has taken the
 step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
 meet on a communicator of their own. Who has taken the step gives the others its results and the variables; where
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
@@ -22,11 +22,16 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError, CommError, ConfigError, PlanError
+from whale.ir.layout import Split
+from whale.ir.plan import Plan
+from whale.ir.program import Program
 from whale.log import log
+from whale.passes.facts.batch import rows_of_ranks
+from whale.runtime.ranks.balance import Balance, Watched
 from whale.runtime.ranks.connect import as_configured
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
-from whale.runtime.run.context import Context, current
+from whale.runtime.run.context import Context
 from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 
@@ -45,6 +50,8 @@ class _Said:
     programs: int
     elements: int
     host: str
+    divisions: int
+    shares: list[int]
 
 
 class Elastic:
@@ -52,12 +59,15 @@ class Elastic:
 
     Attributes:
       number: how many ranks are gone so far; equal on all that are left.
+      divisions: how often rows were divided anew among the same ranks.
     """
 
     def __init__(self, context: Context) -> None:
         _refuse(context)
         self._context: weakref.ref[Context] = weakref.ref(context)
-        self.number = 0
+        self.number = self.divisions = 0
+        self._balance = Balance() if context.config["elastic.rebalance"] else None
+        self._watched: Watched | None = None  # the program of the latest step
         self._name = context.comm_name
         self._started = self._members = tuple(range(context.size))
         self._me = context.rank
@@ -72,17 +82,32 @@ class Elastic:
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self._inside = False
 
-    def step(self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any]) -> Any:
+    def watched(self, plan: Plan, program: Program) -> Watched | None:
+        """What counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay so."""
+        run = self._run
+        if self._balance is None or not plan.batch_inputs or run.saved is not None or run.described is not None:
+            return None
+        placement = plan.batch_inputs[0].placement
+        return Watched(placement.sizes, program) if isinstance(placement, Split) else None
+
+    def step(
+        self,
+        run: Callable[[], Any],
+        pack_results: Callable[[Any], Any],
+        early: Sequence[Any],
+        watched: Watched | None = None,
+    ) -> Any:
         """Takes a step.
 
         Args:
           run: gives its flat results.
           early: (handle, dtype) of variables that it writes before its exchanges have come to their end.
+          watched: counts it.
         """
         self._kept = [(handle, gen_resource_variable_ops.read_variable_op(handle, dtype)) for handle, dtype in early]
         self._pack = pack_results
-        results = run()
-        self._kept = []
+        results = run() if watched is None else watched.take(run)
+        self._kept, self._watched = [], watched
         self._results, self._steps = results, self._steps + 1
         return pack_results(results)
 
@@ -117,7 +142,33 @@ class Elastic:
             self._inside, self._drawn = False, []
         self._calls = calls + 1
         self._returned = result if self._steps == steps else None
+        if self._steps > steps and self._balance is not None and self._watched is not None and self._run.comms:
+            self._look(self._balance, self._watched)
         return result
+
+    def _look(self, balance: Balance, watched: Watched) -> None:
+        """After a step: divides rows anew where ranks are faster or slower than their shares."""
+        context = self._run
+        try:
+            rows, why = balance.after(watched, context.comms[0])
+        except CommError as error:
+            self._go_on(error)
+            return
+        if not rows:
+            return
+        self.divisions += 1
+        self._divide(list(rows))
+        context.compiled_for.clear()
+        for dataset in list(self._datasets):
+            dataset.divide_again()
+        if context.rank == 0:
+            log.info(why)
+
+    def _divide(self, shares: list[int]) -> None:
+        context = self._run
+        context.config = context.config.but({"replica.shares": shares})
+        if context.auto is not None:
+            context.auto = msgspec.structs.replace(context.auto, shares=())
 
     def drawn(self, draw: Callable[[], _T]) -> _T:
         """A batch that a step reads itself: the next one, or the same when the call is made again."""
@@ -199,7 +250,9 @@ class Elastic:
     def _mine(self) -> _Said:
         context = self._run
         known = len(context.variables.known)
-        return _Said(self._calls, self._steps, known, context.programs, context.elements, socket.gethostname())
+        shares = list(context.config["replica.shares"])
+        host = socket.gethostname()
+        return _Said(self._calls, self._steps, known, context.programs, context.elements, host, self.divisions, shares)
 
     def _begin_anew(
         self, comm: whale_ops.Communicator | None, me: int, members: Sequence[int], said: Sequence[_Said]
@@ -217,9 +270,10 @@ class Elastic:
         context.elements = max(one.elements for one in said)
         context.variables = VariableOwner()
         context.auto = context.saved = context.described = None
-        if shares := context.config["replica.shares"]:
-            left = [share for rank, share in zip(self._members, shares) if rank in members]
-            context.config = context.config.but({"replica.shares": left})
+        last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
+        self.divisions, self._watched = last.divisions, None
+        if last.shares:
+            self._divide([share for rank, share in zip(self._members, last.shares) if rank in members])
         self._members = tuple(members)
         context.compiled_for.clear()
         if comm is None and context.outside is not None:  # nobody is left with whom this rank could differ
@@ -257,9 +311,15 @@ class Elastic:
             if said[me].steps < steps:
                 self._results, self._steps = [tf.constant(value) for value in results], steps
 
+    def _rows(self, rows: int) -> tuple[int, ...]:
+        return rows_of_ranks(rows, self._run.size, self._run.config["replica.shares"])
+
     def _again(self, value: Any) -> Any:
         """The rows of a batch that are this rank's now."""
-        if type(value) is not ShardedTensor or len(value.sizes) == self._run.size:
+        if type(value) is not ShardedTensor:
+            return value
+        known = len(value.sizes) == self._run.size
+        if known and (value.source is None or value.sizes == self._rows(sum(value.sizes))):
             return value
         if value.source is None:
             raise ClusterError(
@@ -276,31 +336,6 @@ def _sent(meeting: whale_ops.Communicator, first: int, value: Any) -> Any:
     """The value of rank ``first`` of a meeting, on every rank of it."""
     data = pack(value) if meeting.rank == first else None
     return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))
-
-
-def preempted() -> bool:
-    """Whether the run has been told to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
-
-    All ranks get the same answer. They ask where nothing is half done, as after a step. If it is True, they save:
-
-        if wh.preempted():
-            manager.save()
-            sys.exit(0)
-
-    Raises:
-      ConfigError: ``fault.notice_s`` is 0, so that SIGTERM ends the run at once.
-      CommError: a rank does something else, or is gone.
-    """
-    context = current("wh.preempted()")
-    if context.notice is None:
-        raise ConfigError(
-            "nobody waits for what this run would save when it is told to end",
-            given="wh.preempted() with fault.notice_s = 0",
-            expected="the seconds that the machine leaves between SIGTERM and the end",
-            action='set it: wh.init({"fault.notice_s": 60}), or WHALE_FAULT_NOTICE_S=60',
-        )
-    notice = context.notice
-    return context.survived(lambda: notice.reached(context))
 
 
 def refuse_session(context: Context) -> None:

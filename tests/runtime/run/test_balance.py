@@ -1,0 +1,86 @@
+"""Rows that are divided anew: what is taken for a rank's own work, and when it is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from whale.ir.program import Node, Program, Ref
+from whale.runtime.ranks.balance import STEPS, Balance, Watched, chained_s, divided
+from whale.runtime.ranks.plain import pack
+
+pytestmark = pytest.mark.core
+
+
+def _exchange(name: str, *inputs: str, controls: tuple[str, ...] = ()) -> Node:
+    return Node(name, "WhaleAllReduce", tuple(Ref(i) for i in inputs), controls, {"key": name})
+
+
+# Sums a and b wait for nobody, c waits for a; the update waits for all.
+PROGRAM = Program("step", (Node("x", "Placeholder"), _exchange("a", "x"), _exchange("b", "x"), _exchange("c", "a"),
+                           Node("end", "NoOp", controls=("b", "c"))), ("x",), ())  # fmt: skip
+
+
+class Ranks:
+    """All ranks of a run, of which the first asks; each needs so long for a row, and waits in the last sum."""
+
+    def __init__(self, row_s: Sequence[float]) -> None:
+        self.row_s, self.counted = row_s, {"a": 0.0, "b": 0.0, "c": 0.0}
+        self.rows: tuple[int, ...] = ()
+
+    def times(self) -> list[tuple[float, list[float]]]:
+        work_s = [n * s for n, s in zip(self.rows, self.row_s)]
+        return [(max(work_s) + 0.003, [0.001, 0.001, 0.001 + max(work_s) - own]) for own in work_s]
+
+    def step(self) -> None:
+        for key, seconds in zip(self.counted, self.times()[0][1]):
+            self.counted[key] += seconds
+
+    def counters(self) -> list[Any]:
+        return [SimpleNamespace(key=key, seconds=seconds) for key, seconds in self.counted.items()]
+
+    def allgather_bytes(self, key: str, mine: bytes, *_: object) -> list[bytes]:
+        return [mine, *(pack(one) for one in self.times()[1:])]
+
+
+def _divisions(ranks: Ranks, balance: Balance, rows: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """The rows after so many steps, and that none were divided without a reason."""
+    ranks.rows = rows
+    watched = Watched(rows, PROGRAM)
+    for _ in range(steps):
+        watched.take(ranks.step)
+        watched.seconds = watched.steps * ranks.times()[0][0]
+        found, why = balance.after(watched, ranks)
+        assert bool(found) == bool(why)
+        if found:
+            ranks.rows = found
+            watched = Watched(found, PROGRAM)
+    return ranks.rows
+
+
+def test_waits_add_up_along_chains() -> None:
+    assert chained_s(PROGRAM, {"a": 1.0, "b": 5.0, "c": 3.0}) == 5.0
+    assert chained_s(PROGRAM, {"a": 3.0, "b": 5.0, "c": 3.0}) == 6.0
+
+
+def test_rows_are_in_proportion_to_speeds() -> None:
+    rows, gain = divided((8, 8, 8), (1.0, 2.0, 1.0))
+    assert rows == (10, 5, 9) and gain == pytest.approx(1.6)
+    assert divided((8, 0), (1.0, 0.5))[0] == (8, 0)
+    found, gain = divided((10, 10), (1.0, 1.0))
+    assert found == (10, 10) and gain == 1.0
+
+
+def test_a_slow_rank_gets_fewer_rows_and_equal_ranks_keep_theirs() -> None:
+    assert _divisions(Ranks((0.01, 0.02)), Balance(), (32, 32), 40) == (43, 21)
+    assert _divisions(Ranks((0.01, 0.01)), Balance(), (32, 32), 40) == (32, 32)
+    assert _divisions(Ranks((0.01, 0.0105, 0.01)), Balance(), (10, 10, 10), 40) == (10, 10, 10)
+
+
+def test_it_takes_two_looks() -> None:
+    ranks, balance = Ranks((0.1, 0.2)), Balance()
+    assert _divisions(ranks, balance, (6, 6), 2 * STEPS) == (6, 6)
+    assert _divisions(ranks, balance, (6, 6), 2 + 2 * STEPS) == (8, 4)

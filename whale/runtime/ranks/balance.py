@@ -1,0 +1,169 @@
+"""Rows divided anew while a run goes on, when ranks turn out to be faster or slower than their shares.
+
+A step's exchanges end on all ranks together, so what an exchange takes longer on a rank than where it is shortest is
+a wait for the slowest. Along the longest chain of exchanges of the rank's program those waits add up; what is left of
+the step is the rank's own work, and its rows divided by it the rank's speed. Where rows in proportion to the speeds
+would make the slowest rank's work shorter by more than `GAIN`, twice in a row, they are divided so.
+
+Watched   one program's steps on this rank
+Balance   compares the ranks now and then, and decides
+divided   rows for speeds
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from whale.ir.layout import proportional_sizes
+from whale.ir.ops import EXCHANGES
+from whale.ir.program import Node, Program, function_refs
+from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+
+GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew
+STEPS, SECONDS = 5, 0.5  # between two looks, at least
+SETTLES = 2  # steps after a division that are not looked at: they compile, and fill caches
+LEAST = 0.1  # of a step, that a rank's own work is taken for at least
+PRECISION = 1000  # of shares
+PURPOSE = "comparing how long the ranks work"
+_T = TypeVar("_T")
+
+
+class Watched:
+    """Steps of one compiled program, as this rank has taken them since the last look.
+
+    Attributes:
+      rows: of the batch, on each rank; keys: of its exchanges, sorted.
+    """
+
+    def __init__(self, rows: tuple[int, ...], program: Program) -> None:
+        self.rows, self.program = rows, program
+        self.keys = sorted(
+            {
+                str(node.attrs["key"])
+                for graph in (program, *program.functions.values())
+                for node in graph.nodes
+                if _moves(node)
+            }
+        )
+        self.steps, self.seconds = 0, 0.0
+        self.due = STEPS  # steps until the next look
+        self.found: tuple[int, ...] = ()  # the division that the last look found better; (): none
+        self._skipped = 0
+        self._before: dict[str, float] = {}
+
+    def take(self, run: Callable[[], _T]) -> _T:
+        """Runs a step, and counts it."""
+        start_s = time.perf_counter()
+        result = run()
+        if self._skipped < SETTLES:
+            self._skipped += 1
+        else:
+            self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - start_s
+        return result
+
+    def look(self, counted_s: Mapping[str, float]) -> tuple[float, list[float]] | None:
+        """(seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
+
+        Args:
+          counted_s: seconds of exchanges since the run began, by key.
+        """
+        if not self._before and self._skipped == SETTLES:  # the first one
+            self._before, self.steps, self.seconds = dict(counted_s), 0, 0.0
+        if self.steps < self.due:
+            return None
+        exchanges_s = [(counted_s.get(key, 0.0) - self._before.get(key, 0.0)) / self.steps for key in self.keys]
+        found = self.seconds / self.steps, exchanges_s
+        self._before, self.steps, self.seconds = dict(counted_s), 0, 0.0
+        return found
+
+
+def _moves(node: Node) -> bool:
+    return node.op in EXCHANGES and "key" in node.attrs
+
+
+def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
+    """The most that exchanges add up to which wait for each other.
+
+    Args:
+      seconds: by key; those that functions of the program run count where they are called.
+    """
+    ends: dict[str, float] = {}
+    most = 0.0
+    for node in program.nodes:
+        own = seconds.get(str(node.attrs["key"]), 0.0) if _moves(node) else 0.0
+        for _, func in function_refs(node):
+            body = program.functions.get(func.name)
+            own += chained_s(body, seconds) if body is not None else 0.0
+        begins = max([ends[r.node] for r in node.inputs] + [ends[c] for c in node.controls], default=0.0)
+        ends[node.name] = begins + own
+        most = max(most, ends[node.name])
+    return most
+
+
+def divided(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
+    """(rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
+
+    Args:
+      rows: of each rank so far; work_s: what it needed for them. A rank without rows gets none.
+    """
+    longest = max(work_s)
+    speeds = tuple(round(PRECISION * n * longest / s) for n, s in zip(rows, work_s))
+    found = proportional_sizes(sum(rows), speeds)
+    expected = max(s * m / n for n, m, s in zip(rows, found, work_s) if n)
+    return found, max(work_s) / expected
+
+
+class Balance:
+    """Looks at the steps of this run's programs; all ranks decide alike, since they know the same."""
+
+    def __init__(self) -> None:
+        self._gain = GAIN
+        self._before_s = 0.0  # a step under the division before
+
+    def after(self, watched: Watched, comm: Any) -> tuple[tuple[int, ...], str]:
+        """After a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
+
+        Collective when it is time to look again, which is after as many steps on every rank.
+
+        Raises:
+          CommError: a rank is gone.
+        """
+        if watched.steps % watched.due:
+            return (), ""
+        mine = watched.look({counter.key: counter.seconds for counter in comm.counters()})
+        if mine is None:
+            return (), ""
+        said = [unpack(one) for one in comm.allgather_bytes("whale/balance", pack(mine), TURN_TIMEOUT_S, PURPOSE)]
+        step_s = max(taken_s for taken_s, _ in said)
+        watched.due = max(STEPS, round(SECONDS / max(step_s, 1e-6)))
+        shortest = [min(values) for values in zip(*(exchanges_s for _, exchanges_s in said))]
+        work_s = []
+        for taken_s, exchanges_s in said:
+            waits_s = {key: own - least for key, own, least in zip(watched.keys, exchanges_s, shortest)}
+            work_s.append(max(LEAST * taken_s, taken_s - chained_s(watched.program, waits_s)))
+        return self._decided(watched, work_s, step_s)
+
+    def _decided(self, watched: Watched, work_s: Sequence[float], step_s: float) -> tuple[tuple[int, ...], str]:
+        if self._before_s and step_s > self._before_s:  # the last division was none too good: divide less readily
+            self._gain = min(2.0, 1.2 * self._gain)
+        self._before_s = 0.0
+        rows, gain = divided(watched.rows, work_s)
+        better = gain >= self._gain and rows != watched.rows
+        twice, watched.found = bool(watched.found), rows if better else ()
+        if not (better and twice):
+            return (), ""
+        self._before_s = step_s
+        slowest = max(range(len(rows)), key=lambda rank: work_s[rank])
+        then_s = step_s - max(work_s) * (1 - 1 / gain)
+        return rows, (
+            f"rank {slowest} works {work_s[slowest] / min(work_s):.1f} times as long as the fastest rank on its rows: "
+            f"they are divided anew, {_listed(watched.rows)} -> {_listed(rows)}, for {1e3 * then_s:.0f} ms a step in "
+            f"place of {1e3 * step_s:.0f}"
+        )
+
+
+def _listed(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows))
