@@ -52,7 +52,7 @@ def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObje
     """Any nodes under a split scope, the inputs' rows divided in any way, variables split between steps or not."""
     placed = data.draw(placements(program, parts))
     batch = tuple(BatchInput(n, p, "test") for n, p in placed.items())
-    settings = PlanSettings(parts).but(batch__inputs=batch, split__at_rest=data.draw(st.booleans()))
+    settings = PlanSettings(parts).but(batch__inputs=batch, split__state_only=data.draw(st.booleans()))
     scoped = _partly_split(program, seed)
     plan = _planned(lambda: make_plan(scoped, settings))
     assert_equal_runs(expand(scoped, plan.expanded, settings), plan)

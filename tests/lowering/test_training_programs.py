@@ -54,7 +54,7 @@ def check_step(seed: int) -> str:
     try:
         if kind == "split":
             batch = tuple(BatchInput(n, p, "test") for n, p in _rows(program, parts, draw).items())
-            settings = PlanSettings(parts).but(batch__inputs=batch, split__at_rest=draw.random() < 0.8)
+            settings = PlanSettings(parts).but(batch__inputs=batch, split__state_only=draw.random() >= 0.8)
             plan = make_plan(program, settings)
             assert_equal_runs(expand(program, plan.expanded, settings), plan)
             return f"{kind}, variables {'split' if plan.variables else 'whole'}"

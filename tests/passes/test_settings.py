@@ -10,7 +10,7 @@ from whale.passes.settings import BatchSettings, ExchangeSettings, PlanSettings,
 def test_a_number_of_ranks_is_enough() -> None:
     settings = PlanSettings(size=4)
     assert settings.batch == BatchSettings() and settings.exchange.backend == "whale"
-    assert settings.time.micro_batches == 1 and settings.zero.level == 0 and settings.split.at_rest
+    assert settings.time.micro_batches == 1 and settings.zero.level == 0 and not settings.split.state_only
 
 
 def test_fields_of_groups_are_changed_by_their_names() -> None:

@@ -71,8 +71,7 @@ def lay_out(program: Program, settings: PlanSettings) -> Draft:
     while True:
         expanded = expand(program, composites | losses, settings)
         layouts = layouts_of(expanded, batch, settings)
-        at_rest = settings.split.at_rest and not settings.split.state_only
-        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest)
+        division = divide(expanded, layouts[""], settings.size, settings.split.known, not settings.split.state_only)
         whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
         if not whole:
             break
@@ -172,18 +171,6 @@ def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strateg
 
 
 def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
-    """The optimizers' state that comes to lie split, outside of split scopes.
-
-    Raises:
-      PlanError: the run cannot hold variables that lie split.
-    """
+    """The optimizers' state that comes to lie split, outside of split scopes."""
     zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
-    state = state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)
-    if state and not settings.split.at_rest:
-        raise PlanError(
-            "variables cannot be sharded in a session with stages, or whose plan auto_parallel chooses",
-            given=f"zero.level={zero.level}",
-            expected="zero.level=0, a session without these, or a step that is a wh.function",
-            action="leave zero.level out, or write the step as a wh.function",
-        )
-    return state
+    return state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)

@@ -43,15 +43,13 @@ class SplitSettings:
       scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
       tiles: how the run's variables lie already, over all axes, by handle node.
       known: of that, what concerns the axis that is planned.
-      at_rest: variables that are not known yet may lie split between steps.
-      state_only: of these, only what optimizers keep.
+      state_only: of variables that are not known yet only what optimizers keep may lie split between steps.
     """
 
     ranks: int = 0
     scopes: bool = True
     tiles: Mapping[str, Tiles] = field(default_factory=dict)
     known: Mapping[str, Placement] = field(default_factory=dict)
-    at_rest: bool = True
     state_only: bool = False
 
 

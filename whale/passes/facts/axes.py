@@ -25,7 +25,7 @@ from whale.passes.facts.scopes import (
     with_ranks,
     without_axis,
 )
-from whale.passes.facts.stages import DATA, TENSOR
+from whale.passes.facts.stages import DATA, TENSOR, stage_groups_of
 from whale.passes.settings import PlanSettings
 
 ALL = "ranks"  # the one axis of a program that has no more
@@ -141,6 +141,29 @@ def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> d
         only = lying.cuts[0] if alone and len(lying.cuts) == 1 else None
         found[name] = only or lying.along(axis) or B
     return found
+
+
+def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]:
+    """How variables lie, as far as the axes of a program have parts of these sizes; the others as if they were whole.
+
+    Stage groups have axes of their own.
+    """
+    found = dict(settings.split.tiles)
+    if not found or stage_groups_of(program, settings.size, settings.mesh):
+        return found
+    while True:  # axes that nothing uses are joined
+        axes = axes_of(program, settings.but(split__tiles=found))
+        sizes = {a.name: a.size for a in axes}
+        alone = axes[0].size if len(axes) == 1 else 0
+        fit = {
+            name: lying
+            if lying.sizes == (alone,) or all(sizes.get(a) == n for a, n in zip(lying.axes, lying.sizes))
+            else Tiles()
+            for name, lying in found.items()
+        }
+        if fit == found:
+            return found
+        found = fit
 
 
 def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:

@@ -269,7 +269,7 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
         speeds = _speeds(program, settings, ground)
         if not settings.batch.local and not settings.batch.shares:
             found[1:1] = _by_speed(program, settings, ground, rows, speeds)
-    if settings.zero.level == 0 and settings.split.at_rest and not settings.exchange.wire_dtype:
+    if settings.zero.level == 0 and not settings.exchange.wire_dtype:
         known = known_along(settings.split.tiles, "", alone=True)
         if state_at_rest(program, settings.size, settings.zero.min_bytes, (), known, False):
             found.append(Choice("data parallel, optimizer's state divided", zero=1))

@@ -21,6 +21,7 @@ from whale.lowering.compiled import compile_marked
 from whale.lowering.updates.fuse import fuse_updates
 from whale.lowering.updates.last import updates_last
 from whale.passes.dump import dump
+from whale.passes.facts.axes import tiles_that_fit
 from whale.passes.facts.scopes import all_paths
 from whale.passes.judge.undivided import undivided
 from whale.passes.lay_out import expand
@@ -71,16 +72,17 @@ def compile_program(
     program: Program,
     context: Context,
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    variables: Mapping[str, Tiles] | None = None,
+    variables: Mapping[str, Tiles] = MappingProxyType({}),
     marked: Callable[[], Program] | None = None,
+    movable: bool = False,
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
 
     Args:
       local: inputs of which this rank is given its own rows only, with the rows of every rank.
-      variables: how variables lie that earlier programs have fixed, by handle node; None: all lie whole, whatever the
-        scopes say, because this run cannot hold them split.
+      variables: how variables lie that earlier programs have fixed, by handle node.
       marked: captures the program with its gradients marked; None: it cannot.
+      movable: variables may be brought to lie otherwise before the program runs.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -90,6 +92,7 @@ def compile_program(
     number, context.programs = context.programs, context.programs + 1
     clock = _Clock(context)
     settings = _settings(program, context, variables)
+    lying = settings.split.tiles
     captured, program = program, normalise(program, settings)
     clock.lap("normalise")
 
@@ -105,7 +108,11 @@ def compile_program(
     compare_programs(program, local, number, context)
     clock.lap("fingerprint")
     if context.dry is None:
+        if movable and context.auto is None:  # the search is about programs without stages, too
+            settings = settings.but(split__tiles=tiles_that_fit(program, settings))
         program, settings = _spread(program, settings, context, number, again, options)
+        if movable:
+            settings = settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
         clock.lap("choose")
     plan = agreed_plan(program, number, context, settings)
     clock.lap("plan")
@@ -180,9 +187,9 @@ class _Clock:
         self._start_ns = now_ns
 
 
-def _settings(program: Program, context: Context, variables: Mapping[str, Tiles] | None) -> PlanSettings:
+def _settings(program: Program, context: Context, variables: Mapping[str, Tiles]) -> PlanSettings:
     """How the program is to be planned."""
-    found = settings_of(context).but(split__tiles=variables or {}, split__at_rest=variables is not None)
+    found = settings_of(context).but(split__tiles=variables)
     # A step that is traced while a pipeline is entered belongs to it as well.
     return found.but(time__micro_batches=one_number(context, all_paths(program).union(context.scopes[-1:])))
 

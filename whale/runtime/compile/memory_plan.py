@@ -167,12 +167,12 @@ def options_text(
 def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> list[_Option]:
     """What may take less than ``settings``."""
     found = []
-    if settings.size > 1 and settings.split.at_rest:
+    if settings.size > 1:
         levels = (level for level in (1, 3) if level > settings.zero.level)
         found += [_Option(f"zero.level={level}", {"zero__level": level}) for level in levels]
     if recomputes and settings.memory.recompute != "auto":
         found.append(_Option("gradient_checkpoint.type=auto", {"memory__recompute": "auto"}))
-    if beside_host and settings.split.at_rest:
+    if beside_host:
         levels_above = {"": ("optimizer", "v0"), "optimizer": ("v0",)}.get(settings.memory.offload, ())
         found += [_Option(f"offload.level={level}", {"memory__offload": level}) for level in levels_above]
     count = max(2, 2 * settings.time.micro_batches)

@@ -17,7 +17,7 @@ from whale.runtime.run.context import Context
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.ranks_graph import RanksGraph, Run
 from whale.runtime.session.saving import without
-from whale.runtime.session.variables import SessionVariables
+from whale.runtime.session.variables import SessionVariables, used_names
 
 
 class OneRank:
@@ -39,6 +39,7 @@ class OneRank:
         self._context, self._captures, self._variables = context, captures, variables
         self._graph, self._lock = graph, lock
         self._runs: dict[Hashable, Run] = {}
+        self._used: dict[Hashable, list[str]] = {}
 
     def forget(self) -> None:
         """Has runs made again: variables lie in another memory now."""
@@ -72,6 +73,20 @@ class OneRank:
         comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
         return values
 
+    def used(
+        self,
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        written: frozenset[str],
+    ) -> list[str]:
+        """The names of the variables that a run uses of which operations have ``written``."""
+        key = ("used", run_key([], wanted, feeds), written)
+        with self._lock:
+            if key not in self._used:
+                captured = self._captures.capture(wanted, {t: v.shape for t, v in feeds.items()})
+                self._used[key] = used_names(without(captured.program, written))
+            return self._used[key]
+
     def run(
         self,
         fetches: Sequence[Any],
@@ -88,11 +103,11 @@ class OneRank:
                 if key not in self._runs:
                     captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
                     program = compile_alone(without(captured.program, written), self._context)
-                    self._variables.refuse_alone(program)
                     on_host = self._variables.on_host
                     inputs, fed = captured.inputs, captured.fed
                     run = self._graph.run_of([program], "whale_alone", inputs, fed, alone=True, on_host=on_host)
-                    self._runs[key] = run
+                    self._runs[key], self._used[key] = run, used_names(program)
+                self._variables.refuse_alone(self._used[key])
             return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 
 

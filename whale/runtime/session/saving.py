@@ -20,7 +20,7 @@ from whale.ir.program import Program, prune
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.variables import SessionVariables
-from whale.runtime.variables.checkpoint_regions import regions_of, spec_of
+from whale.runtime.variables.checkpoint_regions import regions_of, slice_spec, spec_of
 
 # Name in the checkpoint, slice, and what reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
@@ -58,8 +58,8 @@ def write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nda
     shares: list[list[_Part]] = [[] for _ in range(held.context.size)]
     for key, spec, tensor in zip(keys, specs, save.inputs[3:]):
         name = _variable(tensor)
-        if name is not None and held.is_apart(name) and not spec:
-            for rank, part in _parts(key, name, held):
+        if name is not None and held.is_apart(name):
+            for rank, part in _parts(key, spec, name, held):
                 shares[rank].append(part)
         elif name is not None:
             shares[0].append((key, spec, partial(held.read, name, 0, tensor.dtype)))
@@ -112,29 +112,50 @@ def _together(when: str, act: Callable[[], None], path: str, context: Context) -
         )
 
 
-def _parts(key: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
-    """(rank, what it writes) of a variable that lies split, or waits for its value: that is computed, and not kept."""
+def _parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
+    """(rank, what it writes) of a variable that lies split or elsewhere than on the first rank, or waits for its value:
+    that is computed, and not kept.
+
+    Args:
+      spec: the slice of what the checkpoint calls ``key`` that the variable is; "": all of it.
+    """
     initial = held.held(name)
     if initial is not None:
         size, shape = held.context.size, initial.shape
         if not initial.is_divisible or not shape or shape[0] < size:
-            return [(0, (key, "", initial.whole))]
+            return [(0, (key, spec, initial.whole))]
         even = one_axis(split(0, even_sizes(shape[0], size)))
 
         def made(place: int) -> tf.Tensor:
             return initial.part(even, place).read_value()
 
-        return [(p.place, (key, spec_of(p, shape), partial(made, p.place))) for p in regions_of(even, shape)]
-    tiles, held_type = held.layout(name)
+        return [(p.place, (key, _within(spec, p, shape), partial(made, p.place))) for p in regions_of(even, shape)]
+    lying, held_type = held.lying(name), held.type_of(name)
+    dtype = tf.as_dtype(held_type.dtype)
+
+    def part_of(rank: int) -> np.ndarray:
+        return held.read(name, held.context.ranks.index(rank), dtype)
+
+    if lying.tiles is None:
+        holder = min(lying.ranks)
+        return [(holder, (key, spec, partial(part_of, holder)))]
     shape = tuple(n or 0 for n in held_type.shape or ())
 
     def read(region: Region) -> np.ndarray:
-        position = held.context.ranks.index(held.holder(name, region.place))
-        part = held.read(name, position, tf.as_dtype(held_type.dtype))
+        part = part_of(lying.order[region.place])
         return part[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))]
 
-    regions = regions_of(tiles, shape)
-    return [(held.holder(name, p.place), (key, spec_of(p, shape), partial(read, p))) for p in regions]
+    regions = regions_of(lying.tiles, shape)
+    return [(lying.order[p.place], (key, _within(spec, p, shape), partial(read, p))) for p in regions]
+
+
+def _within(spec: str, region: Region, shape: tuple[int, ...]) -> str:
+    """The slice that a region of a variable is, which itself may be a slice."""
+    if not spec:
+        return spec_of(region, shape)
+    *whole, slices = spec.split(" ")
+    begins = [0 if of_one == "-" else int(of_one.partition(",")[0]) for of_one in slices.split(":")]
+    return slice_spec(tuple(map(int, whole)), [b + o for b, o in zip(begins, region.begin)], region.size)
 
 
 def _variable(tensor: tf.Tensor) -> str | None:

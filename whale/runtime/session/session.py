@@ -35,10 +35,9 @@ from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
 from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts
 from whale.runtime.session.scaled import ScaledLosses
-from whale.runtime.session.session_stage_variables import Present
 from whale.runtime.session.sources import Sources
-from whale.runtime.session.variables import Layout, SessionVariables, Waiting
-from whale.runtime.variables.stage_variables import Use
+from whale.runtime.session.variables import Layout, SessionVariables
+from whale.runtime.session.waiting import Waiting
 
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
@@ -88,15 +87,12 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._scaled = ScaledLosses(fed_scale_of(self._whale), self._captures)
         self._capture_only = False
-        self._present = Present(self._whale.size)
         graph = self._ranks_graph
         self._variables = SessionVariables(self._whale, graph)
         self._one_rank = OneRank(self._whale, self._captures, self._variables, graph, self._lock)
         self._sources = Sources(self._whale, self._captures, self._one_rank, self._lock)
         self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
-        self._uses: dict[Hashable, dict[str, Use]] = {}
-        self._refreshes = 0
 
     def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
         """The plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
@@ -192,6 +188,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if saves := self._behind([*fetch_list, *target_list], feeds, SAVES):
             written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
             # One rank writes the variables that all have whole, and nobody goes on before the file is there.
+            self._variables.bring_whole(self._one_rank.used([*fetch_list, *target_list], feeds, written))
             return [v[()] for v in self._one_rank.first_ranks(fetch_list, feeds, options, target_list, written)]
         batches = batches_of(self._whale, self.graph)
         feeds = fed_parts(feeds, batches, self._whale)
@@ -250,7 +247,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             captured = None
             if key not in self._waiting:
                 captured = self._capture(fetches, targets, feeds, local, done)
-                self._waiting[key] = self._variables.waiting_in(captured.program, self.graph)
+                self._waiting[key] = self._variables.waiting_in(captured, self.graph)
             waiting = self._waiting[key]
             paths = waiting.restored_from(feeds)
             if paths is None:
@@ -263,10 +260,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if self._capture_only:
             raise _PlanOnly(self._plans[key].plan)
         try:
-            self._refresh(self._present.stale(self._uses[key]))
             self._settle(key)
             results = self._runs[key](feeds, settings)
-            self._present.after(self._uses[key])
             self._variables.wait(waiting, paths)
             self._scaled.after(results[len(fetches) - len(answers) :])
             return results[: len(fetches) - len(answers)]
@@ -279,18 +274,9 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         moved = self._variables.settle(self._layouts[key])
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
-                del self._layouts[other], self._runs[other], self._plans[other], self._uses[other]
+                del self._layouts[other], self._runs[other], self._plans[other]
         if self._variables.on_host.intersection(moved):
             self._one_rank.forget()
-
-    def _refresh(self, names: Sequence[str]) -> None:
-        """Present values of these variables on every rank."""
-        if names:
-            context = self._whale
-            ranks = self._present.sent(names, context.ranks, context.comm_name, self._refreshes)
-            self._refreshes += 1
-            run = self._ranks_graph.run_of(ranks, "whale_present", (), (), on_host=self._variables.on_host)
-            run({}, (None, None))
 
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
@@ -332,10 +318,9 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
-        compiled = compile_program(program, self._whale, parts, known)
+        compiled = compile_program(program, self._whale, parts, known, movable=True)
         load_ops(compiled.ranks)
-        self._uses[key] = self._present.uses(compiled)
-        self._layouts[key] = self._variables.wanted(compiled, self._uses[key])
+        self._layouts[key] = self._variables.wanted(compiled)
         on_host = {name for name, (_, _, there) in self._layouts[key].items() if there}
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host

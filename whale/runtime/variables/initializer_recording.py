@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,11 +99,19 @@ class Recorded:
         return replace(self.initial, little=little)
 
 
-def record_tensor(made: tf.Tensor) -> Recorded | None:
-    """What a session's graph computes for ``made``; None: it depends on more than constants and seeds."""
+def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> Recorded | None:
+    """What a session's graph computes for ``made``; None: it depends on more than constants and seeds.
+
+    Args:
+      fed: names of tensors that a run gives other values.
+    """
     wanted, waiting = {made.op}, [made.op]
+    if made.name in fed:
+        return None
     while waiting:
         for t in waiting.pop().inputs:
+            if t.name in fed:
+                return None
             if t.op not in wanted:
                 wanted.add(t.op)
                 waiting.append(t.op)

@@ -9,6 +9,7 @@ cuts into parts again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -184,7 +185,9 @@ def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
     """The part number ``place`` of a value, in memory of its own."""
     regions = list(tiles.regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
-        return own_memory(tf.slice(whole, regions[0].begin, regions[0].size))
+        # Not tf.slice: of variables whose handles say no shape, TensorFlow's optimizer takes the first rows for all.
+        begin, size = regions[0].begin, regions[0].size
+        return own_memory(tf.strided_slice(whole, begin, np.add(begin, size)))
     at = coordinates_of(place, tiles.sizes)
     for one, coordinate in zip(tiles.cuts_at(at), at):
         whole = tf.gather(whole, one.indices(coordinate), axis=one.dim)
@@ -201,6 +204,33 @@ def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
         return joined
     order = np.concatenate([placement.indices(i) for i in range(len(placement.sizes))])
     return tf.gather(joined, np.argsort(order), axis=placement.dim)
+
+
+def gathered(part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, comm: tf.Tensor, key: str) -> tf.Tensor:
+    """The whole value on ``rank``, which has ``part``. Collective among the ranks that have all parts between them.
+
+    Args:
+      order: of ranks; those that have the parts between them are next to each other.
+      comm: the communicator's resource; key: begins that of the messages.
+    """
+    position = order.index(rank)
+    at = position % tiles.count
+    group = order[position - at : position - at + tiles.count]
+    step = 1
+    cuts = tiles.cuts_at(coordinates_of(at, tiles.sizes))
+    for i, cut in reversed(list(enumerate(cuts))):  # the last axis runs fastest
+        size = len(cut.sizes)
+        begin = at - at // step % size * step
+        part = whale_ops.ops().whale_all_gather(
+            comm=comm,
+            input=part,
+            key=f"{key}/{group[begin]}/{i}",
+            axis=cut.dim,
+            sizes=[cut.local(c) for c in range(size)],
+            ranks=group[begin : begin + size * step : step],
+        )
+        part, step = _in_order(part, cut), step * size
+    return part
 
 
 def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor:
@@ -220,20 +250,7 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
     key = f"whale/read/{name}@{group[0]}"
     joined = tf.zeros((0,), parts.dtype)
     if part is not None and context.rank in group:
-        joined, at, step = part, group.index(context.rank), 1
-        cuts = tiles.cuts_at(coordinates_of(at, tiles.sizes))
-        for i, cut in reversed(list(enumerate(cuts))):  # the last axis runs fastest
-            size = len(cut.sizes)
-            begin = at - at // step % size * step
-            joined = ops.whale_all_gather(
-                comm=comm,
-                input=joined,
-                key=f"{key}/{group[begin]}/{i}",
-                axis=cut.dim,
-                sizes=[cut.local(c) for c in range(size)],
-                ranks=group[begin : begin + size * step : step],
-            )
-            joined, step = _in_order(joined, cut), step * size
+        joined = gathered(part, tiles, group, context.rank, comm, key)
     if parts.group:  # the other ranks have nothing of it
         (joined,) = ops.whale_broadcast(
             comm=comm, inputs=[joined], key=f"{key}/sent", root=group[0], shapes=[parts.shape], ranks=[]

@@ -163,8 +163,8 @@ def test_variables_keep_the_layout_that_an_earlier_program_gave_them() -> None:
     assert outside.variables == plan.variables
 
 
-def test_where_variables_cannot_lie_split_only_the_computation_is() -> None:
-    plan = planned(scoped(mlp(8, 12, 24, 6)), 2, split__at_rest=False)
+def test_where_variables_are_not_to_lie_split_only_the_computation_is() -> None:
+    plan = planned(scoped(mlp(8, 12, 24, 6)), 2, split__state_only=True)
     assert plan.variables == {} and plan.split_flops_fraction == 1.0
 
 

@@ -1,0 +1,137 @@
+"""Assignments of a session's runs that wait: first values, and values out of checkpoints.
+
+A run that only gives variables their first values, or restores them, says nothing about their layout. What it would
+assign is recorded, and made by the first run that uses the variable: part by part where that run's plan divides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.captured import Captured
+from whale.ir.program import Node, Program, Ref, prune
+from whale.runtime.checkpoint.reading import read_region
+from whale.runtime.session.names import name_of
+from whale.runtime.variables.initializer_recording import Recorded, record_tensor
+from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
+
+_INITIAL = "_whale_initial"  # what ranks compare of an assignment that waits
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A value out of a checkpoint: ``prefix`` is the tensor that names its files."""
+
+    prefix: tf.Tensor
+    key: str
+    shape: tuple[int, ...]
+    dtype: tf.DType
+
+    @property
+    def digest(self) -> str:
+        """What it is known by in the fingerprint of a run."""
+        return self.key
+
+    def initial(self, path: str) -> Initial:
+        """The value in the checkpoint at ``path``, to be read region by region."""
+        reader = partial(read_region, path, self.key, self.shape, self.dtype)
+        return Initial(self.shape, self.dtype.name, {}, (), 0, reader)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Assignments of a run that wait: name of the node -> (name of the variable, what it assigns)."""
+
+    found: Mapping[str, tuple[str, Recorded | Restored]]
+
+    def left_out(self, program: Program) -> Program:
+        """``program`` without them."""
+        nodes = tuple(self._left_out(node) for node in program.nodes)
+        return prune(program.with_nodes(nodes)) if self.found else program
+
+    def _left_out(self, node: Node) -> Node:
+        if node.name not in self.found:
+            return node
+        attrs = {_INITIAL: self.found[node.name][1].digest}
+        return Node(node.name, "NoOp", (), node.controls, attrs, (), node.scope)
+
+    def restored_from(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[tf.Tensor, str] | None:
+        """The paths of the checkpoints that are read, by the tensors that name them; None: a run computes one.
+
+        Raises:
+          tf.errors.OpError: a checkpoint, or a variable in it, is not there.
+        """
+        found: dict[tf.Tensor, str] = {}
+        wanted = [what for _, what in self.found.values() if isinstance(what, Restored)]
+        for prefix in dict.fromkeys(what.prefix for what in wanted):
+            path = _path(prefix, feeds)
+            if path is None:
+                return None
+            found[prefix] = path
+        shapes = {path: _shapes(path) for path in found.values()}
+        for what in wanted:
+            shape = shapes[found[what.prefix]].get(what.key)
+            if shape is None:
+                raise tf.errors.NotFoundError(
+                    None, None, f"Key {what.key} not found in checkpoint {found[what.prefix]}"
+                )
+            if shape != list(what.shape):
+                where = f"{what.key} has shape {shape} in the checkpoint {found[what.prefix]}"
+                raise tf.errors.InvalidArgumentError(None, None, f"{where}, and {list(what.shape)} in the graph")
+        return found
+
+
+def _shapes(path: str) -> dict[str, list[int]]:
+    """Of the variables in a checkpoint. Raises tf.errors.OpError when there is none."""
+    try:
+        found: dict[str, list[int]] = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    except ValueError as error:  # what TensorFlow's Python says of a path without files
+        raise tf.errors.NotFoundError(None, None, str(error)) from error
+    return found
+
+
+def waiting_in(captured: Captured, graph: tf.Graph) -> Waiting:
+    """The assignments of a captured run of ``graph`` that may wait: of what does not depend on values that are fed."""
+    program, fed = captured.program, frozenset(captured.fed)
+    found: dict[str, tuple[str, Recorded | Restored]] = {}
+    for variable in program.variables:
+        handle = program.by_name[variable.node]
+        users = [n for n, _ in program.consumers.get(Ref(variable.node), ()) if n.op != "VarIsInitializedOp"]
+        shape = variable.type.shape
+        if len(users) != 1 or users[0].op != "AssignVariableOp" or shape is None or None in shape:
+            continue
+        value = graph.get_operation_by_name(users[0].name).inputs[1]
+        if value.dtype.name != variable.type.dtype or not value.shape.is_compatible_with(shape):
+            continue
+        what: Recorded | Restored | None = _restored(value, fed, tuple(n for n in shape if n is not None))
+        if what is None and variable.type.bytes > LITTLE_BYTES and value.shape == tf.TensorShape(shape):
+            what = record_tensor(value, fed)
+        if what is not None:
+            found[users[0].name] = name_of(handle), what
+    return Waiting(found)
+
+
+def _restored(value: tf.Tensor, fed: Collection[str], shape: tuple[int, ...]) -> Restored | None:
+    while value.name not in fed and value.op.type == "Identity":
+        value = value.op.inputs[0]
+    if value.name in fed or value.op.type != "RestoreV2":
+        return None
+    keys, specs = (tf.get_static_value(t) for t in value.op.inputs[1:])
+    if keys is None or specs is None or specs[value.value_index]:
+        return None
+    return Restored(value.op.inputs[0], keys[value.value_index].decode(), shape, value.dtype)
+
+
+def _path(prefix: tf.Tensor, feeds: Mapping[tf.Tensor, np.ndarray]) -> str | None:
+    while prefix not in feeds and prefix.op.type in ("Identity", "PlaceholderWithDefault"):
+        prefix = prefix.op.inputs[0]
+    value = feeds[prefix] if prefix in feeds else tf.get_static_value(prefix)
+    if value is None or np.shape(value):
+        return None
+    item = np.asarray(value).item()
+    return item.decode() if isinstance(item, bytes) else str(item)
