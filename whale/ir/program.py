@@ -269,6 +269,22 @@ def waited_for(program: Program, names: Iterable[str]) -> set[str]:
     return found
 
 
+def without(program: Program, done: Collection[str], and_before: bool = False) -> Program:
+    """``program`` without what the nodes of these names do; they stay.
+
+    Args:
+      and_before: nor what runs before them, if nothing else needs it.
+    """
+    if not done:
+        return program
+
+    def idle(node: Node) -> Node:
+        return replace(node, op="NoOp", inputs=(), attrs={}, controls=() if and_before else node.controls)
+
+    nodes = [idle(node) if node.name in done else node for node in program.nodes]
+    return prune(program.with_nodes(tuple(nodes)))
+
+
 def prune(program: Program) -> Program:
     """Only the nodes that the outputs and effects need (program inputs stay), and the functions these call."""
     needed = waited_for(program, [*(r.node for r in program.outputs), *program.effects])

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from whale.errors import ProgramError
 
 Start = Callable[..., None]
 v1 = tf.compat.v1
@@ -131,3 +132,32 @@ def test_a_value_that_is_loaded_is_the_variables(ranks: Start, how: dict[str, An
             net.u.load(np.full(net.u.shape, 0.1), session)
             np.testing.assert_array_equal(session.run(net.u), np.full(net.u.shape, 0.1))
             net.trained(session)
+
+
+@pytest.mark.parametrize("how", [{}, ZERO_1], ids=["whole", "zero 1"])
+def test_a_run_that_trains_and_saves_trains_on_every_rank(ranks: Start, tmp_path: Path, how: dict[str, Any]) -> None:
+    """What is saved waits for the training; it ran on the first rank alone once, as what saves does."""
+
+    def trained(session: Callable[..., Any], path: str) -> list[Any]:
+        net = Net()
+        names = [v.op.name for v in net.variables]
+        with net.graph.as_default(), tf.control_dependencies([net.train]):
+            values = [v.read_value() for v in net.variables]
+            save = tf.raw_ops.SaveV2(
+                prefix=tf.constant(path), tensor_names=names, shape_and_slices=[""] * len(names), tensors=values
+            )
+        with net.graph.as_default(), tf.control_dependencies([save]):
+            late = v1.assign(net.variables[0], 0 * net.variables[0])
+        with session(graph=net.graph) as running:
+            running.run(net.start)
+            losses = [running.run([net.loss, save], net.batch)[0], net.trained(running)]
+            if session is wh.Session:
+                with pytest.raises(ProgramError, match="save in a run of its own"):
+                    running.run(late, net.batch)
+        reader = tf.train.load_checkpoint(path)
+        return losses + [reader.get_tensor(name) for name in names]
+
+    wanted = trained(v1.Session, str(tmp_path / "alone"))
+    ranks(2, **how)
+    for value, other in zip(trained(wh.Session, str(tmp_path / "spread")), wanted, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-10)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from whale.capture.v1 import GraphCapture
+from whale.ir.program import Program, without
 from whale.runtime.compile.compile import compile_alone
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.ranks_graph import RanksGraph, Run
-from whale.runtime.session.saving import without
-from whale.runtime.session.variables import SessionVariables, used_names
+from whale.runtime.session.variables import SessionVariables, changed_names, used_names
 
 
 class OneRank:
@@ -52,21 +52,22 @@ class OneRank:
         options: Any,
         targets: Sequence[Any] | None = None,
         written: frozenset[str] = frozenset(),
+        and_before: bool = False,
     ) -> list[np.ndarray]:
         """The first rank's values on every rank, or its error (an iterator that is at its end).
 
-        Of ``targets``, which write, ``written`` have run.
+        Of ``targets``, which write, ``written`` have run, and what is ``and_before`` them.
         """
         context = self._context
         if not context.between_processes:
-            return self.run(outputs, targets or (), feeds, (options, None), written)
+            return self.run(outputs, targets or (), feeds, (options, None), written, and_before)
         key = f"whale/element/{context.elements}"
         context.elements += 1
         comm = context.comms[0]
         if context.rank > 0:
             return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
         try:
-            values = self.run(outputs, targets or (), feeds, (options, None), written)
+            values = self.run(outputs, targets or (), feeds, (options, None), written, and_before)
         except tf.errors.OpError as error:
             comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
             raise
@@ -77,14 +78,36 @@ class OneRank:
         self,
         wanted: Sequence[Any],
         feeds: Mapping[tf.Tensor, np.ndarray],
-        written: frozenset[str],
+        written: frozenset[str] = frozenset(),
+        and_before: bool = False,
     ) -> list[str]:
-        """The names of the variables that a run uses of which operations have ``written``."""
-        key = ("used", run_key([], wanted, feeds), written)
+        """The names of the variables that a run uses of which operations have ``written`` (see ``without``)."""
+        return self._names("used", used_names, wanted, feeds, written, and_before)
+
+    def changed(
+        self,
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        written: frozenset[str] = frozenset(),
+        and_before: bool = False,
+    ) -> list[str]:
+        """Of these the ones that it changes."""
+        return self._names("changed", changed_names, wanted, feeds, written, and_before)
+
+    def _names(
+        self,
+        what: str,
+        find: Callable[[Program], list[str]],
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        written: frozenset[str],
+        and_before: bool,
+    ) -> list[str]:
+        key = (what, run_key([], wanted, feeds), written)
         with self._lock:
             if key not in self._used:
                 captured = self._captures.capture(wanted, {t: v.shape for t, v in feeds.items()})
-                self._used[key] = used_names(without(captured.program, written))
+                self._used[key] = find(without(captured.program, written, and_before))
             return self._used[key]
 
     def run(
@@ -94,6 +117,7 @@ class OneRank:
         feeds: Mapping[tf.Tensor, np.ndarray],
         settings: tuple[Any, Any],
         written: frozenset[str] = frozenset(),
+        and_before: bool = False,
     ) -> list[np.ndarray]:
         """A run of this process only, in which operations that have ``written`` do nothing more."""
         names = ", ".join(w.name for w in (*fetches, *targets))
@@ -102,7 +126,7 @@ class OneRank:
             with self._lock:
                 if key not in self._runs:
                     captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
-                    program = compile_alone(without(captured.program, written), self._context)
+                    program = compile_alone(without(captured.program, written, and_before), self._context)
                     on_host = self._variables.on_host
                     inputs, fed = captured.inputs, captured.fed
                     run = self._graph.run_of([program], "whale_alone", inputs, fed, alone=True, on_host=on_host)

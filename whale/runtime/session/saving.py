@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,43 +12,127 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, ProgramError
 from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import Region, one_axis
-from whale.ir.program import Program, prune
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
+from whale.runtime.session.one_rank import OneRank
 from whale.runtime.session.variables import SessionVariables
 from whale.runtime.variables.checkpoint_regions import regions_of, slice_spec, spec_of
 
+Feeds = Mapping[tf.Tensor, np.ndarray]
+Settings = tuple[Any, Any]  # options and metadata of Session.run
 # Name in the checkpoint, slice, and what reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
 
 
-def variables_behind(save: tf.Operation) -> list[str]:
+class Saves:
+    """Runs of a session that write checkpoints: on the first rank, but for what others have.
+
+    Args:
+      run_on_all: a run of all ranks, as the session makes it.
+      saves_behind: what writes checkpoints for operations and tensors.
+    """
+
+    def __init__(
+        self,
+        one_rank: OneRank,
+        variables: SessionVariables,
+        run_on_all: Callable[[Sequence[Any], Sequence[Any], Feeds, Settings], list[Any]],
+        saves_behind: Callable[[Sequence[Any], Feeds], Sequence[tf.Operation]],
+    ) -> None:
+        self._one_rank, self._variables = one_rank, variables
+        self._run_on_all, self._behind = run_on_all, saves_behind
+
+    def run(
+        self,
+        saves: Sequence[tf.Operation],
+        fetches: Sequence[tf.Tensor],
+        targets: Sequence[tf.Operation],
+        feeds: Feeds,
+        settings: Settings,
+    ) -> list[Any]:
+        """What is fetched, once the files are there; nobody goes on before. Collective between processes.
+
+        What changes variables runs on all ranks, with the values that are then to be written.
+
+        Raises:
+          ProgramError: what changes variables waits for a checkpoint.
+          CheckpointError: a rank could not write; on every rank.
+        """
+        files, rest = [op for op in saves if op.type == "SaveV2"], [*fetches, *targets]
+        found: dict[tf.Tensor, Any] = {}
+        changes = bool(self._one_rank.changed(rest, feeds))
+        if changes:
+            rest = [w for w in rest if self._behind([w], feeds)]
+            names = frozenset(op.name for op in files)
+            if late := self._one_rank.changed(rest, feeds, names, changes):
+                raise ProgramError(
+                    "a run changes variables after it has written a checkpoint",
+                    op=late[0],
+                    given="an operation that waits for one that saves",
+                    expected="changes before the checkpoint, or in another run",
+                    action="save in a run of its own, and run the operation after it",
+                )
+            found = self._before(files, rest, fetches, targets, feeds, settings)
+        done = self._write(files, found, feeds, settings[0])
+        self._variables.bring_whole(self._one_rank.used(rest, feeds, done, changes))
+        last = [t for t in fetches if t not in found]
+        wait = [op for op in targets if op in rest]
+        values = self._one_rank.first_ranks(last, feeds, settings[0], wait, done, changes)
+        found |= dict(zip(last, (v[()] for v in values)))
+        return [found[t] for t in fetches]
+
+    def _before(
+        self,
+        files: Sequence[tf.Operation],
+        rest: Sequence[Any],
+        fetches: Sequence[tf.Tensor],
+        targets: Sequence[tf.Operation],
+        feeds: Feeds,
+        settings: Settings,
+    ) -> dict[tf.Tensor, Any]:
+        """Runs all but the ``rest`` that waits for a checkpoint. Returns its values, and those to be written."""
+        tensors = dict.fromkeys(t for t in fetches if t not in rest)
+        tensors.update(dict.fromkeys(t for save in files for t in (save.inputs[0], *save.inputs[3:])))
+        first = dict.fromkeys(op for op in targets if op not in rest)
+        first.update((op, None) for save in files for op in save.control_inputs if not self._behind([op], feeds))
+        return dict(zip(tensors, self._run_on_all(list(tensors), list(first), feeds, settings)))
+
+    def _write(
+        self, files: Sequence[tf.Operation], found: Mapping[tf.Tensor, Any], feeds: Feeds, options: Any
+    ) -> frozenset[str]:
+        """Writes what the first rank alone cannot, or what was ``found``. Returns the names of what is done then."""
+        done = set()
+        for op in files:
+            values, (prefix, *others) = found, _computed_by(op)
+            if not found:
+                if not any(map(self._variables.is_apart, _variables_behind(op))):
+                    continue
+                values = {prefix: self._one_rank.first_ranks([prefix], feeds, options, ())[0]}
+                values |= dict(zip(others, self._run_on_all(others, [], feeds, (options, None)) if others else ()))
+            _write_parts(op, tf.compat.as_str(np.asarray(values[prefix]).item()), values, self._variables)
+            done.add(op.name)
+        return frozenset(done)
+
+
+def _variables_behind(save: tf.Operation) -> list[str]:
     """The names of the variables that a SaveV2 writes."""
     return [name for name in map(_variable, save.inputs[3:]) if name is not None]
 
 
-def computed_by(save: tf.Operation) -> list[tf.Tensor]:
+def _computed_by(save: tf.Operation) -> list[tf.Tensor]:
     """The tensor that names its files, and what it writes that is no variable's value."""
     return [save.inputs[0], *(t for t in save.inputs[3:] if _variable(t) is None)]
 
 
-def without(program: Program, done: Collection[str]) -> Program:
-    """``program`` without what these operations do."""
-    if not done:
-        return program
-    nodes = [replace(n, op="NoOp", inputs=(), attrs={}) if n.name in done else n for n in program.nodes]
-    return prune(program.with_nodes(tuple(nodes)))
-
-
-def write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
+def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
     """Does what a SaveV2 does, each rank with what it has. Collective between processes.
 
     Args:
       path: of the files.
-      values: of what is no variable's value.
+      values: of what is no variable's value, and of variables of which it is not the present value that is written.
 
     Raises:
       CheckpointError: a rank could not write; on every rank.
@@ -57,7 +140,7 @@ def write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nda
     keys, specs = ([text.decode() for text in tf.get_static_value(t)] for t in save.inputs[1:3])
     shares: list[list[_Part]] = [[] for _ in range(held.context.size)]
     for key, spec, tensor in zip(keys, specs, save.inputs[3:]):
-        name = _variable(tensor)
+        name = None if tensor in values else _variable(tensor)
         if name is not None and held.is_apart(name):
             for rank, part in _parts(key, spec, name, held):
                 shares[rank].append(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from whale.capture.retype import is_loose, retype
 from whale.capture.v1 import BEGINS, SAVES, GraphCapture
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
+from whale.ir.program import without
 from whale.lowering.functions import load_ops
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.specialise import specialise
@@ -33,7 +35,7 @@ from whale.runtime.session.batches import batches_of, fed_parts, fed_rows, refus
 from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
-from whale.runtime.session.saving import computed_by, variables_behind, without, write_parts
+from whale.runtime.session.saving import Saves
 from whale.runtime.session.scaled import ScaledLosses
 from whale.runtime.session.sources import Sources
 from whale.runtime.session.variables import Layout, SessionVariables
@@ -91,6 +93,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._variables = SessionVariables(self._whale, graph)
         self._one_rank = OneRank(self._whale, self._captures, self._variables, graph, self._lock)
         self._sources = Sources(self._whale, self._captures, self._one_rank, self._lock)
+        self._saves = Saves(self._one_rank, self._variables, self._run_on_all, partial(self._behind, ops=SAVES))
         self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
 
@@ -186,10 +189,18 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._one_rank.run([], target_list, feeds, settings)
         if saves := self._behind([*fetch_list, *target_list], feeds, SAVES):
-            written = self._save_parts([op for op in saves if op.type == "SaveV2"], feeds, options)
-            # One rank writes the variables that all have whole, and nobody goes on before the file is there.
-            self._variables.bring_whole(self._one_rank.used([*fetch_list, *target_list], feeds, written))
-            return [v[()] for v in self._one_rank.first_ranks(fetch_list, feeds, options, target_list, written)]
+            return self._saves.run(saves, fetch_list, target_list, feeds, settings)
+        return self._run_on_all(fetch_list, target_list, feeds, settings)
+
+    def _run_on_all(
+        self,
+        fetch_list: Sequence[Any],
+        target_list: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+    ) -> list[Any]:
+        """A run of all ranks, with what brings data in for it."""
+        options = settings[0]
         batches = batches_of(self._whale, self.graph)
         feeds = fed_parts(feeds, batches, self._whale)
         begun = self._begin_datasets([*fetch_list, *target_list], feeds, options)
@@ -215,18 +226,6 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if begins := self._behind(wanted, feeds, BEGINS):
             self._one_rank.run([], begins, feeds, (options, None))
         return {op.name for op in begins}
-
-    def _save_parts(
-        self, saves: Sequence[tf.Operation], feeds: Mapping[tf.Tensor, np.ndarray], options: Any
-    ) -> frozenset[str]:
-        """Writes what these operations would, each rank what it has. Returns the names of those that are done."""
-        done = [op for op in saves if any(self._variables.is_apart(name) for name in variables_behind(op))]
-        for op in done:
-            prefix, *others = computed_by(op)
-            path = self._one_rank.first_ranks([prefix], feeds, options, ())[0].item()
-            values = dict(zip(others, self._run_spread(others, [], feeds, (), (options, None))))
-            write_parts(op, tf.compat.as_str(path), values, self._variables)
-        return frozenset(op.name for op in done)
 
     def _run_spread(
         self,

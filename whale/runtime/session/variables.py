@@ -15,6 +15,7 @@ from whale.capture.captured import Captured
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import ProgramError
 from whale.ir.mesh import Tiles
+from whale.ir.ops import READS
 from whale.ir.program import Program, Ref, Variable
 from whale.ir.values import TensorType, numpy_dtype
 from whale.runtime.compile.compile import Compiled
@@ -40,6 +41,12 @@ def _is_used(program: Program, variable: Variable) -> bool:
 def used_names(program: Program) -> list[str]:
     """The names of the variables that a run reads or writes."""
     return [name_of(program.by_name[v.node]) for v in program.variables if _is_used(program, v)]
+
+
+def changed_names(program: Program) -> list[str]:
+    """The names of the variables that a run writes, or hands to something that may."""
+    of_variable = ((v, program.consumers.get(Ref(v.node), ())) for v in program.variables)
+    return [name_of(program.by_name[v.node]) for v, users in of_variable if any(n.op not in READS for n, _ in users)]
 
 
 def _unseeded(seed: int, variable: int, number: int) -> tuple[int, int]:
