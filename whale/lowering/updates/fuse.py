@@ -10,6 +10,7 @@ from whale.ir.program import Node, Program, Ref, rewired
 from whale.ir.values import DType, Shape, in_groups, static_shape
 from whale.lowering.updates.accesses import accesses
 from whale.lowering.updates.arithmetic import Arithmetic, arithmetic
+from whale.lowering.updates.in_place import in_place
 from whale.lowering.updates.scalars import share_scalars
 from whale.lowering.updates.units import Unit, find_units, is_scalar
 
@@ -27,7 +28,11 @@ class _Part:
 
 
 def fuse_updates(program: Program) -> Program:
-    """``program`` of one rank with the updates of its own graph in as few operations as may be."""
+    """``program`` of one rank with the updates of its own graph in as few operations as may be, in place if large."""
+    return in_place(_fused(program), UPDATE)
+
+
+def _fused(program: Program) -> Program:
     found = accesses(program)
     units = find_units(program, found)
     if not units:

@@ -1,0 +1,74 @@
+"""Large variables are updated in place: whoever reads their old value is waited for.
+
+A kernel that updates a variable whose value somebody still holds writes to memory of its own: a copy of a weight, for
+as long as the gradient of what came before it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.ops import ALIASES, UPDATES
+from whale.ir.program import Node, Program, topological
+
+LARGE_BYTES = 1 << 20
+
+
+def in_place(program: Program, fused: str) -> Program:
+    """``program`` of one rank whose updates of large variables come after all that reads what these held.
+
+    What needs an update's result may read the old value, too; it cannot be waited for.
+
+    Args:
+      fused: the op that updates several variables.
+    """
+    kinds = UPDATES | {fused}
+    large = {v.node for v in program.variables if v.type.bytes >= LARGE_BYTES}
+    updates = [n for n in program.nodes if n.op in kinds and any(ref.node in large for ref in n.inputs)]
+    if not updates:
+        return program
+    read = _readers(program, large)
+    order = _updates_late(program, {node.name for node in updates})
+    place = {node.name: i for i, node in enumerate(order)}
+    nodes = {node.name: node for node in order}
+    for node in updates:
+        waits = {ref.node for ref in node.inputs}.union(node.controls)
+        before = dict.fromkeys(r for ref in node.inputs for r in read.get(ref.node, ()) if r not in waits)
+        ahead = [name for name in before if place[name] < place[node.name]]
+        nodes[node.name] = replace(node, controls=(*node.controls, *ahead))
+    return program.with_nodes(topological(nodes))
+
+
+def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
+    """Variable -> the nodes that compute with its value, in the order of the program."""
+    of: dict[str, str] = {}  # node whose output is a variable's value -> the variable
+    found: dict[str, list[str]] = {}
+    for node in program.nodes:
+        variables = dict.fromkeys(of[ref.node] for ref in node.inputs if ref.node in of)
+        if node.op == "ReadVariableOp" and node.inputs and node.inputs[0].node in large:
+            of[node.name] = node.inputs[0].node
+        elif node.op in ALIASES and len(variables) == 1 and node.inputs[0].node in of:
+            of[node.name] = of[node.inputs[0].node]
+        for variable in variables:
+            found.setdefault(variable, []).append(node.name)
+    return found
+
+
+def _updates_late(program: Program, updates: set[str]) -> list[Node]:
+    """The nodes in an order in which each update comes after all that need not come after an update."""
+    waits_for = {n.name: len({*(r.node for r in n.inputs), *n.controls}) for n in program.nodes}
+    after: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        for name in dict.fromkeys([*(r.node for r in node.inputs), *node.controls]):
+            after.setdefault(name, []).append(node)
+    ready = [node for node in program.nodes if not waits_for[node.name]]  # an update waits for its variable's handle
+    late: list[Node] = []
+    order: list[Node] = []
+    while ready or late:
+        node = ready.pop() if ready else late.pop(0)
+        order.append(node)
+        for other in after.get(node.name, ()):
+            waits_for[other.name] -= 1
+            if not waits_for[other.name]:
+                (late if other.name in updates else ready).append(other)
+    return order
