@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.combinations.features import BY_NAME, Feature
+from tests.combinations.features import BY_NAME, RANKS, Feature
+from tests.combinations.own_rows import bring_own_rows
+from tests.combinations.program import ROWS
 from tests.combinations.run import outcome
 
 SAMPLE = [
@@ -55,11 +57,21 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
         (("second tensor axis", "gpipe"), (6, 2, 4, 4, 4, 4, 2, 6)),  # no micro-batch has rows in this proportion
         (("tensor", "micro-batches"), (29, 1, 1, 1)),
         (("second tensor axis", "micro-batches"), (16, 0, 16, 0, 0, 0, 0, 0)),
+        # Ranks without rows have no readers of what they send to others, in the second of two stages and the last.
+        (("interleaved", "second tensor axis", "micro-batches"), (0, 0, 0, 32, 32, 0, 0, 0)),
+        (("2 stages", "second tensor axis", "zb-h1"), (0, 0, 0, 32, 32, 0, 0, 0)),
     ],
 )
 def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int, ...]) -> None:
     asked = Feature("shares", config={"replica.shares": shares})
     kind, what = outcome([*(BY_NAME[name] for name in names), asked])
+    assert kind == "equal", what
+
+
+@pytest.mark.parametrize("names", [("sequence", "zb-h1"), ("lstm", "gpipe"), ("second tensor axis", "micro-batches")])
+def test_ranks_bring_their_rows_of_micro_batches(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_own_rows(monkeypatch, (ROWS // RANKS,) * RANKS)
+    kind, what = outcome([BY_NAME[name] for name in names])
     assert kind == "equal", what
 
 

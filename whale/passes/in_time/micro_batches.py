@@ -21,7 +21,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, split
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
 from whale.ir.ops import COLLECTIVES, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
@@ -155,7 +155,7 @@ def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
             known.add(node.name)
         dim, runs = node.attrs.get(RUNS, (0, 0))
         if node.op in COLLECTIVES and runs == micro_batches and all(r.node in known for r in node.inputs[1:]):
-            cut = split(dim, (1,) * runs)
+            cut = split(dim, even_sizes(static_shape(node.outputs[0])[dim], runs))
             operands, results = (cut,) * len(node.inputs[1:]), (cut,) * len(node.outputs)
             found[node.name] = Strategy((B, *operands), results, "no rows")
     return found
@@ -368,8 +368,8 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
                 "the rows of a micro-batch would be brought together at the border of a scope that divides otherwise",
                 op=f"{wants.name} ({wants.op})",
                 given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
-                expected="a wh.split scope around the whole model and its loss, or none",
-                action="put wh.split around the rest of the forward pass too, or set pipeline.num_micro_batch=1",
+                expected="rows in multiples of the micro-batches, a wh.split scope around the whole model, or none",
+                action="change the rows of a batch or of a rank, or pipeline.num_micro_batch",
             )
 
 

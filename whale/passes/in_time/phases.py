@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.ops import COLLECTIVES
@@ -20,7 +21,7 @@ def kinds(
     each: Collection[str],
     stages: Mapping[str, int],
     weights_apart: bool,
-    agreed: Collection[str] = (),
+    agreed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """F, B or W for each node of a micro-batch.
 
@@ -29,7 +30,7 @@ def kinds(
       each: the nodes that are computed for each micro-batch.
       stages: number of each stage in the order of the data.
       weights_apart: tell W from B.
-      agreed: nodes that are in the forward pass of other ranks, which may exchange something in it.
+      agreed: F, B or W of nodes on other ranks, which may exchange something there that nobody reads here.
 
     Raises:
       PlanError: stages wait for each other in a way that no schedule has.
@@ -41,8 +42,9 @@ def kinds(
         for ref in node.inputs:
             if ref.node in back or (ref.node in each and _is_before(at, node.name, ref.node)):
                 back.add(node.name)
-    forward = {name for name in (*(r.node for r in program.outputs), *agreed) if name in each and name not in back}
-    sent_back: set[str] = set()
+    begun = [*(r.node for r in program.outputs), *(name for name, kind in agreed.items() if kind == "F")]
+    forward = {name for name in begun if name in each and name not in back}
+    sent_back = {name for name, kind in agreed.items() if kind == "B"}
     for node in reversed(mine):
         for ref in node.inputs:
             if ref.node not in each:
@@ -117,7 +119,7 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
     Args:
       agreed: stages of nodes on other ranks: one without rows reads nothing of what it sends to them.
     """
-    first = {name: stage for name, stage in agreed.items() if stage}  # node -> the first of the stages that read it
+    first = dict(agreed)  # node -> the first of the stages that read it
     moved: dict[str, Node] = {}
     for node in reversed(program.nodes):
         stage = stage_of(node.scope)
@@ -189,7 +191,7 @@ def phases_of_rank(
         known = [found[name] for name in readers.get(node.name, ()) if name in found]
         if node.name not in found and known:
             found[node.name] = min(known)
-        elif node.name not in found and kind.get(node.name, "F") != "F":
+        elif node.name not in found and node.op == "WhaleRecv" and kind.get(node.name, "F") != "F":
             found[node.name] = number["B0"]  # received from a backward pass, and read after the last micro-batch
     for node in mine:
         before = [found[r.node] for r in node.inputs if r.node in found]

@@ -15,7 +15,9 @@ ROWS = "_rows"  # attribute of sends and receives between stages whose tensor ha
 # Attribute of those of tensors that go round the ranks of an axis: the dimension along which they are divided. Until
 # ranks have their programs such a receive also has what is sent in its place as an operand, and lies as that does.
 ROUND = "_round"
-RUNS = "_runs"  # of what moves a tensor seen as (runs, run): the dimension of the runs, and how many they are
+# Of what moves a tensor of which one dimension is seen as two, (runs, run) or (turns, turn): that which is alike on all
+# ranks, and into how many parts it is cut.
+RUNS = "_runs"
 EDGE = "_edge"  # their attribute (number of the sending stage group, of the receiving one)
 
 

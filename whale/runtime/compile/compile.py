@@ -190,8 +190,17 @@ class _Clock:
 def _settings(program: Program, context: Context, variables: Mapping[str, Tiles]) -> PlanSettings:
     """How the program is to be planned."""
     found = settings_of(context).but(split__tiles=variables)
+    return found.but(time__micro_batches=micro_batches_of(program, context))
+
+
+def micro_batches_of(program: Program, context: Context) -> int:
+    """Into how many micro-batches a program cuts each rank's rows.
+
+    Raises:
+      PlanError: it asks for several numbers.
+    """
     # A step that is traced while a pipeline is entered belongs to it as well.
-    return found.but(time__micro_batches=one_number(context, all_paths(program).union(context.scopes[-1:])))
+    return one_number(context, all_paths(program).union(context.scopes[-1:]))
 
 
 def _spread(

@@ -25,7 +25,7 @@ from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.micro import CALL
 from whale.lowering.updates.last import written_early
 from whale.passes.facts.stages import has_stages
-from whale.runtime.compile.compile import Compiled, compile_program
+from whale.runtime.compile.compile import Compiled, compile_program, micro_batches_of
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
@@ -35,6 +35,7 @@ from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import Context, unique
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import refuse_lone_writes, with_equal_replicas
+from whale.runtime.spread.micro_batches import keeps_own_rows
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_tiles import refuse_other_tiles
@@ -124,9 +125,13 @@ def _compiled(
     local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
     parts = tuple(local)
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes. A saved plan of several axes
-    # was made of whole batches, too, whose rows it may divide otherwise than by ranks.
+    # was made of whole batches, too, whose rows it may divide otherwise than by ranks. So may micro-batches.
     staged, saved = has_stages(captured.program), context.saved
-    gathers = bool(local) and (staged or (saved is not None and saved.takes_whole_batches))
+    gathers = bool(local) and (
+        staged
+        or (saved is not None and saved.takes_whole_batches)
+        or not keeps_own_rows(captured.program, local.values(), micro_batches_of(captured.program, context))
+    )
     if gathers:
         local = {}
         context.stages_seen |= staged

@@ -31,7 +31,7 @@ from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.backends import give_to_backend
 from whale.runtime.spread.mesh import lower_mesh, plan_program
-from whale.runtime.spread.micro_batches import in_micro_batches
+from whale.runtime.spread.micro_batches import in_micro_batches, own_rows
 from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups
 
 _MOST_RANKS_SHOWN = 8
@@ -82,7 +82,8 @@ def lower_ranks(
         scores_bytes = settings.memory.scores_bytes * plan.micro_batches  # of the rows of all of them
         lowered = [in_blocks(in_blocks_if_large(p, scores_bytes)) for p in lowered]
         if plan.micro_batches > 1 and not plan.stage_groups:
-            lowered = [in_micro_batches(p, plan, rank, settings) for p, rank in zip(lowered, ranks)]
+            own = own_rows(expanded, plan)
+            lowered = [in_micro_batches(p, plan, rank, settings, own) for p, rank in zip(lowered, ranks)]
         if any(level.inner is not None for level in (plan, *plan.others)):
             keys = [r.key for one in (plan, *plan.others) for level in chain(one) for r in level.reshards]
             order = {key: i for i, key in enumerate(dict.fromkeys(keys))}

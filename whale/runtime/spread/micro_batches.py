@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
 from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.lowering.emit import reshard_name
+from whale.lowering.in_turn import in_turn, rows_in_turn
 from whale.lowering.micro import roll
+from whale.passes.facts.rank_groups import brings_rows_together, named_ranks
 from whale.passes.in_time.micro_batches import EACH, prepared, time_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import axes_with_rows, chain, prefix_of
@@ -48,11 +51,39 @@ def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) 
     return found
 
 
-def in_micro_batches(program: Program, plan: Plan, rank: int, settings: PlanSettings) -> Program:
+def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
+    """Whether the rows that ranks bring themselves can stay there: they need none of others, or have as many each of
+    every micro-batch.
+
+    Args:
+      rows: of every rank, of each input.
+    """
+    if micro_batches == 1 or not brings_rows_together(program):
+        return True
+    return not named_ranks(program) and all(len({*sizes}) == 1 and sizes[0] % micro_batches == 0 for sizes in rows)
+
+
+def own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
+    """Rows of the ranks along each axis, where they bring these themselves, as many each of every micro-batch.
+
+    Args:
+      program: of all ranks.
+    """
+    brought = [b.placement.sizes for b in plan.batch_inputs if b.local and isinstance(b.placement, Split)]
+    if not keeps_own_rows(program, brought, plan.micro_batches):
+        return set()
+    axes = [p.size for p in chain(plan)]
+    return {(sizes[0] * prod(axes[level + 1 :]),) * size for sizes in brought for level, size in enumerate(axes)}
+
+
+def in_micro_batches(
+    program: Program, plan: Plan, rank: int, settings: PlanSettings, own: Collection[tuple[int, ...]]
+) -> Program:
     """What ``rank`` runs, its rows cut into micro-batches that run one after the other.
 
     Args:
       program: what it runs on all its rows.
+      own: see ``own_rows``.
 
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is through.
@@ -60,7 +91,10 @@ def in_micro_batches(program: Program, plan: Plan, rank: int, settings: PlanSett
     rows = batch_rows(program, plan, rank, plan.micro_batches)
     if not plan.batch_inputs:
         return program
-    program = prepared(program)
+    together = in_turn(program, plan.micro_batches, own) if own else program
+    if together is not program:
+        rows = {name: rows_in_turn(cut.extent, plan.micro_batches) for name, cut in rows.items()}
+    program = prepared(together)
     time, regions = time_plan(
         program, plan.micro_batches, rows, settings.batch.local_streams, settings.time.local_statistics
     )

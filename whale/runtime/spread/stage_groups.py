@@ -26,7 +26,7 @@ from whale.runtime.spread.levels import sizes_of, with_sizes
 from whale.runtime.spread.mesh import plan_program
 from whale.runtime.spread.stage_exchanges import connect
 from whale.runtime.spread.stages import Stages
-from whale.runtime.spread.stages_in_time import WholeInTime
+from whale.runtime.spread.stages_in_time import Agreed, WholeInTime
 from whale.runtime.variables.stage_variables import Use
 
 
@@ -222,7 +222,7 @@ def lower_stage_groups(
     if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
         rows = WholeInTime(expanded, Stages(expanded, plan, settings, {}), 0, (), settings).rows
     stages = Stages(expanded, plan, settings, rows)
-    agreed: dict[int, dict[str, str]] = {}  # of each stage group
+    agreed: dict[int, Agreed] = {}  # of each stage group
     parts = {number: stages.part(number) for number in sorted({stages.where(rank)[0] for rank in ranks})}
     programs = []
     for rank in ranks:
@@ -231,8 +231,8 @@ def lower_stage_groups(
         if in_time:
             readers = _first_readers(plan.of(plan.stage_groups[number]))
             if number not in agreed and readers not in ([], [at]):
-                agreed[number] = _agreed_forward([WholeInTime(expanded, stages, number, r, settings) for r in readers])
-            whole = WholeInTime(expanded, stages, number, at, settings, agreed.get(number, {}))
+                agreed[number] = Agreed.of([WholeInTime(expanded, stages, number, r, settings) for r in readers])
+            whole = WholeInTime(expanded, stages, number, at, settings, agreed.get(number, Agreed()))
         mine = rows or (whole.rows if whole else {})
         connected = connect(
             stages, stages.lowered(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
@@ -241,17 +241,8 @@ def lower_stage_groups(
     return programs
 
 
-def _agreed_forward(readers: Sequence[WholeInTime]) -> dict[str, str]:
-    """What some coordinates compute in their forward passes, and the stage that it belongs to."""
-    found: dict[str, str] = {}
-    for one in readers:
-        for name, stage in one.forward.items():
-            found[name] = found.get(name) or stage
-    return found
-
-
 def _first_readers(plan: Plan) -> list[tuple[int, ...]]:
-    """Coordinates along a plan's axes that together read all that some read in their forward passes.
+    """Coordinates along a plan's axes that together read all that some read for each micro-batch.
 
     The first ones alone may have what is fetched; those without rows read nothing of what the others gather.
     """

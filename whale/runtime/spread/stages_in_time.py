@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from whale.errors import PlanError
 from whale.ir.layout import Split, parse_placement, split
@@ -20,7 +20,24 @@ from whale.rules.structure.communication import ROWS
 from whale.runtime.spread.micro_batches import batch_rows
 from whale.runtime.spread.stages import Stages
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What coordinates with rows know of when something is computed: one without rows reads nothing of what it sends.
+
+    Attributes:
+      kinds: of what is computed for each micro-batch, F, B or W (see ``whale.passes.in_time.phases``).
+      stages: the stage that it belongs to.
+    """
+
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    stages: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(coordinates: Sequence[WholeInTime]) -> Agreed:
+        """What some coordinates know together: the earliest kind, and the first ones' stage, of what several have."""
+        kinds = {name: k for kind in "WBF" for one in coordinates for name, k in one.kinds.items() if k == kind}
+        return Agreed(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
 
 
 class WholeInTime:
@@ -28,7 +45,7 @@ class WholeInTime:
 
     Attributes:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
-      forward: what it computes in its forward passes, and the stage that it belongs to.
+      kinds: of what is computed for each micro-batch, F, B or W; stages: the stage that it belongs to.
     """
 
     def __init__(
@@ -38,12 +55,12 @@ class WholeInTime:
         number: int,
         at: tuple[int, ...],
         settings: PlanSettings,
-        agreed: Mapping[str, str] = NOTHING,
+        agreed: Agreed = Agreed(),
     ):
         """
         Args:
           number: of the stage group; at: coordinates in its mesh, () for the first ones.
-          agreed: what other coordinates compute in their forward passes, and the stage that it belongs to.
+          agreed: what other coordinates know.
         """
         plan = self.plan = stages.plan
         levels, mesh = stages.levels(number), stages.meshes[number]
@@ -60,8 +77,8 @@ class WholeInTime:
                 for ref, placement in zip(node.refs(), strategies[node.name].outputs):
                     if isinstance(placement, Split):
                         self.rows[ref] = placement
-        self.kinds = kinds(whole, each, self.numbers, plan.schedule == "zb-h1", agreed)
-        self.forward = {n.name: stage_of(n.scope) for n in whole.nodes if self.kinds.get(n.name) == "F"}
+        self.kinds = kinds(whole, each, self.numbers, plan.schedule == "zb-h1", agreed.kinds)
+        self.stages = {n.name: stage for n in whole.nodes if n.name in each and (stage := stage_of(n.scope))}
 
     def pipelined(self, program: Program, number: int) -> Program:
         """The program of this coordinate's rank in stage group ``number``, rolled up.
@@ -114,7 +131,7 @@ class WholeInTime:
         return ahead(roll(program, time, each, calls, phases), room)
 
     def _prepared(self, program: Program) -> Program:
-        return prepared(in_stages_of_readers(program, self.numbers, self.agreed))
+        return prepared(in_stages_of_readers(program, self.numbers, self.agreed.stages))
 
     def _planned(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
         rows = {**batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
