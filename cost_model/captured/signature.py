@@ -37,5 +37,7 @@ def signature(program: Program, node: Node) -> str:
             attrs.append(f"{key}={value}")
         elif isinstance(value, tuple) and value and all(isinstance(v, int) for v in value):
             attrs.append(f"{key}={','.join(map(str, value))}")
+        elif isinstance(value, tuple) and value and all(isinstance(v, str) for v in value):
+            attrs.append(f"{key}={'; '.join(value)}")
     results = ", ".join(map(str, node.outputs))
     return f"{node.op}({'; '.join(operands)}) -> {results}" + (f" {' '.join(attrs)}" if attrs else "")

@@ -269,6 +269,17 @@ def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
     return Work(flops * (2 if backward else 1), _bytes(inputs), _bytes(node.outputs), 4 * (times or 1))
 
 
+def _fused_update(node: Node, inputs: Inputs) -> Work:
+    """Many variables by one operation: its program once for each element; variables are read and written."""
+    elements = sum(math.prod(shape.dims or ()) for shape in node.attrs["shapes"])
+    each = item_bytes(str(node.attrs["T"]))
+    variables = node.attrs["H"] * elements / len(node.attrs["shapes"])
+    taken = sum(float(one.bytes) for one in inputs if one.dtype != "resource")
+    results = sum(float(one.bytes) for one in node.outputs)
+    flops = sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"])
+    return Work(float(flops * elements), taken + variables * each, variables * each + results, 1)
+
+
 _TABLE: dict[str, Formula] = {
     **dict.fromkeys(_FREE, lambda node, inputs: NONE),
     **dict.fromkeys(_POINTWISE, _pointwise),
@@ -293,6 +304,7 @@ _TABLE: dict[str, Formula] = {
     **dict.fromkeys(("CudnnRNN", "CudnnRNNV3", "CudnnRNNBackprop", "CudnnRNNBackpropV3"), _cudnn_rnn),
     "AddN": _add_n,
     "ScatterNd": _scatter,
+    "WhaleUpdate": _fused_update,
     "StridedSliceGrad": _slice_gradient,
 }
 

@@ -130,6 +130,8 @@ def test_a_programs_own_operations_are_measured(ranks: Start, tmp_path: Path) ->
     programs = rank_programs(planned)
     wanted = measure.distinct(programs)
     assert len(mine & set(wanted)) > 0.8 * len(wanted) > 10
+    (update,) = [o for o in table.operations if o.op == "WhaleUpdate"]  # of all weights of a shape, and their speeds
+    assert update.moved_bytes > 5 * 8 * 24 * 24 and "Mul" in update.signature
     # Both the whole step and the ranks' own were measured; these count where both are known.
     own = next(s for s in table.steps if s.program == fingerprint(programs[0]))
     slower = table.merged((), [msgspec.structs.replace(own, seconds=10 * own.seconds)])

@@ -28,7 +28,8 @@ from whale.errors import ProgramError
 from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
-from whale.lowering.functions import lower_to_function
+from whale.lowering.functions import load_ops, lower_to_function
+from whale.lowering.updates.fuse import UPDATE
 from whale_ops.memory import memory, reset_peak
 
 _tags = itertools.count()
@@ -50,7 +51,9 @@ def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
         for node in program.nodes:
             if node.op == "ReadVariableOp" and node.name not in copied:
                 continue
-            if node.op.startswith("Whale") or node.op in _NOT_ALONE or not _work(program, node).kernels:
+            if node.op in _NOT_ALONE or (node.op.startswith("Whale") and node.op != UPDATE):
+                continue
+            if not _work(program, node).kernels:
                 continue
             found.setdefault(signature(program, node), (program, node))
     return found
@@ -188,6 +191,7 @@ def _operand(
 
 
 def _compiled(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
+    load_ops([program])
     lowered = lower_to_function([program], f"whale_measured_{next(_tags)}")
     context = tf_context.context()
     context.ensure_initialized()

@@ -120,11 +120,11 @@ def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]
       PlanError: it cannot be spread so.
     """
     ranks = _shown(settings)
-    return dict(zip(ranks, _fused(planned_ranks(normalise(captured, settings), settings, ranks), settings)))
+    return dict(zip(ranks, as_run(planned_ranks(normalise(captured, settings), settings, ranks), settings)))
 
 
-def _fused(ranks: list[Program], settings: PlanSettings) -> list[Program]:
-    """Ranks' programs with their updates together, where this is how they run."""
+def as_run(ranks: list[Program], settings: PlanSettings) -> list[Program]:
+    """Ranks' programs as they run, with their updates together where these are fused."""
     return list(map(fuse_updates, ranks)) if settings.fuse_updates else ranks
 
 
@@ -135,7 +135,7 @@ def with_memory(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
     """
     ranks = _shown(settings)
     with no_garbage_collection():
-        lowered = _fused(lower_ranks(program, plan, settings, ranks), settings)
+        lowered = as_run(lower_ranks(program, plan, settings, ranks), settings)
         each = [step_bytes(one, rank, settings.size) for rank, one in zip(ranks, lowered)]
     memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
     return replace(plan, memory=memory, updates=written_together(lowered[0]))

@@ -15,7 +15,7 @@ from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.lower import lower_ranks
+from whale.runtime.spread.lower import as_run, lower_ranks
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def rank_programs(planned: Planned) -> list[Program]:
     """
     program, plan, settings = planned.program, planned.plan, planned.settings
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
-    return [inline(r) for r in lower_ranks(program, plan, settings, range(plan.ranks))]
+    return [inline(r) for r in as_run(lower_ranks(program, plan, settings, range(plan.ranks)), settings)]
 
 
 def predict_plan(
