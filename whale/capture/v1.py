@@ -166,7 +166,7 @@ class GraphCapture:
             effects=[graph.get_operation_by_name(o.name) for o in effects],
             types=typed.better,
         )
-        if any("split_" in node.scope for node in program.nodes):
+        if any(node.scope for node in program.nodes):
             program = self._with_forward_scopes(program)
         if self._mark_gradients:
             program = self._marked(program)
@@ -187,11 +187,11 @@ class GraphCapture:
             self._typed.clear()
 
     def _with_forward_scopes(self, program: Program) -> Program:
-        """Gradients that were built inside of an open scope belong to the scope of what they differentiate."""
+        """Gradients belong to the scope of what they differentiate, wherever they were built."""
         nodes = []
         for node in program.nodes:
             op = self._operation(node.name)
-            forward = None if op is None or not node.scope else op._original_op
+            forward = None if op is None else op._original_op
             if forward is not None and (path := scope_of(forward)):
                 node = replace(node, scope=path)
             nodes.append(node)

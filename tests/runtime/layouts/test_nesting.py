@@ -209,8 +209,12 @@ def test_a_step_equals_one_device(ranks: Start, nest: Any, count: int, config: d
 
 @pytest.mark.parametrize(
     ("nest", "count", "config"),
-    [(usual, 8, {"mesh": "stage=2,data=2,tensor=2"}), (slices_of_a_mesh, 4, {"mesh": "data=2,tensor=2"})],
-    ids=["usual", "slices"],
+    [
+        (usual, 8, {"mesh": "stage=2,data=2,tensor=2"}),
+        (slices_of_a_mesh, 4, {"mesh": "data=2,tensor=2"}),
+        (slices, 8, {}),
+    ],
+    ids=["usual", "slices of a mesh", "slices"],
 )
 def test_a_session_equals_one_device(ranks: Start, nest: Any, count: int, config: dict[str, Any]) -> None:
     wanted = in_session(nest, OneDevice, tf.compat.v1.Session)
