@@ -17,7 +17,7 @@ from whale.runtime.ranks.trace import span
 from whale.runtime.run.context import Context
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.ranks_graph import RanksGraph, Run
-from whale.runtime.session.variables import SessionVariables, changed_names, used_names
+from whale.runtime.session.variables import SessionVariables, used_names
 
 
 class OneRank:
@@ -74,36 +74,16 @@ class OneRank:
         comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
         return values
 
-    def used(
+    def names(
         self,
-        wanted: Sequence[Any],
-        feeds: Mapping[tf.Tensor, np.ndarray],
-        written: frozenset[str] = frozenset(),
-        and_before: bool = False,
-    ) -> list[str]:
-        """The names of the variables that a run uses of which operations have ``written`` (see ``without``)."""
-        return self._names("used", used_names, wanted, feeds, written, and_before)
-
-    def changed(
-        self,
-        wanted: Sequence[Any],
-        feeds: Mapping[tf.Tensor, np.ndarray],
-        written: frozenset[str] = frozenset(),
-        and_before: bool = False,
-    ) -> list[str]:
-        """Of these the ones that it changes."""
-        return self._names("changed", changed_names, wanted, feeds, written, and_before)
-
-    def _names(
-        self,
-        what: str,
         find: Callable[[Program], list[str]],
         wanted: Sequence[Any],
         feeds: Mapping[tf.Tensor, np.ndarray],
-        written: frozenset[str],
-        and_before: bool,
+        written: frozenset[str] = frozenset(),
+        and_before: bool = False,
     ) -> list[str]:
-        key = (what, run_key([], wanted, feeds), written)
+        """Names of variables that ``find`` tells of a run of which operations have ``written`` (see ``without``)."""
+        key = (find, run_key([], wanted, feeds), written)
         with self._lock:
             if key not in self._used:
                 captured = self._captures.capture(wanted, {t: v.shape for t, v in feeds.items()})

@@ -18,7 +18,7 @@ from whale.ir.mesh import Region, one_axis
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.session.one_rank import OneRank
-from whale.runtime.session.variables import SessionVariables
+from whale.runtime.session.variables import SessionVariables, changed_names, used_names
 from whale.runtime.variables.checkpoint_regions import regions_of, slice_spec, spec_of
 
 Feeds = Mapping[tf.Tensor, np.ndarray]
@@ -63,11 +63,11 @@ class Saves:
         """
         files, rest = [op for op in saves if op.type == "SaveV2"], [*fetches, *targets]
         found: dict[tf.Tensor, Any] = {}
-        changes = bool(self._one_rank.changed(rest, feeds))
+        changes = bool(self._one_rank.names(changed_names, rest, feeds))
         if changes:
             rest = [w for w in rest if self._behind([w], feeds)]
             names = frozenset(op.name for op in files)
-            if late := self._one_rank.changed(rest, feeds, names, changes):
+            if late := self._one_rank.names(changed_names, rest, feeds, names, changes):
                 raise ProgramError(
                     "a run changes variables after it has written a checkpoint",
                     op=late[0],
@@ -77,7 +77,7 @@ class Saves:
                 )
             found = self._before(files, rest, fetches, targets, feeds, settings)
         done = self._write(files, found, feeds, settings[0])
-        self._variables.bring_whole(self._one_rank.used(rest, feeds, done, changes))
+        self._variables.bring_whole(self._one_rank.names(used_names, rest, feeds, done, changes))
         last = [t for t in fetches if t not in found]
         wait = [op for op in targets if op in rest]
         values = self._one_rank.first_ranks(last, feeds, settings[0], wait, done, changes)
