@@ -39,7 +39,7 @@ def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
     # A sum of gradients over data for what lies split, one for what lies whole and has no slope over tensors, ...
     sums = [n for n in compiled.ranks[0].nodes if n.op == "WhaleAllReduce" and n.attrs["ranks"] == (0, 2)]
     assert len(sums) <= 2 and sum(len(n.outputs) for n in sums) == 12, sums
-    phases = {rank: phases_of_exchanges(program) for rank, program in enumerate(compiled.ranks)}
+    phases = {rank: phases_of_exchanges(program, stages=True) for rank, program in enumerate(compiled.ranks)}
     refuse_unlike_phases(phases)
     key = next(key for key, (_, names) in phases[5].items() if names != [""])
     phases[5] = {**phases[5], key: ([4, 5], [""])}

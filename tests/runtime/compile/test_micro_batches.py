@@ -300,3 +300,22 @@ def test_an_input_that_is_read_under_a_scope_goes_in_micro_batches_too(ranks: Ca
     for program in compiled.ranks:
         assert not {"Tanh", "MatMul", "TanhGrad"} & {n.op for n in program.nodes}, "the whole batch at once"
         assert any(n.op == "Tanh" for body in program.functions.values() for n in body.nodes)
+
+
+def test_ranks_that_would_wait_for_each_other_around_the_micro_batches_are_refused(ranks: Start) -> None:
+    ranks(4, **{"pipeline.num_micro_batch": 2, "mesh": "data=2,tensor=2"})
+    weights = [tf.Variable(tf.ones((8, 8), tf.float64)) for _ in range(4)]
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            for weight, devices in zip(weights, (None, [0], None)):
+                with wh.split(devices=devices):
+                    x = tf.tanh(x @ weight)
+            loss = tf.reduce_mean(tf.tanh(x @ weights[3]))
+        for weight, slope in zip(weights, tape.gradient(loss, weights)):
+            weight.assign_sub(slope)
+        return loss
+
+    with pytest.raises(PlanError, match=r"(?s)unlike phases of a step.*before its micro-batches"):
+        step(tf.ones((8, 8), tf.float64))

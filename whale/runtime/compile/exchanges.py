@@ -13,9 +13,12 @@ import msgspec
 from whale.errors import PlanError
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
-from whale.ir.program import Program
+from whale.ir.program import Node, Program
+from whale.lowering.micro import CALL
 from whale.runtime.run.context import Context
 
+# Of messages between two ranks that are outside of micro-batches: received before them, or sent after them.
+BEFORE, AFTER = "the main graph, before its micro-batches", "the main graph, after its micro-batches"
 # Key of an exchange -> its ranks, and the functions that it is in.
 Phases = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 
@@ -29,7 +32,7 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
     """
     if plan.micro_batches == 1 and plan.inner is None:
         return
-    found = dict(zip(context.ranks, map(phases_of_exchanges, programs)))
+    found = {rank: phases_of_exchanges(one, bool(plan.stage_groups)) for rank, one in zip(context.ranks, programs)}
     if context.between_processes:
         timeout_s = context.config["check.timeout_s"]
         said = context.comms[0].allgather_bytes(
@@ -41,16 +44,47 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
     refuse_unlike_phases(found)
 
 
-def phases_of_exchanges(program: Program) -> dict[str, tuple[list[int], list[str]]]:
-    """Key of each collective of a rank's program -> its ranks, and the functions that it is in; "" for none."""
+def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], list[str]]]:
+    """Key of each exchange of a rank's program -> its ranks, and the functions that it is in; "" for none.
+
+    Args:
+      stages: whether there are stages. These send in phases of their own, to others.
+    """
     found: dict[str, tuple[list[int], list[str]]] = {}
     for name, graph in (("", program), *program.functions.items()):
         for node in graph.nodes:
-            if node.op in EXCHANGES and node.op not in POINT_TO_POINT:
-                ranks = list(map(int, node.attrs.get("ranks", ())))
+            if node.op in EXCHANGES and not (stages and node.op in POINT_TO_POINT):
+                ranks = (
+                    [int(node.attrs["peer"])] if "peer" in node.attrs else list(map(int, node.attrs.get("ranks", ())))
+                )
                 key = str(node.attrs.get("key", node.name))  # Horovod's is the name
                 found.setdefault(key, (ranks, []))[1].append(name)
+    calls = [node for node in program.nodes if node.op == CALL]
+    for node in (*_behind(program, calls), *_ahead(program, calls)):
+        if node.op in POINT_TO_POINT and not stages:
+            found[str(node.attrs["key"])][1][:] = [AFTER if node.op == "WhaleSend" else BEFORE]
     return found
+
+
+def _behind(program: Program, calls: Sequence[Node]) -> list[Node]:
+    """What is sent behind some calls: it waits for them."""
+    late = {node.name for node in calls}
+    for node in program.nodes:
+        if not late.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
+            late.add(node.name)
+    return [node for node in program.nodes if node.op == "WhaleSend" and node.name in late]
+
+
+def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
+    """What is received before some calls: they wait for it."""
+    stack, early = list(calls), set[str]()
+    while stack:
+        node = stack.pop()
+        for name in (*(r.node for r in node.inputs), *node.controls):
+            if name not in early:
+                early.add(name)
+                stack.append(program.by_name[name])
+    return [node for node in program.nodes if node.op == "WhaleRecv" and node.name in early]
 
 
 def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
@@ -63,14 +97,22 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
             seen.add(key)
             for other in ranks or found:
                 theirs = found[other].get(key, ((), ()))[1]
-                if sorted(names) != sorted(theirs):
-                    raise PlanError(
-                        "ranks would exchange a tensor in unlike phases of a step, and wait for each other",
-                        op=key,
-                        given=f"rank {rank} has it in {_text(names)}, rank {other} in {_text(theirs)}",
-                        expected="the same phase on every rank",
-                        action="set pipeline.num_micro_batch=1, or leave out the axis whose ranks these are",
-                    )
+                if _meet(names, theirs):
+                    continue
+                raise PlanError(
+                    "ranks would exchange a tensor in unlike phases of a step, and wait for each other",
+                    op=key,
+                    given=f"rank {rank} has it in {_text(names)}, rank {other} in {_text(theirs)}",
+                    expected="the same phase on every rank",
+                    action="set pipeline.num_micro_batch=1, or leave out the axis whose ranks these are",
+                )
+
+
+def _meet(names: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether two ranks have an exchange at the same time, or outside of micro-batches where neither waits for both."""
+    if {*names, *theirs} <= {"", BEFORE, AFTER} and names and theirs:
+        return {*names, *theirs} != {BEFORE, AFTER}
+    return sorted(names) == sorted(theirs)
 
 
 def _text(names: Sequence[str]) -> str:
