@@ -312,7 +312,9 @@ def test_ranks_that_would_wait_for_each_other_around_the_micro_batches_are_refus
             for weight, devices in zip(weights, (None, [0], None)):
                 with wh.split(devices=devices):
                     x = tf.tanh(x @ weight)
-            loss = tf.reduce_mean(tf.tanh(x @ weights[3]))
+            with wh.replica():
+                x = tf.tanh(x @ weights[3])
+            loss = tf.reduce_mean(x)
         for weight, slope in zip(weights, tape.gradient(loss, weights)):
             weight.assign_sub(slope)
         return loss
