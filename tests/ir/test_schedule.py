@@ -29,7 +29,7 @@ GOLDEN = {
 
 some = st.one_of(
     st.tuples(st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.integers(1, 7), st.just(1), st.integers(1, 14)),
-    st.tuples(st.integers(2, 5), st.integers(2, 4), st.integers(1, 4)).map(lambda x: ("1f1b", x[0], x[1], x[0] * x[2])),
+    st.tuples(st.just("1f1b"), st.integers(2, 6), st.integers(2, 4), st.integers(1, 20)),
 )
 
 
@@ -73,7 +73,7 @@ def test_without_room_on_an_edge_nothing_ends() -> None:
 @settings(deadline=None)
 def test_the_bubble_is_that_of_the_formula(of: tuple[str, int, int, int]) -> None:
     name, stages, chunks, micro_batches = of
-    if name == "zb-h1" and micro_batches < stages:
+    if (name == "zb-h1" or chunks > 1) and micro_batches < stages:
         return  # the formula is of a pipeline that is full
     forward_s, backward_s, weights_s = 1.0, 2.0, 1.0
     split = name == "zb-h1"
@@ -101,8 +101,6 @@ def test_zero_bubble_is_shorter_than_one_f_one_b() -> None:
 
 
 def test_schedules_that_cannot_be() -> None:
-    with pytest.raises(PlanError, match="multiples of the stages"):
-        schedule("1f1b", 4, 2, 6)
     with pytest.raises(PlanError, match="GPipe has one chunk"):
         schedule("gpipe", 4, 2, 8)
     with pytest.raises(PlanError, match="no such schedule"):

@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from whale.errors import PlanError
+from whale.ir.layout import even_sizes
 
 NAMES = ("gpipe", "1f1b", "zb-h1")
 
@@ -67,28 +68,23 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """1F1B in which every stage holds several chunks of layers (Narayanan et al., SC 2021, section 2.2).
 
-    Raises:
-      PlanError: the micro-batches are no multiple of the stages.
+    There they are multiples of the stages, in groups of as many. Other numbers go in groups that are as even as can be,
+    with at least as many micro-batches as there are stages; a group takes no longer for it.
     """
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
-    if micro_batches % stages:
-        raise PlanError(
-            "the interleaved schedule needs micro-batches in multiples of the stages",
-            given=f"{micro_batches} micro-batches, {stages} stages",
-            action="change the micro-batch size, or use one chunk per stage",
-        )
     total = micro_batches * chunks
-    # The order in which every stage meets its passes: groups of `stages` micro-batches, chunk by chunk.
+    groups = even_sizes(micro_batches, max(1, micro_batches // stages))
+    # The order in which every stage meets its passes: group by group, chunk by chunk.
     forwards: Row = []
     backwards: Row = []
-    for first in range(0, micro_batches, stages):
+    for first, size in zip(accumulate(groups, initial=0), groups):
         for chunk in range(chunks):
-            forwards += [Phase(chunk, m, Kind.F) for m in range(first, first + stages)]
-            backwards += [Phase(chunks - 1 - chunk, m, Kind.B) for m in range(first, first + stages)]
+            forwards += [Phase(chunk, m, Kind.F) for m in range(first, first + size)]
+            backwards += [Phase(chunks - 1 - chunk, m, Kind.B) for m in range(first, first + size)]
     rows: Schedule = []
     for stage in range(stages):
-        warm = total if micro_batches == stages else min(total, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
+        warm = total if len(groups) == 1 else min(total, 2 * (stages - 1 - stage) + (chunks - 1) * groups[0])
         row = forwards[:warm]
         for pair in zip(forwards[warm:], backwards):
             row += pair
@@ -121,7 +117,7 @@ def schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedul
     """The schedule of a name: gpipe, 1f1b (interleaved when there are several chunks) or zb-h1.
 
     Raises:
-      PlanError: there is none of that name, or none for so many chunks or micro-batches.
+      PlanError: there is none of that name, or none for so many chunks.
     """
     if name not in NAMES:
         raise PlanError("there is no such schedule", given=name, expected=", ".join(NAMES))
