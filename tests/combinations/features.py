@@ -75,6 +75,7 @@ FEATURES: tuple[Feature, ...] = (
     _set("devices' sums", "host device", communication__backend="cuda-ipc", instead=["horovod"]),
     _set("horovod", "processes", communication__backend="horovod"),
     _set("auto_parallel", "auto", auto_parallel=True),
+    _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 

@@ -15,7 +15,7 @@ import whale as wh
 ROWS, WIDTH, STEPS, RATE, MOMENTUM = 32, 8, 2, 0.5, 0.5  # numbers that float32 has as well
 LAYERS, TIME = 8, 3
 # What changes the program itself, and not only how it is spread.
-OF_PROGRAM = frozenset({"loop", "lstm", "scan", "branch", "attention", "heads", "accumulated"})
+OF_PROGRAM = frozenset({"loop", "lstm", "scan", "branch", "attention", "heads", "accumulated", "uneven"})
 Scopes = Callable[[int], Any]
 
 
@@ -128,10 +128,15 @@ class Net(tf.Module):
             total.assign(tf.zeros_like(total))
 
 
+def rows_of(marks: frozenset[str]) -> int:
+    """Rows of a batch."""
+    return 7 if "uneven" in marks else ROWS
+
+
 def batches(marks: frozenset[str], dtype: str) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each step."""
     draw = np.random.default_rng(5)
-    shape = (ROWS, 4, WIDTH) if "attention" in marks else (ROWS, WIDTH)
+    shape = (rows_of(marks), *((4, WIDTH) if "attention" in marks else (WIDTH,)))
     return [(draw.normal(size=shape).astype(dtype), draw.normal(size=shape).astype(dtype)) for _ in range(STEPS)]
 
 

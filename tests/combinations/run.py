@@ -17,10 +17,11 @@ import tensorflow as tf
 
 import whale as wh
 from tests.combinations.features import RANKS, Feature, mesh_of
-from tests.combinations.program import OF_PROGRAM, ROWS, Net, batches, scopes_of
+from tests.combinations.program import OF_PROGRAM, Net, batches, rows_of, scopes_of
 from tests.whale_ops.device.host_device import build_host_device, host_devices
 from whale.capture.sharded import ShardedTensor
 from whale.errors import WhaleError
+from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.run.start import check_replicas
 
 Values = dict[str, np.ndarray]
@@ -135,12 +136,12 @@ def _as_passed(
 ) -> Iterator[tuple[Any, Any]]:
     """What this rank passes to the step of each batch."""
     if "shard" in marks:
-        rows = tf.data.Dataset.from_tensor_slices(tuple(np.concatenate(part) for part in zip(*data))).batch(ROWS)
-        yield from wh.shard(rows)
+        rows = tf.data.Dataset.from_tensor_slices(tuple(np.concatenate(part) for part in zip(*data)))
+        yield from wh.shard(rows.batch(rows_of(marks)))
         return
     mine = slice(None)
     if "local" in marks:
-        counts = config.get("replica.shares", (ROWS // RANKS,) * RANKS)
+        counts = rows_of_ranks(rows_of(marks), RANKS, config.get("replica.shares", ()))
         first = sum(counts[: wh.rank()])
         mine = slice(first, first + counts[wh.rank()])
     for x, y in data:

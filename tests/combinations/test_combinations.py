@@ -35,6 +35,9 @@ SAMPLE = [
     ("second tensor axis", "gpipe", "some devices"),
     ("second tensor axis", "2 stages", "unequal shares"),
     ("second tensor axis", "some devices", "loop", "recompute marked"),
+    ("unequal stages", "zb-h1", "lstm", "7 rows"),
+    ("tensor", "second tensor axis", "2 stages", "zb-h1", "7 rows"),
+    ("tensor", "interleaved", "micro-batches", "unequal shares", "7 rows"),
 ]
 
 

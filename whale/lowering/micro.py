@@ -58,6 +58,11 @@ def roll(
     return _Roller(program, plan, frozenset(each), order, phase).run()
 
 
+def phase_of(call: Node) -> str:
+    """The phase that a call of a micro-batch is of."""
+    return call.name.removeprefix(f"{TIME}/").rpartition("_")[0]
+
+
 class _Roller:
     def __init__(self, program: Program, plan: Plan, each: frozenset[str], order: tuple[Call, ...], phase: Mapping):
         self.program, self.plan, self.each, self.order, self.phases = program, plan, each, order, phase

@@ -77,11 +77,13 @@ class TimeSettings:
     Attributes:
       micro_batches: into how many parts each rank cuts its rows; 1: none.
       schedule: in which order stages run them (see ``whale.ir.schedule``).
+      same_rows: each rank has the same rows of each micro-batch, or none, and so have the micro-batches.
       local_statistics: batch statistics are of each micro-batch.
     """
 
     micro_batches: int = 1
     schedule: str = "1f1b"
+    same_rows: bool = False
     local_statistics: bool = False
 
 

@@ -8,7 +8,8 @@ from tests.programs import Builder
 from whale.ir.layout import split
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, Func, TensorType
-from whale.passes.in_time.micro_batches import AFTER, BEFORE, EACH, prepared, time_plan
+from whale.passes.in_time.micro_batches import AFTER, BEFORE, EACH, time_plan
+from whale.passes.in_time.preparing import prepared
 
 
 def _step(op: str) -> Program:

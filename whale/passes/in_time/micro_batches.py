@@ -15,86 +15,27 @@ whole batch after, if no update depends on it (the deviation of a metric); every
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-
-import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
-from whale.ir.ops import COLLECTIVES, EXCHANGES, HAS_BODIES, READS
+from whale.ir.ops import COLLECTIVES, EXCHANGES, HAS_BODIES
 from whale.ir.plan import BatchInput, Plan, Reshard
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
-from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
+from whale.ir.program import RECOMPUTED, Node, Program, Ref
+from whale.ir.values import UNMOVABLE, TensorType, static_shape
 from whale.passes.exchange.reshards import explicit_reshards
-from whale.passes.facts.scopes import has_split_scopes, ranks_of_scope, with_paths, with_ranks
+from whale.passes.facts.scopes import has_split_scopes
+from whale.passes.in_time.preparing import acts
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
+from whale.passes.layout.model import Model
 from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.settle import settled_layouts
-from whale.rules.graph import USE, called_functions
+from whale.rules.graph import called_functions
 from whale.rules.structure.communication import RUNS
 
 BEFORE, EACH, AFTER = "before", "each", "after"
-_LIKE = {"OnesLike": 1, "ZerosLike": 0}
-_LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
-
-
-def prepared(program: Program) -> Program:
-    """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
-    something without effects waits for something without effects, what ones and zeros are like. What is computed again
-    for the backward pass waits for it. Scopes name no ranks, which were told what they compute already.
-    """
-    if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
-        program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
-    nodes: list[Node] = []
-    behind_effects: set[str] = set()
-    waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
-    for node in program.nodes:
-        if node.controls:
-            controls = tuple(dict.fromkeys(c for name in node.controls for c in waits.get(name, (name,))))
-            node = replace(node, controls=controls)
-        if node.op == "NoOp":
-            waits[node.name] = node.controls
-        if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
-            # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
-            kept = () if USE in node.attrs else tuple(c for c in node.controls if c in behind_effects)
-            node = replace(node, controls=kept)
-        acts = _acts(program, node)
-        if acts or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
-            behind_effects.add(node.name)
-        if _is_nothing(node):
-            node = const_node(node.name, np.zeros(static_shape(node.outputs[0]), numpy_dtype(node.outputs[0].dtype)))
-        if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
-            (t,) = node.outputs
-            value = np.full((), _LIKE[node.op], numpy_dtype(t.dtype))
-            names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
-            nodes += [const_node(names[0], np.array(t.shape, np.int32)), const_node(names[1], value)]
-            attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
-            node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
-        nodes.append(node)
-    return program.with_nodes(tuple(nodes))
-
-
-def _is_nothing(node: Node) -> bool:
-    """Whether it makes no rows: what a rank without any computes of its own."""
-    if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
-        return False
-    t = node.outputs[0]
-    return t.is_static and t.dtype not in UNMOVABLE and static_shape(t)[:1] == (0,)
-
-
-def _has_no_elements(node: Node) -> bool:
-    return all(t.is_static and 0 in static_shape(t) for t in node.outputs)
-
-
-def _acts(program: Program, node: Node) -> bool:
-    """Whether it does more than compute and look: a branch or loop that only reads variables does not."""
-    if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
-        return False
-    bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
-    return not bodies or any(_acts(program, inside) for body in bodies for inside in body.nodes)
 
 
 def time_plan(
@@ -119,12 +60,12 @@ def time_plan(
         for name, cut in rows.items()
         if program.by_name[name].op == "WhaleRecv"
     }
-    fixed |= _of_no_rows(program, micro_batches)
+    no_rows = Model({g: _of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()})
     devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with no_garbage_collection():
         while True:
-            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed)
+            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, no_rows)
             plan = Plan(
                 program=program.name,
                 fingerprint="",
@@ -151,14 +92,24 @@ def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
     known: set[str] = set()  # what constants alone make, or ranks that have no rows either
     for node in program.nodes:
         of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
-        if node.op == "Const" or of_known or (node.op in COLLECTIVES and _has_no_elements(node)):
+        if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
             known.add(node.name)
         dim, runs = node.attrs.get(RUNS, (0, 0))
-        if node.op in COLLECTIVES and runs == micro_batches and all(r.node in known for r in node.inputs[1:]):
-            cut = split(dim, even_sizes(static_shape(node.outputs[0])[dim], runs))
-            operands, results = (cut,) * len(node.inputs[1:]), (cut,) * len(node.outputs)
-            found[node.name] = Strategy((B, *operands), results, "no rows")
+        operands = node.inputs[1:]
+        if (
+            node.op in COLLECTIVES
+            and runs == micro_batches
+            and all(r.node in known or _has_no_elements(program.type_of(r)) for r in operands)
+        ):
+            types = [*map(program.type_of, operands), *node.outputs]
+            # Runs of one row may be seen as no runs where there are no rows.
+            cuts = [split(dim, even_sizes(static_shape(t)[dim], runs)) for t in types]
+            found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
     return found
+
+
+def _has_no_elements(t: TensorType) -> bool:
+    return t.is_static and 0 in static_shape(t)
 
 
 def _layouts(
@@ -168,9 +119,11 @@ def _layouts(
     statistics: bool,
     streams: bool,
     fixed: Mapping[str, Strategy],
+    no_rows: Model,
 ) -> dict[str, GraphLayout]:
     result = {}
-    for graph, layout in settled_layouts(program, parts, rows, statistics, streams, fixed=fixed).items():
+    layouts = settled_layouts(program, parts, rows, statistics, streams, fixed=fixed, model=no_rows)
+    for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
         result[graph] = make_in_place(body, reduce_partial_sums(body, _computed_once(layout), parts), parts)
     return result
@@ -215,6 +168,10 @@ def _is_each(strategy: Strategy) -> bool:
 def _levels(program: Program, plan: Plan) -> dict[str, int]:
     """Node -> how often the micro-batches have begun (odd) and have ended (even) before it."""
     strategies, level = plan.strategies[""], dict[str, int]()
+    leading: set[str] = set()  # to what each micro-batch computes
+    for node in reversed(program.nodes):
+        if node.name in leading or _is_each(strategies[node.name]):
+            leading.update(r.node for r in node.inputs)
     for node in program.nodes:
         strategy = strategies[node.name]
         # What is computed again goes where its operands are: it waits for gradients of its own micro-batch.
@@ -222,8 +179,9 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
         base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))
-        acts = _acts(program, node)
-        if _is_each(strategy) or base % 2 == 0 or acts:
+        # Without rows, sums are alike in each: they are moved once, as where there are some.
+        once = node.op in COLLECTIVES and node.name not in leading
+        if _is_each(strategy) or base % 2 == 0 or once or acts(program, node):
             level[node.name] = base + (base % 2 != _is_each(strategy))
         else:
             # Alike in each micro-batch, and made for each: a loop's counter, a weight that is gathered for its use.

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import msgspec
 
 from whale.ir.collector import no_garbage_collection
+from whale.ir.layout import Split
 from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan
@@ -125,6 +126,7 @@ def compile_program(
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
     compare_exchanges(lowered, plan, number, context)
     _tell_of_backend(lowered[0], plan, settings, context)
+    _tell_of_micro_batches(plan, settings, context)
     clock.lap("localise")
     if settings.fuse_updates:
         with no_garbage_collection():
@@ -169,6 +171,18 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
         f'communication.backend="{backend}" carries out the sums over all ranks: {given} of {len(sums)} of '
         f"`{plan.program}`; Whale those over some ranks"
     )
+
+
+def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context) -> None:
+    """Says on the first rank that a step has more micro-batches than were asked for."""
+    asked = settings.time.micro_batches
+    if context.rank == 0 and context.dry is None and plan.micro_batches > asked:
+        cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Split)}
+        rows = ", ".join(f"{p.extent} of {name}" for name, p in cut.items())
+        log.info(
+            f"`{plan.program}` runs in {plan.micro_batches} micro-batches, not {asked}: scopes that bring rows "
+            f"together, and stages of unequal numbers of ranks, have as many rows in each (in all {rows})"
+        )
 
 
 class _Clock:

@@ -6,6 +6,7 @@ ever if what these need first comes from that rank. So this is compared before t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -13,14 +14,14 @@ import msgspec
 from whale.errors import PlanError
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program
-from whale.lowering.micro import CALL
+from whale.ir.program import Node, Program, function_refs
+from whale.lowering.micro import CALL, phase_of
 from whale.runtime.run.context import Context
 
 # Of messages between two ranks that are outside of micro-batches: received before them, or sent after them.
 BEFORE, AFTER = "the main graph, before its micro-batches", "the main graph, after its micro-batches"
-# Key of an exchange -> its ranks, and the functions that it is in.
-Phases = Mapping[str, tuple[Sequence[int], Sequence[str]]]
+# Key of an exchange -> its ranks, and in how many micro-batches it is in each phase.
+Phases = Mapping[str, tuple[Sequence[int], Mapping[str, int]]]
 
 
 def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, context: Context) -> None:
@@ -38,31 +39,42 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
         said = context.comms[0].allgather_bytes(
             f"whale/exchanges/{number}", msgspec.json.encode(found[context.rank]), timeout_s
         )
-        found = {
-            rank: msgspec.json.decode(one, type=dict[str, tuple[list[int], list[str]]]) for rank, one in enumerate(said)
-        }
+        kind = dict[str, tuple[list[int], dict[str, int]]]
+        found = {rank: msgspec.json.decode(one, type=kind) for rank, one in enumerate(said)}
     refuse_unlike_phases(found)
 
 
-def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], list[str]]]:
-    """Key of each exchange of a rank's program -> its ranks, and the functions that it is in; "" for none.
+def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], dict[str, int]]]:
+    """Key of each exchange of a rank's program -> its ranks, and how often it is in each phase; "": in none.
 
     Args:
       stages: whether there are stages. These send in phases of their own, to others.
     """
-    found: dict[str, tuple[list[int], list[str]]] = {}
-    for name, graph in (("", program), *program.functions.items()):
+    found: dict[str, tuple[list[int], dict[str, int]]] = {}
+
+    def look(graph: Program, phase: str, times: int) -> None:
         for node in graph.nodes:
             if node.op in EXCHANGES and not (stages and node.op in POINT_TO_POINT):
                 ranks = (
                     [int(node.attrs["peer"])] if "peer" in node.attrs else list(map(int, node.attrs.get("ranks", ())))
                 )
                 key = str(node.attrs.get("key", node.name))  # Horovod's is the name
-                found.setdefault(key, (ranks, []))[1].append(name)
+                counts = found.setdefault(key, (ranks, {}))[1]
+                counts[phase] = counts.get(phase, 0) + times
+            if node.op != CALL:
+                for _, func in function_refs(node):
+                    look(program.functions[func.name], phase, times)
+
+    look(program, "", 1)
     calls = [node for node in program.nodes if node.op == CALL]
+    called = Counter((phase_of(node), func.name) for node in calls for _, func in function_refs(node))
+    for (phase, name), times in called.items():
+        look(program.functions[name], phase, times)
     for node in (*_behind(program, calls), *_ahead(program, calls)):
         if node.op in POINT_TO_POINT and not stages:
-            found[str(node.attrs["key"])][1][:] = [AFTER if node.op == "WhaleSend" else BEFORE]
+            counts = found[str(node.attrs["key"])][1]
+            counts.clear()
+            counts[AFTER if node.op == "WhaleSend" else BEFORE] = 1
     return found
 
 
@@ -91,29 +103,30 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
     """Raises PlanError where ranks that share an exchange have it in unlike phases, or some have it not."""
     seen: set[str] = set()
     for rank, phases in found.items():
-        for key, (ranks, names) in phases.items():
+        for key, (ranks, counts) in phases.items():
             if key in seen:
                 continue
             seen.add(key)
             for other in ranks or found:
-                theirs = found[other].get(key, ((), ()))[1]
-                if _meet(names, theirs):
+                theirs = found[other].get(key, ((), {}))[1]
+                if _meet(counts, theirs):
                     continue
                 raise PlanError(
                     "ranks would exchange a tensor in unlike phases of a step, and wait for each other",
                     op=key,
-                    given=f"rank {rank} has it in {_text(names)}, rank {other} in {_text(theirs)}",
+                    given=f"rank {rank} has it in {_text(counts)}, rank {other} in {_text(theirs)}",
                     expected="the same phase on every rank",
                     action="set pipeline.num_micro_batch=1, or leave out the axis whose ranks these are",
                 )
 
 
-def _meet(names: Sequence[str], theirs: Sequence[str]) -> bool:
+def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
     """Whether two ranks have an exchange at the same time, or outside of micro-batches where neither waits for both."""
-    if {*names, *theirs} <= {"", BEFORE, AFTER} and names and theirs:
-        return {*names, *theirs} != {BEFORE, AFTER}
-    return sorted(names) == sorted(theirs)
+    if {*counts, *theirs} <= {"", BEFORE, AFTER} and counts and theirs:
+        return {*counts, *theirs} != {BEFORE, AFTER}
+    return counts == theirs
 
 
-def _text(names: Sequence[str]) -> str:
-    return ", ".join(name or "no micro-batch" for name in names) or "none"
+def _text(counts: Mapping[str, int]) -> str:
+    outside = {"": "no micro-batch", BEFORE: BEFORE, AFTER: AFTER}
+    return ", ".join(outside.get(phase) or f"{phase} of {n} micro-batches" for phase, n in counts.items()) or "none"

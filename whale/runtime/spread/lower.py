@@ -72,6 +72,7 @@ def lower_ranks(
     """
     expanded = expanded if expanded is not None else expand(program, plan.expanded, settings)
     what = what or plan.program
+    settings = settings.but(time__micro_batches=plan.micro_batches)  # which may be some more than were asked for
     with no_garbage_collection():
         if plan.stage_groups:
             lowered = lower_stage_groups(expanded, plan, ranks, comm, what, settings)

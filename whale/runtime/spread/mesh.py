@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import even_sizes, split
+from whale.ir.layout import Split, even_sizes, split
 from whale.ir.mesh import Axis, mesh_of
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
@@ -101,32 +101,47 @@ def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
     return settings.but(batch__inputs=()) if whole else settings
 
 
-def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
-    """Settings by which each rank has some rows of each micro-batch, or none, where a split scope brings rows together.
+def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
+    """Whether ranks need rows of others in each micro-batch: scopes divide otherwise over an axis that divides rows."""
+    axes = axes_of(program, settings)
+    of_rows = _that_divide_rows(program, axes)
+    return any(brings_rows_together(seen_along(program, axis.name, axes)) for axis in of_rows if axis.size > 1)
 
-    Where the rows allow it: a rank that has rows of its own of some micro-batches only could not go on.
+
+def in_even_micro_batches(program: Program, settings: PlanSettings) -> PlanSettings:
+    """Settings by which all micro-batches have as many rows, and a rank as many of each: so many as asked, or more.
+
+    What ranks exchange of the rows of a micro-batch they then exchange in one way for all of them.
+    """
+    asked = settings.batch.inputs
+    rows = gcd(*(sum(sizes_of(b)) for b in (batch_of(program, settings) if asked is None else asked)))
+    count = next((n for n in range(settings.time.micro_batches, rows) if rows % n == 0), max(1, rows))
+    return settings.but(time__micro_batches=count, time__same_rows=True)
+
+
+def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
+    """Settings by which each rank has the same rows of each micro-batch, or none.
 
     Args:
       axes: those that divide rows.
     """
-    count, batch = settings.time.micro_batches, settings.batch
-    if count == 1 or settings.size == 1 or batch.inputs is not None or batch.local:
+    if settings.time.micro_batches == 1 or settings.batch.local:
         return settings
-    if not brings_rows_together(program):
-        return settings
-    found = _rows(program, settings, [a.size for a in axes])
-    rows = [sum(sizes_of(b)) for b in found]
-    of_one = [_of_one(b, count, [a.size for a in axes], bool(batch.shares)) for b in found]
-    if any(n % count for n in rows):
-        return settings
+    if not settings.time.same_rows:
+        if not wants_same_rows(program, settings):
+            return settings
+        settings = in_even_micro_batches(program, settings)
+    count, sizes = settings.time.micro_batches, [a.size for a in axes]
+    of_one = [_of_one(b, count, sizes, bool(settings.batch.shares)) for b in _rows(program, settings, sizes)]
     return settings.but(batch__inputs=tuple(of_one))
 
 
 def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
     """``b`` with the rows that each rank has of one of ``count`` micro-batches, in runs of one each."""
+    assert isinstance(b.placement, Split)
     rows = sum(sizes_of(b)) // count
     of_ranks = _one_at_least(rows, sizes_of(b)) if shared else _nested(rows, sizes)
-    return replace(b, placement=split(0, of_ranks, count))
+    return replace(b, placement=split(b.placement.dim, of_ranks, count))
 
 
 def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:

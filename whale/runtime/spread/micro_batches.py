@@ -12,7 +12,8 @@ from whale.lowering.emit import reshard_name
 from whale.lowering.in_turn import in_turn, rows_in_turn
 from whale.lowering.micro import roll
 from whale.passes.facts.rank_groups import brings_rows_together, named_ranks
-from whale.passes.in_time.micro_batches import EACH, prepared, time_plan
+from whale.passes.in_time.micro_batches import EACH, time_plan
+from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import axes_with_rows, chain, prefix_of
 from whale.runtime.spread.placing import ROWS_OF_GROUP

@@ -9,21 +9,21 @@ from math import gcd, prod
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Partial, Split, split
+from whale.ir.layout import Partial, Split
 from whale.ir.mesh import Axis, Tiles, chain, mesh_of, tiles_of
 from whale.ir.ops import READS
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
 from whale.passes.facts.axes import data_coordinates
 from whale.passes.facts.batch import batch_inputs, rows_of_ranks
-from whale.passes.facts.rank_groups import brings_rows_together, in_positions
+from whale.passes.facts.rank_groups import in_positions
 from whale.passes.facts.stages import DATA, STAGE, TENSOR, stage_of
 from whale.passes.in_time.stage_groups import Cut, cut
 from whale.passes.lay_out import expand
 from whale.passes.normalise.annotate import task_graphs
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import sizes_of, with_sizes
-from whale.runtime.spread.mesh import plan_program
+from whale.runtime.spread.mesh import in_even_micro_batches, plan_program, wants_same_rows
 from whale.runtime.spread.stage_exchanges import connect
 from whale.runtime.spread.stages import Stages
 from whale.runtime.spread.stages_in_time import Agreed, WholeInTime
@@ -34,7 +34,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
     """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
 
     Raises:
-      PlanError: see ``plan_program`` and ``in_each_micro_batch``; an option that pipelines lack.
+      PlanError: see ``plan_program``; an option that pipelines lack.
     """
     _refuse(settings, groups)
     plan, groups = _of_kinds(program, settings, groups)
@@ -103,29 +103,20 @@ def _of_kinds(
         )
         for kind in kinds
     }
-    plan = _planned(program, of_kind[first], numbered, 0)
-    several = any(p.expanded for p in chain(plan) if p is not plan)
-    alone = settings.time.micro_batches == 1 or first.size == 1 or not brings_rows_together(program)
-    if not rest and not several and alone:
-        return plan, numbered
-    # All have to speak of one program, and of the same rows in each micro-batch. A split scope wants the rows of all
-    # ranks, of one micro-batch at a time.
+    same_rows = rest or wants_same_rows(in_positions(program, numbered, 0), of_kind[first])
+    if same_rows and settings.time.micro_batches > 1:
+        of_kind = {kind: in_even_micro_batches(program, of_one) for kind, of_one in of_kind.items()}
+    plans = {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
+    several = any(p.expanded for p in chain(plans[first]) if p is not plans[first])
+    if not rest and not several:
+        return plans[first], numbered
+    # All have to speak of one program.
     names: set[str] = set()
-    plans = {first: plan} | {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in rest}
     known = {n.name for n in program.nodes}
-    while True:
-        more = {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names
+    while more := {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names:
         names |= more
         expanded = expand(program, names, inside)
-        for kind, p in plans.items():
-            batch = (
-                p.batch_inputs
-                if alone and not rest
-                else in_each_micro_batch(p.batch_inputs, settings.time.micro_batches, bool(kind.shares))
-            )
-            plans[kind] = _planned(expanded, of_kind[kind].but(batch__inputs=batch), numbered, kinds.index(kind))
-        if not {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names:
-            break
+        plans = {kind: _planned(expanded, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
     mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
     others = tuple(replace(plans[kind], fingerprint=mark, expanded=kept) for kind in rest)
     return replace(plans[first], fingerprint=mark, expanded=kept, others=others), numbered
@@ -172,41 +163,6 @@ def _known(settings: PlanSettings, size: int) -> dict[str, Tiles]:
     """The layouts of variables that earlier programs have fixed, as far as groups of so many ranks can have them."""
     sizes = {size, *(a.size for a in mesh_of_size(settings, size))}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
-
-
-def in_each_micro_batch(
-    batch: Sequence[BatchInput], micro_batches: int, shared: bool = False
-) -> tuple[BatchInput, ...]:
-    """Batch inputs of which each rank computes some rows of each micro-batch, whatever the number of ranks.
-
-    Args:
-      shared: the ranks' rows of a micro-batch are in the proportion of those of the batch; else as even as can be.
-
-    Raises:
-      PlanError: the rows are no multiple of the micro-batches, or fewer than the ranks.
-    """
-    found = []
-    for b in batch:
-        assert isinstance(b.placement, Split)
-        if b.placement.blocks == micro_batches:
-            found.append(b)  # they lie so already
-            continue
-        size, ranks = b.placement.run, len(b.placement.sizes)
-        if b.local or size % micro_batches or size < micro_batches * ranks:
-            possible = [n for n in range(1, size // ranks + 1) if size % n == 0]
-            near = sorted(sorted(possible, key=lambda n: abs(n - micro_batches))[:2])
-            raise PlanError(
-                "stages of unequal numbers of ranks, or with wh.split inside, need the same rows in each micro-batch",
-                op=b.name,
-                given=f"{size} rows in {micro_batches} micro-batches for {ranks} ranks"
-                + ", of which each passes its own" * b.local,
-                expected="rows in multiples of the micro-batches, one at least for each rank, passed whole on each",
-                action=(f"set pipeline.num_micro_batch={' or '.join(map(str, near))}, or " if near else "")
-                + "change the batch or the devices of the stages",
-            )
-        of_one = rows_of_ranks(size // micro_batches, ranks, b.placement.sizes if shared else ())
-        found.append(replace(b, placement=split(0, of_one, micro_batches)))
-    return tuple(found)
 
 
 def lower_stage_groups(

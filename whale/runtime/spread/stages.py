@@ -23,7 +23,7 @@ from whale.ir.crossing import (
     sent_as,
 )  # fmt: skip
 from whale.ir.layout import FIRST, B, Placement, Split, Strategy
-from whale.ir.mesh import Mesh, mesh_of
+from whale.ir.mesh import Mesh, coordinates_of, mesh_of
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, static_shape
@@ -117,16 +117,21 @@ class Stages:
     def parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
         """What the rank at position ``reader`` of the target's mesh receives."""
         if self.is_direct(source, target):
-            return [Part(reader, reader)]
+            return [Part(reader, reader)] if self._holds_some(key, source, reader) else []
         makers = self._blocks(key, source, target, source)
         return parts(makers, self._blocks(key, source, target, target), reader)
 
     def parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
         """What the rank at position ``maker`` of the source's mesh sends."""
         if self.is_direct(source, target):
-            return [Part(maker, maker)]
+            return self.parts_for(key, source, target, maker)
         found = (self.parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
         return [part for of_one in found for part in of_one if part.sender == maker]
+
+    def _holds_some(self, key: str, number: int, position: int) -> bool:
+        """Whether the rank at a position of a group's mesh has some of a tensor as it is made."""
+        t, at = self.type_of(key), coordinates_of(position, [a.size for a in self.meshes[number].axes])
+        return not t.is_static or block_of(static_shape(t), self._made(key, number, at[:-1]), at) is not None
 
     def block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
         """What the rank at position ``reader`` of the target's mesh has, once it is there."""

@@ -13,8 +13,9 @@ from whale.ir.schedule import credits, live_micro_batches, schedule
 from whale.lowering.ahead import ahead
 from whale.lowering.micro import Call, roll
 from whale.passes.facts.stages import stage_of, stages_of
-from whale.passes.in_time.micro_batches import EACH, prepared, time_plan
+from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_rank
+from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
 from whale.runtime.spread.micro_batches import batch_rows

@@ -1,0 +1,68 @@
+"""A rank's program without what would tie a micro-batch to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from whale.ir.ops import EXCHANGES, HAS_BODIES, READS
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
+from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
+from whale.passes.facts.scopes import ranks_of_scope, with_paths, with_ranks
+from whale.rules.graph import USE, called_functions
+
+_LIKE = {"OnesLike": 1, "ZerosLike": 0}
+_LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
+
+
+def prepared(program: Program) -> Program:
+    """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
+    something without effects waits for something without effects, what ones and zeros are like. What is computed again
+    for the backward pass waits for it. Scopes name no ranks, which were told what they compute already.
+    """
+    if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
+        program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
+    nodes: list[Node] = []
+    behind_effects: set[str] = set()
+    waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
+    for node in program.nodes:
+        if node.controls:
+            controls = tuple(dict.fromkeys(c for name in node.controls for c in waits.get(name, (name,))))
+            node = replace(node, controls=controls)
+        if node.op == "NoOp":
+            waits[node.name] = node.controls
+        if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
+            # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
+            kept = () if USE in node.attrs else tuple(c for c in node.controls if c in behind_effects)
+            node = replace(node, controls=kept)
+        does = acts(program, node)
+        if does or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
+            behind_effects.add(node.name)
+        if _is_nothing(node):
+            node = const_node(node.name, np.zeros(static_shape(node.outputs[0]), numpy_dtype(node.outputs[0].dtype)))
+        if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
+            (t,) = node.outputs
+            value = np.full((), _LIKE[node.op], numpy_dtype(t.dtype))
+            names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
+            nodes += [const_node(names[0], np.array(t.shape, np.int32)), const_node(names[1], value)]
+            attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
+            node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
+        nodes.append(node)
+    return program.with_nodes(tuple(nodes))
+
+
+def _is_nothing(node: Node) -> bool:
+    """Whether it makes no rows: what a rank without any computes of its own."""
+    if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
+        return False
+    t = node.outputs[0]
+    return t.is_static and t.dtype not in UNMOVABLE and static_shape(t)[:1] == (0,)
+
+
+def acts(program: Program, node: Node) -> bool:
+    """Whether it does more than compute and look: a branch or loop that only reads variables does not."""
+    if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
+        return False
+    bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
+    return not bodies or any(acts(program, inside) for body in bodies for inside in body.nodes)
