@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from whale.ir.ops import POINT_TO_POINT
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, Func, Shape
 from whale.lowering.emit import COMMUNICATOR
@@ -87,7 +88,7 @@ def _latest(before: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def _taken_out(body: Program) -> _Outside:
-    moves = [n for n in body.nodes if n.attrs.get(ROWS)]
+    moves = [n for n in body.nodes if n.op in POINT_TO_POINT and n.attrs.get(ROWS)]
     received = tuple(n for n in moves if n.op == "WhaleRecv")
     sent = tuple(n for n in moves if n.op == "WhaleSend")
     names = {n.name for n in moves}

@@ -24,7 +24,7 @@ from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.facts.axes import axes_of, batch_of, known_along, named_axes, seen_along
 from whale.passes.facts.batch import rows_of_ranks
-from whale.passes.facts.rank_groups import brings_rows_together
+from whale.passes.facts.rank_groups import named_ranks
 from whale.passes.facts.scopes import context_of, has_split_scopes
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
@@ -102,10 +102,12 @@ def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
 
 
 def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
-    """Whether ranks need rows of others in each micro-batch: scopes divide otherwise over an axis that divides rows."""
+    """Whether ranks need rows of others in each micro-batch: for scopes on some of them, or on an axis of rows."""
     axes = axes_of(program, settings)
-    of_rows = _that_divide_rows(program, axes)
-    return any(brings_rows_together(seen_along(program, axis.name, axes)) for axis in of_rows if axis.size > 1)
+    of_rows = [axis.name for axis in _that_divide_rows(program, axes) if axis.size > 1]
+    return bool(of_rows and named_ranks(program)) or any(
+        has_split_scopes(seen_along(program, name, axes)) for name in of_rows
+    )
 
 
 def in_even_micro_batches(program: Program, settings: PlanSettings) -> PlanSettings:

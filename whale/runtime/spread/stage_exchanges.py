@@ -102,7 +102,11 @@ class _Connector:
         if len(pieces) == 1:
             return pieces[0]
         if not pieces:
-            return self.emitter.const(name, np.zeros(static_shape(t), numpy_dtype(t.dtype)))
+            nothing = self.emitter.const(name, np.zeros(static_shape(t), numpy_dtype(t.dtype)))
+            cut = self._rows_of(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
+            if cut is not None and cut.extent:  # of rows that have nothing here each micro-batch has its own
+                self.nodes[name] = replace(self.nodes[name], attrs={**self.nodes[name].attrs, ROWS: str(cut)})
+            return nothing
         block = self.stages.block(key, source, self.number, self.position)
         return self._along(name, t.dtype, [(p.spans or (), ref) for p, ref in zip(parts, pieces)], block, 0)
 
@@ -176,9 +180,13 @@ class _Connector:
     def _marked(self, attrs: dict, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> dict:
         if key not in self.rows:
             return attrs
+        return {**attrs, ROWS: str(self._rows_of(key, t, part.spans is None)), EDGE: edge}
+
+    def _rows_of(self, key: str, t: TensorType, direct: bool) -> Split:
+        """How micro-batches cut what this rank has of a tensor that travels."""
         cut = self.rows[key]
-        if part.spans is not None or self.stages.plan.others:  # what was agreed on is of another mesh
-            micro_batches = self.stages.plan.micro_batches
-            n = static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
-            cut = split(cut.dim, (n,) * micro_batches, cut.blocks)
-        return {**attrs, ROWS: str(cut), EDGE: edge}
+        if direct and not self.stages.plan.others:
+            return cut
+        micro_batches = self.stages.plan.micro_batches  # what was agreed on is of another mesh
+        n = static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
+        return split(cut.dim, (n,) * micro_batches, cut.blocks)

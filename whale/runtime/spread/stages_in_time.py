@@ -94,7 +94,7 @@ class WholeInTime:
         program = self._prepared(program)
         received: dict[str, Split] = {}
         for node in program.nodes:
-            if node.op == "WhaleRecv" and node.attrs.get(ROWS):
+            if node.op in ("WhaleRecv", "Const") and node.attrs.get(ROWS):
                 received[node.name] = _as_split(node)
         time, regions = self._planned(program, received)
         for node in program.nodes:
