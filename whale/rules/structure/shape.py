@@ -60,7 +60,7 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int =
 
 def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
     """The terms where there are no elements, and products of all dimensions say nothing: the last ones that both have
-    can be cut, and what is before them if it is as many on both sides."""
+    can be cut, what is before them if it is as many on both sides, else the first ones that both have."""
     same = 0
     while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
         same += 1
@@ -68,7 +68,11 @@ def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
     if 0 not in (*first, *second) and _product(first) == _product(second) is not None:
         left, right = reshape_terms(first, second)
     else:
-        left, right = [f"l{i}^" for i in range(len(first))], [f"r{i}^" for i in range(len(second))]
+        front = 0
+        while front < min(len(first), len(second)) and first[front] == second[front]:
+            front += 1
+        left, right = ([f"f{i}" for i in range(front)] + [f"{side}{i}^" for i in range(front, len(dims))]
+                       for side, dims in (("l", first), ("r", second)))  # fmt: skip
     alike = [f"s{i}" for i in range(same)]
     return left + alike, right + alike
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import B, Placement, Split, Strategy, split
+from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
 from whale.ir.mesh import AXIS, Axis, chain, cut_of
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
@@ -127,9 +127,12 @@ class Levels:
         return self._sums[at]
 
     def all_compute(self) -> bool:
-        """Whether no rank has constants where others compute: scopes on other ranks, or micro-batches without rows."""
-        some_none = self.settings.time.micro_batches > 1 and not all(all(sizes_of(b)) for b in self.rows)
-        return not some_none and not named_ranks(self._programs[()])
+        """Whether no rank has constants where others compute: scopes on other ranks, or nothing of what is summed."""
+        if not all(all(sizes_of(b)) for b in self.rows) or named_ranks(self._programs[()]):
+            return False
+        strategies = (s for level in range(len(self.models)) for s in self.plan((0,) * level).strategies[""].values())
+        adds = (s.inputs for s in strategies if any(isinstance(p, Partial) for p in s.outputs))
+        return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Split))
 
     def expanded(self, at: tuple[int, ...]) -> Program:
         """``program`` as the plan of the next axis speaks of it."""
