@@ -28,6 +28,7 @@ SAMPLE = [
     ("second tensor axis", "saved"),
     ("session", "accumulation"),
     ("tensor", "accumulation", "zero 3"),
+    ("sequence", "4 stages", "accumulation"),
     ("scan", "amp"),
     ("interleaved", "unequal shares", "session"),
     ("unequal stages", "some devices", "zb-h1"),

@@ -70,9 +70,17 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
         if not something:
             raise _nothing(region, path)
     # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
-    # batch is computed on, some scope must have.
-    if not divided and not region.layers and any(isinstance(p, Split) for p in region.outside.produced.values()):
+    # batch is computed on, some scope must have. Those that something else decides on, as a branch that updates them,
+    # are read whole.
+    batch = any(isinstance(p, Split) for p in region.outside.produced.values())
+    if not divided and not region.layers and batch and not _reads_variables(region):
         raise _nothing(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
+
+
+def _reads_variables(region: SplitRegion) -> bool:
+    by_name = region.program.by_name
+    products = (node for node in region.nodes.values() if region.flops(node))
+    return any(by_name[ref.node].op == "ReadVariableOp" for node in products for ref in node.inputs)
 
 
 def _along_context(region: SplitRegion, candidates: Candidates) -> None:
