@@ -19,7 +19,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from whale.errors import PlanError
-from whale.ir.layout import even_sizes
 
 NAMES = ("gpipe", "1f1b", "zb-h1")
 
@@ -74,7 +73,8 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
     total = micro_batches * chunks
-    groups = even_sizes(micro_batches, max(1, micro_batches // stages))
+    count = max(1, micro_batches // stages)
+    groups = [(micro_batches + count - 1 - i) // count for i in range(count)]
     # The order in which every stage meets its passes: group by group, chunk by chunk.
     forwards: Row = []
     backwards: Row = []

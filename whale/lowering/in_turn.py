@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from whale.ir.layout import Split, split, times_of
+from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
 from whale.lowering.emit import Emitter
@@ -19,7 +20,7 @@ from whale.rules.structure.communication import RUNS
 from whale.rules.structure.shape import RUNS as IN_RUNS
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
-_OPS = ("WhaleAllGather", "WhaleReduceScatter", "WhaleAllToAll")
+_OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
 
 
 def rows_in_turn(rows: int, micro_batches: int) -> Split:

@@ -122,16 +122,21 @@ class Levels:
         """
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
-            alike = bool(at) and self.all_compute()
+            alike = bool(at) and self.all_compute() and self._all_add(len(at))
             self._sums[at] = sums_to_join(self.expanded(at), self.plan(at)) if alike else {}
         return self._sums[at]
 
     def all_compute(self) -> bool:
-        """Whether no rank has constants where others compute: scopes on other ranks, or nothing of what is summed."""
-        if not all(all(sizes_of(b)) for b in self.rows) or named_ranks(self._programs[()]):
-            return False
-        strategies = (s for level in range(len(self.models)) for s in self.plan((0,) * level).strategies[""].values())
-        adds = (s.inputs for s in strategies if any(isinstance(p, Partial) for p in s.outputs))
+        """Whether no ranks have constants where others compute: scopes on other ranks, or groups without rows."""
+        depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # how much smaller than all ranks groups are
+        counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
+        rows = [sum(sizes_of(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(sizes_of(b)), n)]
+        return all(rows) and not named_ranks(self._programs[()])
+
+    def _all_add(self, level: int) -> bool:
+        """Whether each coordinate of the axes before has something of what is summed along these."""
+        outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
+        adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Split))
 
     def expanded(self, at: tuple[int, ...]) -> Program:
