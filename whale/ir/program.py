@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.errors import PlanError
 from whale.ir.ops import IDENTITIES
 from whale.ir.values import DType, Func, Tensor, TensorType
 
@@ -173,7 +174,7 @@ def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """``nodes`` sorted so that each comes after what it reads; the mapping's own order when that is one.
 
     Raises:
-      graphlib.CycleError: the nodes form a cycle.
+      PlanError: the nodes form a cycle.
     """
     seen: set[str] = set()
     for name, node in nodes.items():  # most graphs arrive sorted, and a check is much cheaper than a sort
@@ -209,8 +210,23 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
                 if not waits_for[other]:
                     ready.append(other)
     if len(order) < len(waits_for):
-        TopologicalSorter(before).prepare()  # raises the error that names the cycle
+        _refuse_cycle(before)
     return tuple([nodes[name] for name in order])
+
+
+def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
+    """Raises PlanError with the names of a cycle."""
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        cycle = list(reversed(error.args[1]))
+        raise PlanError(
+            "operations would wait for each other",
+            op=" -> ".join(cycle[:6]) + (" ..." if len(cycle) > 6 else ""),
+            expected="an order in which each comes after what it reads",
+            action="leave out one of the step's features (an axis of the mesh, micro-batches, recompute), or give each "
+            "rank rows; and please report it, with the script",
+        ) from None
 
 
 def rewired(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
