@@ -13,6 +13,7 @@ from whale.errors import PlanError
 if TYPE_CHECKING:
     from whale.ir.plan import Plan
     from whale.planner.report.draw_captured import Drawn
+    from whale.planner.report.planfile import PlanFile
 
 
 def add_to(verbs: Any) -> None:
@@ -242,47 +243,56 @@ def _check(given: argparse.Namespace) -> int:
 
 def _trace(given: argparse.Namespace) -> int:
     """Writes a plan's timeline, whether it is of a description or of a script."""
-    from whale.planner.report import planfile
+    plan = _to_be_drawn(given)
+    if isinstance(plan, bytes):
+        from whale.planner.report.draw_captured import trace as of_script
 
-    data = _bytes(given.plan)
-    readable(given.measured, given.cluster)
-    writable(given.out)
-    if planfile.is_spread(data):
-        from whale.planner.report import draw
+        text = of_script(_replayed(given, plan))
+    else:
+        from whale.planner.report.draw import trace as of_description
 
         with refused_if_inconsistent(given.plan):
-            text = draw.trace(planfile.loads(data, given.plan))
-    else:
-        from whale.planner.report import draw_captured
-
-        text = draw_captured.trace(_replayed(given, data))
+            text = of_description(plan)
     given.out.write_text(text)
     return 0
 
 
 def _html(given: argparse.Namespace) -> int:
     """Writes a plan's page, with a step as it ran where there is a trace of it."""
-    from whale.planner.report import measured_step, planfile
+    from whale.planner.report import measured_step
 
-    data = _bytes(given.plan)
-    readable(given.measured, given.cluster, given.trace)
-    writable(given.out)
+    readable(given.trace)
+    plan = _to_be_drawn(given)
     events = measured_step.read(Path(given.trace)) if given.trace else []
-    if planfile.is_spread(data):
-        from whale.planner.report import draw
+
+    def measured(predicted_s: float) -> dict[str, Any] | None:
+        return measured_step.step_drawn(events, given.trace, predicted_s) if events else None
+
+    if isinstance(plan, bytes):
+        from whale.planner.report.draw_captured import html as of_script
+
+        drawn = _replayed(given, plan, with_sliders=True)
+        text = of_script(drawn, measured(drawn.prediction.step_s))
+    else:
+        from whale.planner.report.draw import html as of_description
 
         with refused_if_inconsistent(given.plan):
-            plan = planfile.loads(data, given.plan)
-            step_s = plan.evaluate()[2].step_s
-            text = draw.html(plan, measured_step.step_drawn(events, given.trace, step_s) if events else None)
-    else:
-        from whale.planner.report import draw_captured
-
-        drawn = _replayed(given, data, with_sliders=True)
-        step_s = drawn.prediction.step_s
-        text = draw_captured.html(drawn, measured_step.step_drawn(events, given.trace, step_s) if events else None)
+            text = of_description(plan, measured(plan.evaluate()[2].step_s))
     given.out.write_text(text)
     return 0
+
+
+def _to_be_drawn(given: argparse.Namespace) -> PlanFile | bytes:
+    """A described model's plan, or the text of a script's; what cannot be read or written is told first."""
+    from whale.planner.report import planfile
+
+    data = _bytes(given.plan)
+    readable(given.measured, given.cluster)
+    writable(given.out)
+    if not planfile.is_spread(data):
+        return data
+    with refused_if_inconsistent(given.plan):
+        return planfile.loads(data, given.plan)
 
 
 def _replayed(given: argparse.Namespace, data: bytes, with_sliders: bool = False) -> Drawn:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import networkx as nx
+
 from whale.ir.ops import ALIASES, UPDATES
 from whale.ir.program import Node, Program, topological
 
@@ -56,19 +58,9 @@ def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
 
 def _updates_late(program: Program, updates: set[str]) -> list[Node]:
     """The nodes in an order in which each update comes after all that need not come after an update."""
-    waits_for = {n.name: len({*(r.node for r in n.inputs), *n.controls}) for n in program.nodes}
-    after: dict[str, list[Node]] = {}
-    for node in program.nodes:
-        for name in dict.fromkeys([*(r.node for r in node.inputs), *node.controls]):
-            after.setdefault(name, []).append(node)
-    ready = [node for node in program.nodes if not waits_for[node.name]]  # an update waits for its variable's handle
-    late: list[Node] = []
-    order: list[Node] = []
-    while ready or late:
-        node = ready.pop() if ready else late.pop(0)
-        order.append(node)
-        for other in after.get(node.name, ()):
-            waits_for[other.name] -= 1
-            if not waits_for[other.name]:
-                (late if other.name in updates else ready).append(other)
-    return order
+    place = {node.name: i for i, node in enumerate(program.nodes)}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(place)
+    graph.add_edges_from((name, n.name) for n in program.nodes for name in (*(r.node for r in n.inputs), *n.controls))
+    order = nx.lexicographical_topological_sort(graph, key=lambda name: (name in updates, place[name]))
+    return [program.by_name[name] for name in order]

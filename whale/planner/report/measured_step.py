@@ -24,36 +24,25 @@ Event = Mapping[str, Any]
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a trace; of one that was cut off, all that were written whole.
+    """The events of a trace, a line each; of one that was cut off, all that were written whole.
 
     Raises:
       PlanError: it is none.
     """
-    text = path.read_text(errors="replace")
-    try:
-        found = json.loads(text)
-        events = found.get("traceEvents") if isinstance(found, dict) else found
-    except ValueError:
-        events = _until_the_end(text)
-    if not isinstance(events, list) or not any("ts" in e for e in events if isinstance(e, dict)):
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            found.append(json.loads(line.strip("[], ")))
+        except ValueError:
+            continue
+    if not any(isinstance(e, dict) and "ts" in e for e in found):
         raise PlanError(
             "this is no trace of a run",
             given=str(path),
             expected="what `whale run --trace FILE` wrote",
             action=f"whale run -np N --trace {path.name} train.py",
         )
-    return events
-
-
-def _until_the_end(text: str) -> list[Event] | None:
-    """Events of a trace without its last bracket: a line each, the last one perhaps in part."""
-    found = []
-    for line in text.lstrip().removeprefix("[").splitlines():
-        try:
-            found.append(json.loads(line.strip().rstrip(",")))
-        except ValueError:
-            continue
-    return found or None
+    return found
 
 
 def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[str, Any]:

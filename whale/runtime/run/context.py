@@ -15,6 +15,7 @@ from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.planner.report.planfile import PlanFile
+from whale.runtime.ranks.balance import Watched
 from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.run.meaning import Meaning
@@ -70,11 +71,11 @@ class GoesOn(Protocol):
     number: int
     divisions: int
 
-    def watched(self, plan: Plan, program: Program) -> Any:
+    def watched(self, plan: Plan, program: Program) -> Watched | None:
         """What counts the steps of a program of this rank under a plan."""
 
     def step(
-        self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any], watched: Any
+        self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any], watched: Watched | None
     ) -> Any:
         """Takes a step."""
 
