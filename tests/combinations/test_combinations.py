@@ -64,6 +64,8 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
         # Ranks without rows have no readers of what they send to others, in the second of two stages and the last.
         (("interleaved", "second tensor axis", "micro-batches"), (0, 0, 0, 32, 32, 0, 0, 0)),
         (("2 stages", "second tensor axis", "zb-h1"), (0, 0, 0, 32, 32, 0, 0, 0)),
+        # What stages of unlike shares exchange for each micro-batch, ranks with rows know.
+        (("2 stages", "second tensor axis", "micro-batches"), (0, 32, 0, 0, 0, 0, 16, 16)),
     ],
 )
 def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
@@ -173,10 +173,12 @@ def lower_stage_groups(
     Raises:
       PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
     """
-    rows: Mapping[Ref, Split] = {}
+    rows: dict[Ref, Split] = {}
     in_time = plan.micro_batches > 1
     if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
-        rows = WholeInTime(expanded, Stages(expanded, plan, settings, {}), 0, (), settings).rows
+        whole_stages = Stages(expanded, plan, settings, {})
+        for at in reversed(_first_readers(plan.of(plan.stage_groups[0])) or [()]):  # the first ones may have no rows
+            rows |= WholeInTime(expanded, whole_stages, 0, at, settings).rows
     stages = Stages(expanded, plan, settings, rows)
     agreed: dict[int, Agreed] = {}  # of each stage group
     parts = {number: stages.part(number) for number in sorted({stages.where(rank)[0] for rank in ranks})}
