@@ -6,14 +6,18 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.attack.control_port import ATTACKS, attack
 from tests.launcher.helpers import PATIENCE_S, Launcher
+from whale.launcher import worker
 from whale.launcher.job import door
 from whale.launcher.job.door import STRANGERS, Door
+from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
+from whale.launcher.worker import keep_alive
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -78,6 +82,7 @@ def test_the_token_lets_in_and_nothing_else_does(loop: _Loop) -> None:
         friend.sendall(TOKEN[5:].encode() + b"more")
         loop.turn(lambda: len(loop.welcomed) == 1)
         assert loop.welcomed[0].recv(10) == b"more" and loop.held == 0
+        assert friend.recv(10) == WELCOME
 
 
 def test_a_flood_holds_few_connections_and_keeps_nobody_out(loop: _Loop) -> None:
@@ -87,6 +92,33 @@ def test_a_flood_holds_few_connections_and_keeps_nobody_out(loop: _Loop) -> None
     loop.turn(lambda: len(loop.welcomed) == 1)
     assert loop.held <= STRANGERS
     for connection in (*flood, friend):
+        connection.close()
+
+
+def test_a_worker_that_a_flood_has_pushed_out_comes_again(loop: _Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, f"127.0.0.1:{loop.listener.getsockname()[1]}")
+    pushed_out: list[socket.socket] = []
+
+    def late(connection: socket.socket) -> None:
+        """Lets a flood come between the worker's connection and its token, once."""
+        if not pushed_out:
+            while not loop.held:
+                time.sleep(0.01)
+            pushed_out.extend(loop.connect() for _ in range(2 * STRANGERS))
+            while not _is_closed(connection):
+                pass
+            connection.settimeout(PATIENCE_S)
+        keep_alive(connection)
+
+    monkeypatch.setattr(worker, "keep_alive", late)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(worker._connect, TOKEN)
+        loop.turn(connecting.done)
+        with connecting.result() as connection:
+            assert pushed_out and len(loop.welcomed) == 1
+            loop.welcomed[0].sendall(b"frames")
+            assert connection.recv(10) == b"frames"
+    for connection in pushed_out:
         connection.close()
 
 

@@ -1,4 +1,4 @@
-"""What goes between launcher and worker: the run's token as it is, then frames both ways.
+"""What goes between launcher and worker: the run's token as it is, WELCOME back, then frames both ways.
 
 A frame is one byte of kind, four bytes of payload length (big endian), payload. The launcher looks at nothing of a
 connection before the token has come and was compared (job/door.py).
@@ -25,6 +25,7 @@ SEGMENTS_VARIABLE = "WHALE_LAUNCHER_SEGMENTS"
 
 _HEADER = struct.Struct("!BI")
 TOKEN_BYTES = 32  # of a run's token as text: 128 random bits in hexadecimal digits
+WELCOME = b"+"  # the launcher's answer to the token
 HELLO_LIMIT_BYTES = 4096
 FRAME_LIMIT_BYTES = 1 << 28  # of any other frame; counters of many keys are the longest
 TEXT_LIMIT = 1 << 20  # characters of an error's message, and of its traceback

@@ -35,6 +35,7 @@ from whale.launcher.protocol import (
     SEGMENTS_VARIABLE,
     TOKEN_VARIABLE,
     TRACE_VARIABLE,
+    WELCOME,
     Kind,
     Unpacker,
     pack,
@@ -56,6 +57,8 @@ from whale.started import (
 THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
 _MPI_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _READ_BYTES = 1 << 16
+_CONNECT_S = 30.0
+_AGAIN_S = 0.1
 _TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
 _TRACE_EVERY_S = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -173,13 +176,30 @@ def _trace_pipe() -> tuple[int, int]:
 
 
 def _connect(token: str) -> socket.socket:
-    """A connection that has shown the token at once: the launcher does not keep those for long that have not."""
+    """A connection that the launcher has welcomed.
+
+    The token is sent at once, since the launcher does not keep connections for long that have not shown it. When many
+    come at a time it may close even this one before the token is there: then this rank tries again.
+
+    Raises:
+        OSError: the launcher is not reached, or closes every connection, for `_CONNECT_S`.
+    """
     host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    connection.settimeout(None)
-    keep_alive(connection)
-    connection.sendall(token.encode())
-    return connection
+    until_s = time.monotonic() + _CONNECT_S
+    while True:
+        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+        try:
+            keep_alive(connection)
+            connection.sendall(token.encode())
+            if connection.recv(len(WELCOME)) == WELCOME:
+                connection.settimeout(None)
+                return connection
+            raise ConnectionResetError(f"whale run at {host}:{port} closes the connection")
+        except ConnectionError:
+            connection.close()
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_AGAIN_S)
 
 
 def keep_alive(connection: socket.socket) -> None:

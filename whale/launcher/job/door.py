@@ -3,7 +3,9 @@
 Anybody who reaches the port may connect. So nothing that such a connection sends is decoded before as many bytes as a
 token has were compared with it, in a time that does not depend on them; only `STRANGERS` of them are held at once, the
 oldest goes for a new one, each for `TOKEN_S` at most; and whatever happens to one ends that one alone. Workers send
-the token as soon as they are connected, so one of them is a stranger for as long as the network takes.
+the token as soon as they are connected, so one of them is a stranger for as long as the network takes, and come again
+if a flood of others has pushed it out before that: until it is told that it is welcome, a worker takes nothing for
+granted.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from whale.launcher.protocol import TOKEN_BYTES
+from whale.launcher.protocol import TOKEN_BYTES, WELCOME
 from whale.launcher.worker import keep_alive
 
 STRANGERS = 64
@@ -104,6 +106,11 @@ class Door:
         del self._strangers[connection]
         self._selector.unregister(connection)
         connection.setblocking(True)
+        try:
+            connection.sendall(WELCOME)
+        except OSError:
+            connection.close()
+            return
         self._welcome(connection)
 
     def _dismiss(self, connection: socket.socket) -> None:
