@@ -20,7 +20,7 @@ from whale.launcher.mpirun import find_mpirun
 from whale_ops import _native, build
 
 _OLDEST_GCC = 9
-_DEPENDENCIES = ("msgspec", "networkx", "numpy")
+_DEPENDENCIES = ("msgspec", "numpy")
 
 
 def look() -> Iterator[Finding]:

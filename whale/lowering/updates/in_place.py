@@ -7,8 +7,7 @@ as long as the gradient of what came before it is computed.
 from __future__ import annotations
 
 from dataclasses import replace
-
-import networkx as nx
+from heapq import heapify, heappop, heappush
 
 from whale.ir.ops import ALIASES, UPDATES
 from whale.ir.program import Node, Program, topological
@@ -59,8 +58,20 @@ def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
 def _updates_late(program: Program, updates: set[str]) -> list[Node]:
     """The nodes in an order in which each update comes after all that need not come after an update."""
     place = {node.name: i for i, node in enumerate(program.nodes)}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(place)
-    graph.add_edges_from((name, n.name) for n in program.nodes for name in (*(r.node for r in n.inputs), *n.controls))
-    order = nx.lexicographical_topological_sort(graph, key=lambda name: (name in updates, place[name]))
-    return [program.by_name[name] for name in order]
+    waits_for = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in program.nodes}
+    after: dict[str, list[str]] = {}
+    for name, others in waits_for.items():
+        for other in others:
+            after.setdefault(other, []).append(name)
+    missing = {name: len(others) for name, others in waits_for.items()}
+    ready = [(name in updates, place[name], name) for name, count in missing.items() if not count]
+    heapify(ready)
+    order: list[Node] = []
+    while ready:
+        *_, done = heappop(ready)
+        order.append(program.by_name[done])
+        for name in after.get(done, ()):
+            missing[name] -= 1
+            if not missing[name]:
+                heappush(ready, (name in updates, place[name], name))
+    return order

@@ -10,10 +10,7 @@ cut nearest to the producers is taken, since communication then starts earliest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
+from collections.abc import Hashable, Sequence
 
 from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, Strategy
 from whale.ir.ops import HAS_BODIES
@@ -21,6 +18,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.facts.cost import compute_cost, matmul_flops, move_cost
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.minimum_cut import UNBOUNDED, Network
 from whale.rules.graph import recreatable
 
 _SOURCE, _SINK = "source", "sink"
@@ -38,8 +36,7 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
         return layout
     network = _network(program, layout, parts, flexible)
     strategies, produced = dict(layout.strategies), dict(layout.produced)
-    whole = network.subgraph([n for n in network if n not in (_SOURCE, _SINK)])
-    for members in nx.weakly_connected_components(whole):
+    for members in network.parts((_SOURCE, _SINK)):
         for name in _broadcast_side(network, members):
             node = program.by_name[name]
             strategies[name] = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "reduced before")
@@ -47,10 +44,9 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
     return GraphLayout(strategies, produced, layout.preferred, layout.outputs, layout.unruled)
 
 
-def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> nx.DiGraph:
+def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> Network:
     """Flow network: node -> its partial results (capacity: their all-reduce) -> their readers."""
-    network = nx.DiGraph()
-    network.add_nodes_from((_SOURCE, _SINK))
+    network = Network()
     wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
     forced: set[str] = set()
     contributions = _contributions(program, layout)
@@ -67,7 +63,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             fixed = program.type_of(ref).dtype in UNMOVABLE and not recreatable(program, ref)
             target = B if ref in wanted_whole else _target(program, layout, ref)
             price = _NEVER if fixed else move_cost(placement, target, max(1, program.type_of(ref).bytes), parts)
-            network.add_edge(origin, ref, capacity=price)
+            network.add(origin, ref, price)
             fixed = fixed and origin != _SOURCE
             if fixed and ref in returned_partial:
                 forced.add(origin)
@@ -76,25 +72,25 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
                 if type(wanted) is PerRank:
                     continue
                 if type(wanted) is not Partial:
-                    network.add_edge(ref, _SINK)
+                    network.add(ref, _SINK)
                 elif reader.name in flexible:
-                    network.add_edge(ref, reader.name)
+                    network.add(ref, reader.name)
                     if fixed:
-                        network.add_edge(reader.name, origin)
+                        network.add(reader.name, origin)
                 elif fixed:
                     forced.add(origin)
             if ref in wanted_whole:
-                network.add_edge(ref, _SINK)
+                network.add(ref, _SINK)
         if node.name in flexible:
             if _widens(program, node):
                 forced.add(node.name)  # sums are made in the wider type
             gathering = _price_of_whole(program, layout, parts, node.name)
             if gathering is None:
-                network.add_edge(_SOURCE, node.name)
+                network.add(_SOURCE, node.name)
             elif gathering > 0:
-                network.add_edge(_SOURCE, node.name, capacity=gathering)
+                network.add(_SOURCE, node.name, gathering)
     for name in forced:
-        network.add_edge(_SOURCE, name, capacity=float("inf"))
+        network.add(_SOURCE, name, UNBOUNDED)
     return network
 
 
@@ -159,38 +155,18 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     return max(price, 1e-9) if gathered else 0.0
 
 
-def _region(network: nx.DiGraph, members: Iterable[object]) -> nx.DiGraph:
-    """``members`` and the ends, made of the members' own edges: the source has edges into every region there is."""
-    region = nx.DiGraph()
-    region.add_nodes_from((_SOURCE, _SINK))
-    for member in members:
-        region.add_edges_from((member, successor, edge) for successor, edge in network.adj[member].items())
-        if network.has_edge(_SOURCE, member):
-            region.add_edge(_SOURCE, member, **network.edges[_SOURCE, member])
-    return region
-
-
-def _broadcast_side(network: nx.DiGraph, members: Iterable[object]) -> list[str]:
+def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
     """Node names of one region that end on the B side."""
-    members = set(members)
     ops = [m for m in members if isinstance(m, str)]
-    if len(ops) == 1 and network.in_degree(ops[0]) == 1:
+    made = network.after.get(_SOURCE, {})
+    if len(ops) == 1 and len(network.before[ops[0]]) == 1:
         # One producer, nothing linear behind it: gather its operands, or reduce its results.
-        price = network.edges[_SOURCE, ops[0]].get("capacity", float("inf")) if network.has_edge(_SOURCE, ops[0]) else 0
-        reduced = sum(
-            network.edges[ops[0], r]["capacity"] for r in network.successors(ops[0]) if network.has_edge(r, _SINK)
-        )
-        return ops if price < reduced else []
+        after = network.after[ops[0]]
+        reduced = sum(price for ref, price in after.items() if _SINK in network.after[ref])
+        return ops if made.get(ops[0], 0) < reduced else []
     if not ops:
         return []
-    region = _region(network, members)
-    if region.in_degree(_SINK) == 0 or region.out_degree(_SOURCE) == 0:
-        return [] if region.out_degree(_SOURCE) else ops
-    residual = boykov_kolmogorov(region, _SOURCE, _SINK)
-    reached, stack = {_SOURCE}, [_SOURCE]
-    while stack:
-        for successor, edge in residual[stack.pop()].items():
-            if successor not in reached and edge["capacity"] - edge["flow"] > 1e-6 * max(1.0, edge["capacity"]):
-                reached.add(successor)
-                stack.append(successor)
+    if not any(_SINK in network.after[m] for m in members) or not any(m in made for m in members):
+        return [] if any(m in made for m in members) else ops
+    reached = network.reached(members, _SOURCE, _SINK)
     return [name for name in ops if name not in reached]
