@@ -13,11 +13,11 @@ import pytest
 
 from tests.attack.control_port import ATTACKS, attack
 from tests.launcher.helpers import PATIENCE_S, Launcher
-from whale.launcher import worker
+from whale.launcher import connection as connection_of_worker
+from whale.launcher.connection import keep_alive
 from whale.launcher.job import door
 from whale.launcher.job.door import STRANGERS, Door
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
-from whale.launcher.worker import keep_alive
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -110,9 +110,9 @@ def test_a_worker_that_a_flood_has_pushed_out_comes_again(loop: _Loop, monkeypat
             connection.settimeout(PATIENCE_S)
         keep_alive(connection)
 
-    monkeypatch.setattr(worker, "keep_alive", late)
+    monkeypatch.setattr(connection_of_worker, "keep_alive", late)
     with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(worker._connect, TOKEN)
+        connecting = pool.submit(connection_of_worker.connect, TOKEN)
         loop.turn(connecting.done)
         with connecting.result() as connection:
             assert pushed_out and len(loop.welcomed) == 1

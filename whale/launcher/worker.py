@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 
 from whale.launcher import clock
+from whale.launcher.connection import connect
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     DEAF_S,
@@ -35,7 +36,6 @@ from whale.launcher.protocol import (
     SEGMENTS_VARIABLE,
     TOKEN_VARIABLE,
     TRACE_VARIABLE,
-    WELCOME,
     Kind,
     Unpacker,
     pack,
@@ -57,8 +57,6 @@ from whale.started import (
 THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
 _MPI_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _READ_BYTES = 1 << 16
-_CONNECT_S = 30.0
-_AGAIN_S = 0.1
 _TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
 _TRACE_EVERY_S = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -73,7 +71,7 @@ def main() -> None:
     target, *rest = arguments[1:] if as_module else arguments
     # A run started inside another run's rank must not take the outer rank for its own.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
-    connection = _connect(os.environ[TOKEN_VARIABLE])
+    connection = connect(os.environ[TOKEN_VARIABLE])
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
     os.environ.pop(FILES_VARIABLE, None)  # of a run within which this one is started
@@ -173,43 +171,6 @@ def _trace_pipe() -> tuple[int, int]:
     except (AttributeError, OSError):
         pass  # it stays as large as the system makes it; events that do not fit are counted in the trace
     return reader, writer
-
-
-def _connect(token: str) -> socket.socket:
-    """A connection that the launcher has welcomed.
-
-    The token is sent at once, since the launcher does not keep connections for long that have not shown it. When many
-    come at a time it may close even this one before the token is there: then this rank tries again.
-
-    Raises:
-        OSError: the launcher is not reached, or closes every connection, for `_CONNECT_S`.
-    """
-    host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
-    until_s = time.monotonic() + _CONNECT_S
-    while True:
-        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-        try:
-            keep_alive(connection)
-            connection.sendall(token.encode())
-            if connection.recv(len(WELCOME)) == WELCOME:
-                connection.settimeout(None)
-                return connection
-            raise ConnectionResetError(f"whale run at {host}:{port} closes the connection")
-        except ConnectionError:
-            connection.close()
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(_AGAIN_S)
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Lets a connection break within half a minute when the other host is gone without a word; sends at once."""
-    # Frames are small, and the answer to a question about the time must not wait for an acknowledgement.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _become_script(worker_pid: int, stdout: int, stderr: int, report: int) -> None:

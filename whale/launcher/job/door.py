@@ -17,8 +17,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from whale.launcher.connection import keep_alive
 from whale.launcher.protocol import TOKEN_BYTES, WELCOME
-from whale.launcher.worker import keep_alive
 
 STRANGERS = 64
 TOKEN_S = 5.0
