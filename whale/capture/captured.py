@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -29,29 +29,25 @@ class CapturedVariable:
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A captured program.
+class Traced:
+    """What ties a program to the user's objects.
 
     Attributes:
-      program: its inputs are ``inputs`` and then the nodes of ``captures``.
       inputs: Placeholder nodes that take the caller's tensors, in flat order.
       captures: other tensors that are passed at each call (tables, iterators, variants, constants too large for a
         graph), as (Placeholder node, tensor).
-      variables: in the order of ``program.variables``.
+      variables: in the order of the program's.
       function: the traced ConcreteFunction; None for a v1 graph.
       structured_outputs: what the user's function returned, with the trace's tensors as leaves.
       fed: of a v1 graph: names of the fed tensors that ``inputs`` take.
-      read_s: seconds that reading the trace into the program took.
     """
 
-    program: Program
     inputs: tuple[str, ...]
     captures: tuple[tuple[str, tf.Tensor], ...]
     variables: tuple[CapturedVariable, ...]
     function: Any = None
     structured_outputs: Any = None
     fed: tuple[str, ...] = ()
-    read_s: float = 0.0
 
     def pack_outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The user's return structure with ``tensors`` (in the order of ``program.outputs``) as its tensors."""
@@ -59,3 +55,16 @@ class Captured:
         values = iter(tensors)
         filled = [next(values) if isinstance(leaf, tf.Tensor) else leaf for leaf in leaves]
         return tf.nest.pack_sequence_as(self.structured_outputs, filled, expand_composites=True)
+
+
+@dataclass(frozen=True)
+class Captured(Traced):
+    """A captured program.
+
+    Attributes:
+      program: its inputs are ``inputs`` and then the nodes of ``captures``.
+      read_s: seconds that reading the trace into the program took.
+    """
+
+    program: Program = field(kw_only=True)
+    read_s: float = field(default=0.0, kw_only=True)

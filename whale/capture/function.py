@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
-from whale.capture.captured import Captured, CapturedVariable
+from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
 from whale.capture.names import Names, of_captures
@@ -21,7 +22,7 @@ from whale.capture.sharded import Drawing
 from whale.capture.signature import take_apart, tracing_options
 from whale.errors import CaptureError
 from whale.ir.program import Node, Program, const_node, renamed
-from whale.ir.values import Tensor
+from whale.ir.values import Tensor, TensorType
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
 _LARGEST_CONSTANT_BYTES = 64 * 2**20
@@ -36,6 +37,19 @@ def capture_function(
     loss_scale: LossScale | None = None,
     drawing: Drawing | None = None,
 ) -> Captured:
+    """``trace_function(...)``, read into a program."""
+    return trace_function(fn, args, kwargs, name, mark_gradients, loss_scale, drawing).read()
+
+
+def trace_function(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    mark_gradients: bool = False,
+    loss_scale: LossScale | None = None,
+    drawing: Drawing | None = None,
+) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
     Variables that ``fn`` creates are created, once, at this first trace. Unknown sizes in the ``input_signature`` of a
@@ -79,60 +93,137 @@ def capture_function(
     drawn = nullcontext() if drawing is None else drawing.installed()
     with gradient_scopes(mark_gradients), scaled, drawn:
         concrete = tf.function(call, **options).get_concrete_function(*specs)
-    traced_s = time.perf_counter()
-    captured = _captured(concrete, program_name, drawing.inputs if drawing is not None else ())
-    return replace(captured, read_s=time.perf_counter() - traced_s)
+    return Trace(concrete, program_name, drawing.inputs if drawing is not None else ())
 
 
-def _captured(concrete: Any, name: str, drawn: Sequence[tf.Tensor]) -> Captured:
-    graph = concrete.graph
-    if getattr(graph, "deferred_external_captures", None):
-        raise CaptureError(
-            "the function captures a value that is only known when it is called",
-            op=name,
-            given=f"{len(graph.deferred_external_captures)} deferred captures",
-            action="pass the value as an argument",
+class Trace:
+    """A function as TensorFlow traced it.
+
+    Attributes:
+      name: of its program.
+      inputs: placeholders of the caller's tensors, in flat order.
+      captures: other tensors that are passed at each call, with their placeholders' names.
+      variables: all that it captures.
+    """
+
+    def __init__(self, concrete: Any, name: str, drawn: Sequence[tf.Tensor]):
+        """
+        Raises:
+          CaptureError: it captures a value that is only known when it is called.
+        """
+        self.name, self._concrete, self._graph = name, concrete, concrete.graph
+        graph = self._graph
+        if getattr(graph, "deferred_external_captures", None):
+            raise CaptureError(
+                "the function captures a value that is only known when it is called",
+                op=name,
+                given=f"{len(graph.deferred_external_captures)} deferred captures",
+                action="pass the value as an argument",
+            )
+        captures = list(graph.captures)
+        self.inputs = [*drawn, *list(graph.inputs)[: len(graph.inputs) - len(captures)]]
+        known = {id(v.handle): v for v in graph.variables}
+        variables: list[tuple[tf.Tensor, CapturedVariable]] = []
+        self._constants: list[tuple[tf.Tensor, tf.Tensor]] = []
+        self._passed: list[tuple[tf.Tensor, tf.Tensor]] = []
+        self._lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
+        names = Names()
+        for external, internal in captures:
+            node = self._lasting.get(internal.op.name, internal.op.name)
+            variable = known.get(id(external))
+            if variable is None:
+                variable = _variable_of_handle(external)
+            if variable is not None:
+                unique = names.unused(_variable_name(variable, node))
+                variables.append((internal, CapturedVariable(node, unique, variable, external)))
+            elif _fits_a_graph(external):
+                self._constants.append((internal, external))
+            else:
+                self._passed.append((internal, external))
+        self.captures = tuple((self._node(i), e) for i, e in self._passed)
+        self._variables = variables
+        self.variables = [v for _, v in variables]
+
+    @property
+    def inputs_text(self) -> str:
+        """What it takes, in words."""
+        ends = [*self.inputs, *(i for i, _ in self._passed)]
+        return ", ".join(f"{self._node(t)}: {TensorType(t.dtype.name, _dims(t.shape))}" for t in ends)
+
+    def _node(self, internal: tf.Tensor) -> str:
+        return self._lasting.get(internal.op.name, internal.op.name)
+
+    def tied(self, present: Collection[str]) -> Traced:
+        """What ties it to the user's objects.
+
+        Args:
+          present: nodes of the variables that its program has.
+        """
+        return Traced(
+            inputs=tuple(t.op.name for t in self.inputs),
+            captures=self.captures,
+            variables=tuple(v for v in self.variables if v.node in present),
+            function=self._concrete,
+            structured_outputs=self._graph.structured_outputs,
         )
-    captures = list(graph.captures)
-    flat_inputs = [*drawn, *list(graph.inputs)[: len(graph.inputs) - len(captures)]]
-    known = {id(v.handle): v for v in graph.variables}
-    variables: list[tuple[tf.Tensor, CapturedVariable]] = []
-    constants: list[tuple[tf.Tensor, tf.Tensor]] = []
-    passed: list[tuple[tf.Tensor, tf.Tensor]] = []
-    lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
-    names = Names()
-    for external, internal in captures:
-        node = lasting.get(internal.op.name, internal.op.name)
-        variable = known.get(id(external))
-        if variable is None:
-            variable = _variable_of_handle(external)
-        if variable is not None:
-            unique = names.unused(_variable_name(variable, node))
-            variables.append((internal, CapturedVariable(node, unique, variable, external)))
-        elif _fits_a_graph(external):
-            constants.append((internal, external))
-        else:
-            passed.append((internal, external))
-    program = program_from_graph(
-        graph,
-        name=name,
-        inputs=[*flat_inputs, *(i for i, _ in passed), *(i for i, _ in constants)],
-        variables=[
-            (internal, v.name, v.variable.dtype.base_dtype.name, _dims(v.variable.shape)) for internal, v in variables
-        ],
-        outputs=graph.outputs,
-        effects=graph.control_outputs,
-    )
-    program = renamed(program, lasting)
-    present = {v.node for v in program.variables}
-    return Captured(
-        program=_with_constants(program, {lasting.get(i.op.name, i.op.name): e for i, e in constants}),
-        inputs=tuple(t.op.name for t in flat_inputs),
-        captures=tuple((lasting.get(i.op.name, i.op.name), e) for i, e in passed),
-        variables=tuple(v for _, v in variables if v.node in present),
-        function=concrete,
-        structured_outputs=graph.structured_outputs,
-    )
+
+    def read(self) -> Captured:
+        """The program, without what nothing needs.
+
+        Raises:
+          CaptureError: the trace is not static.
+        """
+        start_s = time.perf_counter()
+        graph = self._graph
+        program = program_from_graph(
+            graph,
+            name=self.name,
+            inputs=[*self.inputs, *(i for i, _ in self._passed), *(i for i, _ in self._constants)],
+            variables=[
+                (internal, v.name, v.variable.dtype.base_dtype.name, _dims(v.variable.shape))
+                for internal, v in self._variables
+            ],
+            outputs=graph.outputs,
+            effects=graph.control_outputs,
+        )
+        program = _with_constants(renamed(program, self._lasting), {self._node(i): e for i, e in self._constants})
+        tied = self.tied({v.node for v in program.variables})
+        found = {f.name: getattr(tied, f.name) for f in fields(tied)}
+        return Captured(**found, program=program, read_s=time.perf_counter() - start_s)
+
+    def digest(self) -> bytes:
+        """Equal for traces of which equal programs are read, in this process and in others."""
+        graph = self._graph
+        graph_def = graph.as_graph_def()
+        if self._lasting:
+            for node in graph_def.node:
+                node.name = self._lasting.get(node.name, node.name)
+                for i, operand in enumerate(node.input):
+                    if operand in self._lasting:
+                        node.input[i] = self._lasting[operand]
+        data = graph_def.SerializeToString(deterministic=True)
+        if b"_gradient_op_type" in data:  # which a counter of the process is part of
+            for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)):
+                for node in nodes:
+                    node.attr.pop("_gradient_op_type", None)
+            data = graph_def.SerializeToString(deterministic=True)
+        found = blake2b(data, digest_size=16)
+        variables = [
+            (v.node, v.name, v.variable.dtype.name, v.variable.shape, getattr(v.variable, "_whale_scope", ""))
+            for v in self.variables
+        ]
+        passed = [(name, tensor.dtype.name, tensor.shape) for name, tensor in self.captures]
+        ends = [t.name for t in self.inputs], [t.name for t in graph.outputs]
+        effects = sorted(op.name for op in graph.control_outputs)
+        constants = [(self._node(i), e.dtype.name, e.shape) for i, e in self._constants]
+        found.update(repr((self.name, variables, passed, ends, effects, constants)).encode())
+        for _, external in self._constants:
+            value = external.numpy()
+            found.update(value.tobytes() if external.dtype != tf.string else repr(value).encode())
+        # What a script says of shapes that TensorFlow cannot know (``set_shape``) is in no GraphDef.
+        shapes = [t.shape for op in graph.get_operations() for t in op.outputs]
+        found.update(repr(shapes).encode())
+        return found.digest()
 
 
 def _dims(shape: tf.TensorShape) -> tuple[int | None, ...] | None:

@@ -35,9 +35,14 @@ class LoweredFunction:
     outputs: int
 
 
+def communicates(ranks: Sequence[Program]) -> bool:
+    """Whether the ranks' programs need the op library: they communicate, or have micro-batches."""
+    return any(n.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for n in graph.nodes)
+
+
 def load_ops(ranks: Sequence[Program]) -> None:
-    """Loads the op library where the ranks' programs need it: they communicate, or have micro-batches."""
-    if any(node.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for node in graph.nodes):
+    """Loads the op library where the ranks' programs need it."""
+    if communicates(ranks):
         import whale_ops
 
         whale_ops.ops()

@@ -85,7 +85,7 @@ class Function:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (compiled now if they are new; collective between processes)."""
-        return self._step(args, kwargs).compiled.plan
+        return self._step(args, kwargs).plan()
 
     def compile_seconds(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Seconds of each phase between the end of tracing and the first call, for these arguments."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from whale.runtime.compile.kept_files import KeptFiles
+from whale.runtime.compile.kept_files import Damaged, KeptFiles
 
 
 @pytest.fixture
@@ -31,6 +33,8 @@ def test_damage_is_found_and_removed(folder: Path) -> None:
     whole = (folder / "one").read_bytes()
     for damaged in (whole[:-1], whole[:10], b"", whole[:50] + b"!" + whole[51:], whole + b"more"):
         (folder / "one").write_bytes(damaged)
+        with pytest.raises(Damaged):
+            files.get("one")
         assert files.get("one") is None and not (folder / "one").exists()
 
 
@@ -68,3 +72,20 @@ def test_what_was_not_used_for_longest_goes(folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["five", "four"] or os.listdir(folder) == ["five"]
     files.put("six", bytes(2000))  # more than all may take
     assert files.get("six") is None and files.get("five") is not None
+
+
+_WRITES = """
+import sys
+from pathlib import Path
+from whale.runtime.compile.kept_files import KeptFiles
+files, mine = KeptFiles(Path(sys.argv[1])), sys.argv[2].encode() * 100_000
+for _ in range(100):
+    files.put("one", mine)
+    assert files.get("one") in (b"a" * 100_000, b"b" * 100_000)
+"""
+
+
+def test_two_processes_may_write_at_the_same_time(folder: Path) -> None:
+    both = [subprocess.Popen([sys.executable, "-c", _WRITES, str(folder), text]) for text in "ab"]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert os.listdir(folder) == ["one"] and KeptFiles(folder).get("one") in (b"a" * 100_000, b"b" * 100_000)

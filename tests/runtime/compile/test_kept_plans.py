@@ -76,6 +76,9 @@ def test_a_plan_that_is_not_legal_is_made_anew(
     made.clear()
     files = KeptFiles(cache)
     for name in [path.name for path in cache.iterdir()]:
+        if name.endswith(".step"):
+            files.remove(name)
+            continue
         data = files.get(name)
         assert data is not None
         plan = plan_from_json(data)

@@ -42,8 +42,8 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     mark = fingerprint(program)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
-    before = context.compiled_for.get(program.name)
-    purpose = _purpose(program, number) + (f", which was compiled for ({before}) before" if before else "")
+    before = context.compiled_for.get(program.name, "")
+    purpose = _purpose(program.name, _inputs(program), number, before)
     said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, purpose)
     context.compiled_for[program.name] = _inputs(program)
     marks = [msgspec.json.decode(m, type=_Mark) for m in said]
@@ -86,9 +86,30 @@ def _passed(mark: _Mark) -> str:
     return ", ".join(f"parts of {name} with shares {list(sizes)}" for name, sizes in mark.local.items()) or "no parts"
 
 
-def _purpose(program: Program, number: int) -> str:
+def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
+    """Whether every rank has kept the next program as the ranks lowered it together; collective between processes.
+
+    Args:
+      mark: of what this rank has kept; "": nothing.
+      name, inputs: of the program.
+
+    Raises:
+      CommError: a rank does not take part.
+    """
+    if context.between_processes:
+        number, before = context.programs, context.compiled_for.get(name, "")
+        purpose, timeout_s = _purpose(name, inputs, number, before), context.config["check.timeout_s"]
+        said = context.comms[0].allgather_bytes(f"whale/kept/{number}", mark.encode(), timeout_s, purpose)
+        mark = mark if all(other == mark.encode() for other in said) else ""
+    if mark:
+        context.compiled_for[name] = inputs
+    return bool(mark)
+
+
+def _purpose(name: str, inputs: str, number: int, before: str) -> str:
     """What a rank is about to compile, for the others' errors when they are somewhere else."""
-    return f"the compilation of program {number}, `{program.name}` ({_inputs(program)})"
+    known = f", which was compiled for ({before}) before" if before else ""
+    return f"the compilation of program {number}, `{name}` ({inputs}){known}"
 
 
 def _inputs(program: Program) -> str:

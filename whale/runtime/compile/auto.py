@@ -105,6 +105,7 @@ def _agreed(
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
             chosen, lines, is_whole = best_way(program, settings, ground, context.config["pipeline.num_stages"])
         _say(chosen, lines)
+        context.searched_all = is_whole
         if is_whole:  # else a later run, on a machine that is less busy, may find a faster one
             keep_choice(program, context, settings, chosen)
         return chosen
@@ -131,12 +132,17 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
     """What rank 0 chose in an earlier run, on every rank; collective between processes."""
     chosen = None
     if context.rank == 0 and context.dry is None and (chosen := kept_choice(program, context, settings)) is not None:
-        _say(chosen, [f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.2f} ms a step (as in an earlier run)"])
+        say_kept(chosen)
     if context.dry is not None or not context.between_processes:
         return chosen
     mine = msgspec.json.encode(chosen) if context.rank == 0 else None
     said = context.comms[0].broadcast_bytes(f"whale/auto/{number}/kept", mine, 0, context.config["check.timeout_s"])
     return msgspec.json.decode(said, type=Choice | None)
+
+
+def say_kept(chosen: Choice) -> None:
+    """Says on the first rank what an earlier run chose."""
+    _say(chosen, [f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.2f} ms a step (as in an earlier run)"])
 
 
 def _say(chosen: Choice, lines: list[str]) -> None:

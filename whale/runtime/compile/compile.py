@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 import msgspec
@@ -19,6 +19,8 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.lowering.compiled import compile_marked
+from whale.lowering.functions import LoweredFunction, communicates
+from whale.lowering.micro import CALL
 from whale.lowering.updates.fuse import fuse_updates
 from whale.lowering.updates.last import updates_last
 from whale.passes.dump import dump
@@ -36,13 +38,15 @@ from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import spread_program
 from whale.runtime.compile.exchanges import compare_exchanges
+from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.memory_plan import limit_bytes, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
-from whale.runtime.spread.lower import first_ranks, lower_ranks, with_memory
+from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, with_memory
+from whale.runtime.variables.stage_variables import Use
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Compiled:
       ranks: one program for each rank of this process.
       number: of the program in this run, equal on all ranks.
       seconds: where the time of compiling went.
+      whole: what was said of a program that is not divided.
+      most_bytes: what a rank here takes of memory at most.
     """
 
     plan: Plan
@@ -62,6 +68,8 @@ class Compiled:
     ranks: tuple[Program, ...]
     number: int
     seconds: Mapping[str, float]
+    whole: str
+    most_bytes: float
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -121,7 +129,7 @@ def compile_program(
         context.meter.planned(program, plan, settings)
     expanded = expand(program, plan.expanded, settings)
     clock.lap("expand")
-    _tell_if_whole(expanded, plan, context)
+    whole = _tell_if_whole(expanded, plan, context)
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
     compare_exchanges(lowered, plan, number, context)
@@ -136,9 +144,12 @@ def compile_program(
     if context.elastic is not None:
         lowered = list(map(updates_last, lowered))
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
+    most_bytes = 0.0
     if context.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)
-        refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit))
+        most_bytes = refuse_what_does_not_fit(
+            dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit)
+        )
     _remember(lowered, plan, context)
     if context.watch is not None and context.rank == 0:
         context.watch.tell_plan(program.name, lambda: format_plan(plan))
@@ -147,17 +158,19 @@ def compile_program(
     if context.dry is None:
         spent = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in clock.seconds.items() if s >= 1e-3)
         log.debug(f"{what} is compiled for {context.size} ranks in {sum(clock.seconds.values()):.3f} s (ms: {spent})")
-    return Compiled(plan, expanded, ranks, number, clock.seconds)
+    return Compiled(plan, expanded, ranks, number, clock.seconds, whole, most_bytes)
 
 
-def _tell_if_whole(program: Program, plan: Plan, context: Context) -> None:
+def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
     """Says once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
     if context.dry is not None or context.rank != 0 or plan.program in context.whole:
-        return
+        return ""
     chosen = context.auto is not None and context.auto.alone
-    if not chosen and (text := undivided(program, plan)):
-        context.whole.add(plan.program)
-        log.warning(text)
+    if chosen or not (text := undivided(program, plan)):
+        return ""
+    context.whole.add(plan.program)
+    log.warning(text)
+    return text
 
 
 def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
@@ -245,6 +258,52 @@ def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
     if plan.offloaded:
         there, back = zip(*map(crossing_bytes, lowered))
         context.offloaded[plan.program] = sum(there), sum(back)
+
+
+def ready_step(
+    compiled: Compiled, function: LoweredFunction, uses: dict[str, Use], context: Context, inputs: str
+) -> Ready:
+    """What is kept of a compiled program, and called."""
+    plan, program = compiled.plan, compiled.program
+    chosen = context.auto
+    return Ready(
+        program=program.name,
+        inputs=inputs,
+        main=function.name,
+        passed=function.inputs,
+        handles=function.handles,
+        outputs=function.outputs,
+        variables=tuple(v.node for v in program.variables),
+        uses=uses,
+        kinds=compiled.kinds,
+        offloaded=tuple(plan.offloaded),
+        communicates=communicates(compiled.ranks),
+        rolled=any(node.op == CALL for one in compiled.ranks for node in one.nodes),
+        trains=any(updates(program, node) for node in program.nodes),
+        most_bytes=compiled.most_bytes,
+        crossing_bytes=context.offloaded.get(program.name),
+        whole=compiled.whole,
+        matched=tuple(sorted(context.annotated)),
+        choice=msgspec.json.encode(chosen) if chosen is not None else b"",
+    )
+
+
+def bytes_under(
+    program: Program,
+    plan: Plan,
+    context: Context,
+    local: Mapping[str, tuple[int, ...]],
+    variables: Mapping[str, Tiles],
+) -> dict[str, int]:
+    """By category, the bytes that the step of a captured program takes on the first rank here; not collective."""
+    settings = _settings(program, context, variables)
+    captured, program = program, normalise(program, settings)
+    settings = settings.but(batch__local=local)
+    if context.auto is not None:
+        again = partial(normalise, captured)
+        program, settings = spread_program(program, settings, context, 0, again, lambda _: "")
+    lowered = as_run(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
+    return step_bytes(lowered[0], context.rank, context.size)
 
 
 def compile_alone(program: Program, context: Context) -> Program:

@@ -17,6 +17,10 @@ MOST_BYTES, MOST_FILES = 256 << 20, 1000
 _DIGEST = 32
 
 
+class Damaged(Exception):
+    """What was kept is not what was written; it is removed."""
+
+
 class KeptFiles:
     """Byte strings by name, in a folder. What was not used for longest goes first.
 
@@ -28,10 +32,11 @@ class KeptFiles:
         self.folder, self.most_bytes, self.most_files = folder, most_bytes, most_files
 
     def get(self, name: str) -> bytes | None:
-        """What was kept under a name; None: nothing, or it is damaged.
+        """What was kept under a name; None: nothing.
 
         Raises:
           OSError: the folder is somebody else's, or cannot be read.
+          Damaged: it is not what was written.
         """
         if not self.folder.exists():
             return None
@@ -47,7 +52,7 @@ class KeptFiles:
                 data = opened.read()
             if len(data) < _DIGEST or _digest(data[_DIGEST:]) != data[:_DIGEST]:
                 self._remove(folder, name)
-                return None
+                raise Damaged(name)
             with contextlib.suppress(OSError):
                 os.utime(name, dir_fd=folder, follow_symlinks=False)
             return data[_DIGEST:]

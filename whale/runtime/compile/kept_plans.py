@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 import cost_model
+import whale_ops
 from whale.errors import WhaleError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, plan_from_json
@@ -25,7 +26,7 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
-from whale.runtime.compile.kept_files import KeptFiles
+from whale.runtime.compile.kept_files import Damaged, KeptFiles
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.run.context import Context
 from whale.runtime.spread.proof import CONTRADICTIONS, illegal
@@ -35,10 +36,10 @@ DEFAULT = "auto"
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
     """The plan that an earlier run made; None: there is none."""
-    if (files := _files(context, settings)) is None:
+    if (files := files_of(context, settings)) is None:
         return None
     name = _plan_name(program, settings)
-    if (data := _get(files, name)) is None:
+    if (data := get_kept(files, name, f"the plan of `{program.name}`")) is None:
         return None
     try:
         plan = plan_from_json(data)
@@ -53,16 +54,16 @@ def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Pla
 
 def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: Plan) -> None:
     """Keeps a plan for later runs."""
-    if (files := _files(context, settings)) is not None:
-        _put(files, context, _plan_name(program, settings), plan.to_json())
+    if (files := files_of(context, settings)) is not None:
+        put_kept(files, context, _plan_name(program, settings), plan.to_json())
 
 
 def kept_choice(program: Program, context: Context, settings: PlanSettings) -> Choice | None:
     """How `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
-    if (files := _files(context, settings)) is None:
+    if (files := files_of(context, settings)) is None:
         return None
     name = _choice_name(program, context, settings)
-    if (data := _get(files, name)) is None:
+    if (data := get_kept(files, name, f"the choice for `{program.name}`")) is None:
         return None
     try:
         return msgspec.json.decode(data, type=Choice)
@@ -73,8 +74,8 @@ def kept_choice(program: Program, context: Context, settings: PlanSettings) -> C
 
 def keep_choice(program: Program, context: Context, settings: PlanSettings, choice: Choice) -> None:
     """Keeps a choice for later runs."""
-    if (files := _files(context, settings)) is not None:
-        _put(files, context, _choice_name(program, context, settings), msgspec.json.encode(choice))
+    if (files := files_of(context, settings)) is not None:
+        put_kept(files, context, _choice_name(program, context, settings), msgspec.json.encode(choice))
 
 
 def folder_of(context: Context) -> Path | None:
@@ -93,14 +94,18 @@ def _plan_name(program: Program, settings: PlanSettings) -> str:
 
 
 def _choice_name(program: Program, context: Context, settings: PlanSettings) -> str:
+    return f"{_digest(fingerprint(program), program.name, program.variables, settings, machine(context))}.choice"
+
+
+def machine(context: Context) -> tuple[object, ...]:
+    """What of this host, and of the configuration, `auto_parallel` looks at beside the program and the settings."""
     limit, _ = limit_bytes(context.config, context.local_ranks)
     config = {k: context.config[k] for k in ("pipeline.num_stages", "communication.transport", "cost_model.profile")}
     if config["cost_model.profile"]:
         with contextlib.suppress(OSError):  # the search says what is wrong with it
             config["cost_model.profile"] = Path(config["cost_model.profile"]).read_bytes()
     host = platform.node(), platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
-    link = context.config.link
-    return f"{_digest(fingerprint(program), program.name, program.variables, settings, config, host, link)}.choice"
+    return config, host, context.config.link
 
 
 def _devices() -> list[str]:
@@ -110,38 +115,45 @@ def _devices() -> list[str]:
 
 
 def _digest(*values: object) -> str:
-    return blake2b(repr((*values, _code())).encode(), digest_size=16).hexdigest()
+    return blake2b(repr((*values, code_digest())).encode(), digest_size=16).hexdigest()
 
 
 @cache
-def _code() -> tuple[str, ...]:
-    """What tells one state of the code that plans from another: versions, and how old and large each source is."""
+def code_digest() -> tuple[str, ...]:
+    """What tells one state of the code from another: versions, and how old and large each source is."""
     import tensorflow as tf
 
     stamp = blake2b(digest_size=16)
-    for root in (str(Path(__file__).parents[2]), str(Path(cost_model.__file__).parent)):
+    whale = Path(__file__).parents[2]
+    for root in (str(whale), str(Path(cost_model.__file__).parent), str(Path(whale_ops.__file__).parent)):
         for folder, folders, files in os.walk(root):
             folders.sort()
             for name in sorted(files):
-                if name.endswith((".py", ".yaml")):
+                if name.endswith((".py", ".yaml", ".so")):
                     found = os.stat(os.path.join(folder, name))
                     stamp.update(f"{folder[len(root) :]}/{name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return tf.__version__, platform.python_version(), stamp.hexdigest()
 
 
-def _files(context: Context, settings: PlanSettings) -> KeptFiles | None:
+def files_of(context: Context, settings: PlanSettings) -> KeptFiles | None:
+    """Where a run keeps what later ones take; None: nowhere."""
     folder = folder_of(context)
     return None if folder is None or settings.dump else KeptFiles(folder)  # dumps are of passes that run
 
 
-def _get(files: KeptFiles, name: str) -> bytes | None:
+def get_kept(files: KeptFiles, name: str, what: str) -> bytes | None:
+    """What was kept under a name; says so if that is damaged."""
     try:
         return files.get(name)
     except OSError:
         return None  # writing says why
+    except Damaged:
+        log.warning(f"{what} that was kept is damaged, and is made anew")
+        return None
 
 
-def _put(files: KeptFiles, context: Context, name: str, data: bytes) -> None:
+def put_kept(files: KeptFiles, context: Context, name: str, data: bytes) -> None:
+    """Keeps ``data`` under a name; says once if it cannot."""
     try:
         files.put(name, data)
     except OSError as error:

@@ -60,26 +60,29 @@ class _Rank(msgspec.Struct):
 
 def refuse_what_does_not_fit(
     programs: Mapping[int, Program], context: Context, number: int, settings: PlanSettings, options: Callable[[], str]
-) -> None:
-    """Raises PlanError on every rank when one of them would take more than its device has. Collective.
+) -> float:
+    """The bytes that a rank of this process takes at most; raises PlanError on every rank when one of them would take
+    more than its device has. Collective.
 
     Args:
       programs: of this process's ranks.
       number: of the program in this run.
       options: what would make it fit; asked of the first rank, and only then.
     """
-    mine = []
+    mine, most_bytes = [], 0.0
     for rank, program in programs.items():
         limit, source = limit_bytes(context.config, context.local_ranks)
-        fits = at_most_bytes(program) <= limit
-        mine.append(_Rank(limit, source, {} if fits else step_bytes(program, rank, settings.size)))
+        bound_bytes = at_most_bytes(program)
+        found = _Rank(limit, source, {} if bound_bytes <= limit else step_bytes(program, rank, settings.size))
+        most_bytes = max(most_bytes, found.bytes or bound_bytes)
+        mine.append(found)
     said = dict(zip(programs, mine))
     if context.between_processes:
         comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
         each = comm.allgather_bytes(f"whale/memory/{number}", msgspec.json.encode(mine[0]), timeout_s)
         said = {rank: msgspec.json.decode(one, type=_Rank) for rank, one in enumerate(each)}
     if all(one.fits for one in said.values()):
-        return
+        return most_bytes
     text = ""
     if context.rank == 0:
         text = options()

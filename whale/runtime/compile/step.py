@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import msgspec
 import tensorflow as tf
-from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context as tf_context
-from tensorflow.python.eager import record
-from tensorflow.python.ops import gradients_util
 
-from whale.capture.captured import Captured
-from whale.capture.function import capture_function
+import whale_ops
+from whale.capture.captured import Captured, Traced
+from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import Drawing, ShardedTensor
 from whale.capture.signature import Arguments
-from whale.errors import ProgramError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.program import Program
+from whale.ir.mesh import Tiles
+from whale.ir.plan import Plan
 from whale.lowering.functions import load_ops, lower_to_function
-from whale.lowering.micro import CALL
-from whale.lowering.updates.last import written_early
 from whale.passes.facts.stages import has_stages
-from whale.runtime.compile.compile import Compiled, compile_program, micro_batches_of
+from whale.runtime.compile import kept_steps
+from whale.runtime.compile.agree import all_take
+from whale.runtime.compile.call import callable_step
+from whale.runtime.compile.compile import bytes_under, compile_program, micro_batches_of, ready_step
+from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
-from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
-from whale.runtime.run.context import Context, unique
+from whale.runtime.run.context import Context
 from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.writes import refuse_lone_writes, with_equal_replicas
+from whale.runtime.run.writes import with_equal_replicas
 from whale.runtime.spread.micro_batches import keeps_own_rows
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_tiles import refuse_other_tiles
-from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
 
@@ -51,8 +50,8 @@ class Step:
     """
 
     call: Callable[[list[Any]], Any]
-    captured: Captured
-    compiled: Compiled
+    captured: Traced
+    plan: Callable[[], Plan]
     seconds: Mapping[str, float]
     gathers: bool
 
@@ -109,20 +108,48 @@ def _compiled(
     if context.dry is None:
         for tensor in arguments.tensors:
             rows_of_run(tensor, context)
-    with captures_steps(), span(context.trace, "capture", "compile"):
-        captured = capture_function(
-            fn,
-            args,
-            kwargs,
-            mark_gradients=bool(context.config["gradient_checkpoint.type"])
-            or context.config["auto_parallel"]
-            or context.auto is not None,
-            loss_scale=loss_scale_of(context),
-            drawing=drawing,
+
+    def traced(mark_gradients: bool, drawing: Drawing | None) -> Trace:
+        with captures_steps():
+            return trace_function(
+                fn,
+                args,
+                kwargs,
+                mark_gradients=mark_gradients,
+                loss_scale=loss_scale_of(context),
+                drawing=drawing,
+            )
+
+    with span(context.trace, "capture", "compile"):
+        marks = (
+            context.config["gradient_checkpoint.type"] or context.config["auto_parallel"] or context.auto is not None
         )
-    captured = in_scopes_by_name(_with_scopes(captured, context), context)
+        trace = traced(bool(marks), drawing)
+    if context.config["offload.level"] and context.dry is None:
+        compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
-    local = {name: t.sizes for name, t in zip(captured.inputs, tensors) if isinstance(t, ShardedTensor)}
+    local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
+    with span(context.trace, "look for a kept step", "compile"):
+        layouts = context.variables.layouts(trace.variables)
+        name, ready = kept_steps.find(trace, local, layouts, context.programs, context)
+        if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_text, context):
+            ready = None
+    if ready is None:
+        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.again()), context)
+    return _taken(trace, ready, local, layouts, context)
+
+
+def _lowered(
+    trace: Trace, local: dict[str, tuple[int, ...]], kept: str, traced: Callable[[], Trace], context: Context
+) -> Step:
+    """The step of a trace that has to be planned and lowered.
+
+    Args:
+      local: inputs of which this rank is given its own rows only, with the rows of every rank.
+      kept: the name under which it is kept for later runs; "": it is not.
+      traced: traces the step again, with its gradients marked.
+    """
+    captured = _in_scopes(trace.read(), context)
     parts = tuple(local)
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes. A saved plan of several axes
     # was made of whole batches, too, whose rows it may divide otherwise than by ranks. So may micro-batches.
@@ -135,23 +162,10 @@ def _compiled(
     if gathers:
         local = {}
         context.stages_seen |= staged
-
-    def marked() -> Program:
-        with captures_steps():
-            again = capture_function(
-                fn,
-                args,
-                kwargs,
-                mark_gradients=True,
-                loss_scale=loss_scale_of(context),
-                drawing=drawing and drawing.again(),
-            )
-            return in_scopes_by_name(_with_scopes(again, context), context).program
-
-    if context.config["offload.level"] and context.dry is None:
-        compute_device(context.config)  # refused before anything is sent
     layouts = context.variables.layouts(captured.variables)
-    compiled = compile_program(captured.program, context, local, layouts, marked)
+    compiled = compile_program(
+        captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program
+    )
     uses = uses_of(compiled.program, compiled.plan)
     if context.elastic is not None:
         context.elastic.check(uses, {c.node: c.name for c in captured.variables})
@@ -163,12 +177,65 @@ def _compiled(
         context.variables.classify(captured.variables, compiled.kinds)
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"):
-        call = _callable(captured, compiled, context, uses)
-    call = compared(call, context, compiled.program.name, captured.inputs, parts, dict(captured.captures))
-    call = with_equal_replicas(call, context, compiled.program.name, {id(v.handle) for v in captured.variables})
-    trim()
+        load_ops(compiled.ranks)
+        tag = kept_steps.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
+        function = lower_to_function(compiled.ranks, tag)
+        ready = ready_step(compiled, function, uses, context, trace.inputs_text)
+        ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged)
+        call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
+    kept_steps.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
-    return Step(call, captured, compiled, seconds, gathers)
+    return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context)
+
+
+def _taken(
+    trace: Trace,
+    ready: Ready,
+    local: Mapping[str, tuple[int, ...]],
+    layouts: Mapping[str, Tiles],
+    context: Context,
+) -> Step:
+    """The step of a trace as an earlier run lowered it. Collective between processes."""
+    start_s = time.perf_counter()
+    number, context.programs = context.programs, context.programs + 1
+    context.stages_seen |= ready.gathers and ready.staged
+    tied, plan = trace.tied(ready.variables), cache(ready.read_plan)
+    here = {node: tiles for node, tiles in layouts.items() if node in ready.variables}
+
+    def predicted() -> dict[str, int]:
+        program = _in_scopes(trace.read(), context).program
+        return bytes_under(program, plan(), context, {} if ready.gathers else local, here)
+
+    kept_steps.remember(ready, plan, predicted, context)
+    with span(context.trace, "send variables", "compile"):
+        context.variables.adopt(tied.variables, context, ready.uses, ready.offloaded)
+        context.variables.classify(tied.variables, ready.kinds)
+    with span(context.trace, "functions", "compile"):
+        if ready.communicates:
+            whale_ops.ops()
+        call = callable_step(tied, ready, ready.function(), plan, number, context)
+    return _step(call, tied, ready, plan, tuple(local), {"kept": time.perf_counter() - start_s}, context)
+
+
+def _step(
+    call: Callable[[list[Any]], Any],
+    tied: Traced,
+    ready: Ready,
+    plan: Callable[[], Plan],
+    parts: Collection[str],
+    seconds: Mapping[str, float],
+    context: Context,
+) -> Step:
+    """A step whose calls are compared between the ranks, as far as that is asked for."""
+    call = compared(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
+    call = with_equal_replicas(call, context, ready.program, {id(v.handle) for v in tied.variables})
+    trim()
+    return Step(call, tied, plan, seconds, ready.gathers)
+
+
+def _in_scopes(captured: Captured, context: Context) -> Captured:
+    """With the scopes of variables, of the run and of its annotations."""
+    return in_scopes_by_name(_with_scopes(captured, context), context)
 
 
 def _with_scopes(captured: Captured, context: Context) -> Captured:
@@ -180,112 +247,6 @@ def _with_scopes(captured: Captured, context: Context) -> Captured:
         program = replace(program, variables=variables)
     program = in_default_scope(program, context)
     return captured if program is captured.program else replace(captured, program=program)
-
-
-def _callable(
-    captured: Captured, compiled: Compiled, context: Context, used: Mapping[str, Use]
-) -> Callable[[list[Any]], Any]:
-    """A closure that calls the lowered function: tensors in, the user's return structure out."""
-    device = compute_device(context.config) if compiled.plan.offloaded else None
-    load_ops(compiled.ranks)
-    lowered = lower_to_function(compiled.ranks, unique(f"whale_{compiled.number}_{_identifier(compiled.program.name)}"))
-    tf_ctx = tf_context.context()
-    tf_ctx.ensure_initialized()
-    for definition in lowered.definitions:
-        tf_ctx.add_function_def(definition)
-    passed = dict(captured.captures)
-    extra = [passed[n] for n in lowered.inputs[len(captured.inputs) :]]
-    handles = [
-        h
-        for i, nodes in enumerate(lowered.handles)
-        for h in context.variables.handles(captured.variables, nodes, i, context.ranks[i])
-    ]
-    fixed = extra + handles
-    uses = context.variables.uses(captured.variables, used, context)
-    name, outputs = lowered.name.encode(), lowered.outputs
-    pack = _packer(captured)
-    what = compiled.program.name
-    several, outside, elastic = len(context.ranks) > 1, context.outside, context.elastic
-    early, watched = [], None
-    if elastic is not None:
-        watched = elastic.watched(compiled.plan, compiled.ranks[0])
-        by_node = {c.node: c for c in captured.variables}
-        early = [(by_node[n].handle, by_node[n].variable.dtype) for n in written_early(compiled.ranks[0])]
-
-    def call(tensors: list[Any]) -> Any:
-        if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
-            raise ProgramError(
-                "a gradient tape outside a step cannot see into it",
-                op=what,
-                given="a call under a GradientTape that watches an argument",
-                expected="the tape inside the step",
-                action="compute the gradient inside the function that wh.function decorates",
-            )
-        try:
-            context.variables.settle()
-            if outside is not None and outside.written:
-                refuse_lone_writes(context, what)
-            context.variables.before(uses, context)
-            if elastic is not None:
-                return elastic.step(lambda: tf_ctx.call_function(name, tensors + fixed, outputs), pack, early, watched)
-            if not several:
-                results = tf_ctx.call_function(name, tensors + fixed, outputs)
-                context.variables.after(uses)
-                return pack(results)
-            context.variables.follow()
-            results = tf_ctx.call_function(name, tensors + fixed, outputs)
-            context.variables.after(uses)
-            context.variables.leave()
-            return pack(results)
-        except tf.errors.OpError as error:
-            raise_comm_error(error, context)
-            raise
-
-    found = call if device is None else _on_device(call, device)
-    if any(node.op == CALL for program in compiled.ranks for node in program.nodes):
-        found = _as_lowered(found)
-    return context.watched(found, what, compiled.number, compiled.plan)
-
-
-def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """``call`` of a graph that TensorFlow's optimizer leaves as it is: with micro-batches it holds sums and updates.
-
-    What the micro-batches compute is optimised in functions of their own (whale_ops/ops/call_kernel.cc).
-    """
-    context = tf_context.context()
-    usual = context.function_call_options
-    config = config_pb2.ConfigProto.FromString(usual.config_proto_serialized)
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    options = tf_context.FunctionCallOptions(usual.executor_type, config)
-
-    def as_lowered(tensors: list[Any]) -> Any:
-        before = context.function_call_options
-        context.function_call_options = options
-        try:
-            return call(tensors)
-        finally:
-            context.function_call_options = before
-
-    return as_lowered
-
-
-def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
-    """``call``, of which ``device`` computes what nothing else says."""
-
-    def there(tensors: list[Any]) -> Any:
-        with tf.device(device):
-            return call(tensors)
-
-    return there
-
-
-def _packer(captured: Captured) -> Callable[[Any], Any]:
-    structure = captured.structured_outputs
-    if isinstance(structure, tf.Tensor):
-        return lambda results: results[0]
-    if isinstance(structure, tuple) and type(structure) is tuple and all(isinstance(s, tf.Tensor) for s in structure):
-        return lambda results: tuple(results or ())
-    return lambda results: captured.pack_outputs(results or ())
 
 
 def _identifier(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.capture.captured import Captured
+from whale.capture.captured import Traced
 from whale.capture.sharded import Drawing, ShardedTensor, is_iterator, read_inside
 from whale.capture.signature import Arguments
 from whale.errors import ProgramError
@@ -37,7 +37,7 @@ def sources(drawing: Drawing, arguments: Arguments) -> tuple[Source, ...]:
     return tuple(Source(numbers[id(one)]) if id(one) in numbers else Source(iterator=one) for one in drawing.iterators)
 
 
-def reads_itself(captured: Captured, drawing: Drawing, arguments: Arguments) -> bool:
+def reads_itself(captured: Traced, drawing: Drawing, arguments: Arguments) -> bool:
     """Whether the step reads an iterator that is an argument, in a loop or in another form.
 
     Raises:

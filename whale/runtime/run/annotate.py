@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from whale.capture.captured import Captured
+from whale.capture.captured import Captured, CapturedVariable
 from whale.errors import ConfigError, PlanError
 from whale.ir.program import Program
 from whale.passes.facts.patterns import Named, Pattern, in_named_scopes, nearest
@@ -103,7 +103,7 @@ def in_scopes_by_name(captured: Captured, context: Context) -> Captured:
     """
     if not context.annotations:
         return captured
-    named = in_named_scopes(captured.program, context.annotations, _variable_names(captured))
+    named = in_named_scopes(captured.program, context.annotations, variable_names(captured.variables))
     context.annotated.update(named.matched)
     if trains(captured.program):
         _refuse_unmatched(named, context)
@@ -129,13 +129,13 @@ def unmatched(context: Context) -> str:
     return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
 
 
-def _variable_names(captured: Captured) -> dict[str, str]:
+def variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
     """Handle node -> the variable's name with its layers': Keras 3 keeps that in an object of its own."""
-    variables = [c.variable for c in captured.variables if c.variable is not None]
+    variables = [c.variable for c in captured if c.variable is not None]
     paths: dict[int, str] = {}
     for referrer in gc.get_referrers(*variables) if variables else ():
         found = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
         path = found.get("_path")
         if isinstance(path, str) and found.get("_value") is not None:
             paths[id(found["_value"])] = path
-    return {c.node: paths.get(id(c.variable), c.name) for c in captured.variables}
+    return {c.node: paths.get(id(c.variable), c.name) for c in captured}

@@ -112,6 +112,7 @@ class Context(Ranks):
       failed: whether a step of this rank has failed; the others are told so at the end.
       dry: what a run is for that only plans; None: it computes.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
+      searched_all: whether `auto_parallel` had time for every way, so that its choice may be kept.
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       saved: the plan that one of the programs runs under; None: all are planned.
       described: the plan of a described or measured model that training programs are spread by, and its file.
@@ -149,6 +150,7 @@ class Context(Ranks):
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
+    searched_all: bool = True
     auto: Choice | None = None
     saved: SavedPlan | None = None
     described: tuple[PlanFile, str] | None = None
@@ -172,13 +174,13 @@ class Context(Ranks):
     at_end: list[Callable[[], None]] = field(default_factory=list)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
-    def watched(self, call: Callable[..., _T], name: str, number: int, plan: Plan) -> Callable[..., _T]:
+    def watched(self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]) -> Callable[..., _T]:
         """A program's callable, its calls counted, traced and measured where that is asked for."""
         if self.watch is not None and self.watch.progress is not None:
             call = self.watch.progress.steps(call, name)
         if self.trace is not None:
             call = self.trace.steps(call, name, number)
-        return call if self.meter is None else self.meter.steps(call, plan)
+        return call if self.meter is None else self.meter.steps(call, plan())
 
     def survived(self, call: Callable[[], _T]) -> _T:
         """What a call that exchanges something returns, made again where this rank goes on without others.
@@ -250,10 +252,10 @@ class Process:
 process = Process()
 
 
-def unique(name: str) -> str:
+def unique(name: str, digits: int = 1) -> str:
     """``name`` with a number: TensorFlow's functions and nodes are known by their names in all of the process."""
     process.names += 1
-    return f"{name}_{process.names}"
+    return f"{name}_{process.names:0{digits}}"
 
 
 def running() -> Context | None:

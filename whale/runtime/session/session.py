@@ -324,7 +324,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
         )
-        self._runs[key] = self._whale.watched(run, name, compiled.number, compiled.plan)
+        self._runs[key] = self._whale.watched(run, name, compiled.number, lambda: compiled.plan)
         return compiled
 
 
