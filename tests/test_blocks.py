@@ -93,6 +93,7 @@ AROUND = {
             step="ids = tf.zeros((4, 2), tf.int32)",
             value="tf.reduce_sum(rows[0])",
         ),
+        Around("wh.init()", "model.compile('sgd', 'mse'); model.fit(np.ones((4, 20)), np.ones((4, 1)), verbose=0)"),
     ],
     "keras.md": [Around("x, y = np.ones((512, 8), 'float32'), np.zeros(512, 'int32')")],
     "micro_batches.md": [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+import whale as wh
 from benchmarks.giant.measure import ALONE, RANKS, Line, Scopes, sgd, weight
 from whale.ir.layout import even_sizes
 
@@ -90,13 +92,87 @@ class Dlrm:
     def wanted(self, number: int) -> int:
         """Each rank asks once for an id that another one has: id, row, its slope; and the dense weights' sums."""
         ids = self.batch(number)[0].numpy()
-        asked = 0
-        for column, words in zip(ids.T, self.words):
-            ends = np.cumsum(even_sizes(words, RANKS))
-            for rank, part in enumerate(np.split(column, RANKS)):
-                asked += int((np.searchsorted(ends, np.unique(part), side="right") != rank).sum())
+        asked = sum(asked_for(column, words) for column, words in zip(ids.T, self.words))
         dense = sum(int(np.prod(v.shape)) for v in self.dense) + 1
         return asked * (FLOAT + 2 * self.size * FLOAT) + 2 * (RANKS - 1) * dense * FLOAT
+
+
+class Bags:
+    """``wh.layers.Embedding``: a bag of ids of each table for each example, and a dense layer.
+
+    Args:
+      form: of the ids: "dense", "ragged", "sparse".
+      optimizer: made when the variables are; None: plain gradient descent.
+    """
+
+    def __init__(
+        self, scopes: Scopes, dtype: Any, form: str = "dense", combiner: str | None = "mean", weighted: bool = False,
+        sharded: str | None = "rows", optimizer: Callable[[], Any] | None = None, tables: int = 3, words: int = 40,
+        width: int = 8, batch: int = 16, each: int = 3,
+    ) -> None:  # fmt: skip
+        self.form, self.combiner, self.weighted, self.words = form, combiner, weighted, words
+        self.rows, self.each, self.width = batch, each, width
+        self.layers = [
+            wh.layers.Embedding(words, width, combiner, max_ids=each, sharded=sharded, dtype=dtype.name)
+            for _ in range(tables)
+        ]
+        for i, layer in enumerate(self.layers):
+            layer.build()
+            layer.embeddings.assign(weight(i, words, width, dtype=dtype))
+        self.out = weight(9, width * tables * (1 if combiner else each), 1, dtype=dtype)
+        self.trained = [*(layer.embeddings for layer in self.layers), self.out]
+        self.optimizer = None if optimizer is None else optimizer()
+        self.variables = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in self.trained]
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        draw, found = np.random.default_rng(number), list[Any]()
+        for _ in self.layers:
+            ids = zipf(draw, self.words, self.rows * self.each).reshape(self.rows, self.each)
+            present = np.arange(self.each) < draw.integers(0, self.each + 1, (self.rows, 1))
+            weights = draw.random((self.rows, self.each))
+            if self.combiner is None:
+                present[:] = True
+            found.append(self._formed(np.where(present, ids, -1), present))
+            if self.weighted:
+                found.append(self._formed(weights, present))
+        return tuple(found)
+
+    def _formed(self, values: np.ndarray, present: np.ndarray) -> Any:
+        if self.form == "ragged":
+            return tf.RaggedTensor.from_row_lengths(tf.constant(values[present]), present.sum(1))
+        if self.form == "sparse":
+            return tf.SparseTensor(np.argwhere(present), values[present], values.shape)
+        return tf.constant(values)
+
+    def step(self, *inputs: Any) -> tf.Tensor:
+        each = 2 if self.weighted else 1
+        with tf.GradientTape() as tape:
+            found = [layer(*inputs[i * each : (i + 1) * each]) for i, layer in enumerate(self.layers)]
+            hidden = tf.reshape(tf.concat(found, -1), [self.rows, -1])
+            loss = tf.reduce_mean(tf.square(tf.tanh(hidden @ self.out) - 1))
+        if self.optimizer is None:
+            sgd(loss, tape, self.variables)
+        else:
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trained), self.trained))
+        return loss
+
+    def wanted(self, number: int) -> int:
+        """As of ``Dlrm``; the ids are int64, and the absent ones are others of their bags."""
+        asked = 0
+        for ids in self.batch(number):
+            bags = ids.numpy()
+            filled = np.where(bags < 0, np.maximum(bags.max(1, keepdims=True), 0), bags)
+            asked += asked_for(filled.reshape(-1), self.words)
+        dense = int(np.prod(self.out.shape)) + 1
+        return asked * (8 + 2 * self.width * FLOAT) + 2 * (RANKS - 1) * dense * FLOAT
+
+
+def asked_for(ids: np.ndarray, words: int) -> int:
+    """How many rows all ranks together ask others for, each once."""
+    ends, asked = np.cumsum(even_sizes(words, RANKS)), 0
+    for rank, part in enumerate(np.split(ids, RANKS)):
+        asked += int((np.searchsorted(ends, np.unique(part), side="right") != rank).sum())
+    return asked
 
 
 def zipf(draw: np.random.Generator, words: int, count: int, exponent: float = 1.05) -> np.ndarray:
@@ -116,8 +192,10 @@ SMALL_DLRM = partial(Dlrm, batch=32, rows=200, tables=6, width=8)
 def lines() -> list[Line]:
     """The rows about a table."""
     dlrm = partial(Dlrm, batch=4096, rows=100_000)
+    bags = partial(Bags, tables=8, words=50_000, width=16, batch=1024, each=8)
     return [
         Line("DLRM, 26 tables, Zipf 1.05, batch 4,096", dlrm, dlrm(ALONE, tf.float32).wanted(1), small=SMALL_DLRM),
+        Line("wh.layers.Embedding, 8 tables of bags", bags, bags(ALONE, tf.float32).wanted(1), small=Bags),
         Line("embedding_lookup_sparse", partial(Table, form="sparse"), wanted(ROWS * EACH)),
         Line("lookup of tf.unique ids", partial(Table, form="unique"), wanted(ROWS * EACH)),
     ]

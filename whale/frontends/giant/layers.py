@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from whale.annotations import replica, split
 from whale.errors import ProgramError
+from whale.frontends.giant.embedding import Embedding as Embedding
 from whale.runtime.run.context import running
 
 _Dispatch = tuple[tf.Tensor, tf.Tensor | None, Callable[[tf.Tensor], tf.Tensor]]
