@@ -103,31 +103,36 @@ class Bags:
     Args:
       form: of the ids: "dense", "ragged", "sparse".
       optimizer: made when the variables are; None: plain gradient descent.
+      dynamic: ids are any numbers, and ``words`` the slots; `slots` has who has which.
     """
 
     def __init__(
         self, scopes: Scopes, dtype: Any, form: str = "dense", combiner: str | None = "mean", weighted: bool = False,
         sharded: str | None = "rows", optimizer: Callable[[], Any] | None = None, tables: int = 3, words: int = 40,
-        width: int = 8, batch: int = 16, each: int = 3,
+        width: int = 8, batch: int = 16, each: int = 3, dynamic: bool = False, evict: str = "lru",
     ) -> None:  # fmt: skip
-        self.form, self.combiner, self.weighted, self.words = form, combiner, weighted, words
+        self.form, self.combiner, self.weighted, self.words, self.dynamic = form, combiner, weighted, words, dynamic
         self.rows, self.each, self.width = batch, each, width
         self.layers = [
-            wh.layers.Embedding(words, width, combiner, max_ids=each, sharded=sharded, dtype=dtype.name)
+            wh.layers.Embedding(
+                words, width, combiner, max_ids=each, sharded=sharded, dtype=dtype.name, dynamic=dynamic, evict=evict
+            )
             for _ in range(tables)
         ]
         for i, layer in enumerate(self.layers):
             layer.build()
-            layer.embeddings.assign(weight(i, words, width, dtype=dtype))
+            layer.embeddings.assign(weight(i, *layer.embeddings.shape, dtype=dtype))
         self.out = weight(9, width * tables * (1 if combiner else each), 1, dtype=dtype)
         self.trained = [*(layer.embeddings for layer in self.layers), self.out]
         self.optimizer = None if optimizer is None else optimizer()
-        self.variables = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in self.trained]
+        self.variables = [_tensorflow(v) for v in self.trained]
+        self.slots = [_tensorflow(v) for layer in self.layers for v in layer.non_trainable_weights]
 
     def batch(self, number: int) -> tuple[Any, ...]:
         draw, found = np.random.default_rng(number), list[Any]()
         for _ in self.layers:
-            ids = zipf(draw, self.words, self.rows * self.each).reshape(self.rows, self.each)
+            ids = zipf(draw, self.words * 9**self.dynamic, self.rows * self.each).reshape(self.rows, self.each)
+            ids = ids * 7919 + (1 << 40) if self.dynamic else ids
             present = np.arange(self.each) < draw.integers(0, self.each + 1, (self.rows, 1))
             weights = draw.random((self.rows, self.each))
             if self.combiner is None:
@@ -147,7 +152,8 @@ class Bags:
     def step(self, *inputs: Any) -> tf.Tensor:
         each = 2 if self.weighted else 1
         with tf.GradientTape() as tape:
-            found = [layer(*inputs[i * each : (i + 1) * each]) for i, layer in enumerate(self.layers)]
+            batches = [inputs[i * each : (i + 1) * each] for i in range(len(self.layers))]
+            found = [layer(*batch, training=True) for layer, batch in zip(self.layers, batches)]
             hidden = tf.reshape(tf.concat(found, -1), [self.rows, -1])
             loss = tf.reduce_mean(tf.square(tf.tanh(hidden @ self.out) - 1))
         if self.optimizer is None:
@@ -165,6 +171,10 @@ class Bags:
             asked += asked_for(filled.reshape(-1), self.words)
         dense = int(np.prod(self.out.shape)) + 1
         return asked * (8 + 2 * self.width * FLOAT) + 2 * (RANKS - 1) * dense * FLOAT
+
+
+def _tensorflow(variable: Any) -> tf.Variable:
+    return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def asked_for(ids: np.ndarray, words: int) -> int:

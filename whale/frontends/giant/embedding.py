@@ -4,6 +4,7 @@ The layer enters ``wh.split`` itself where a run has begun. Bags are dense insid
 absent (negative), so that shapes are known, and what is divided is what any lookup's rows are.
 
 ``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combined``: rows of bags to a row for each bag.
+``_first_rows``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.giant.vocabulary``.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import tensorflow as tf
 
 from whale.annotations import replica, split
 from whale.errors import ProgramError
+from whale.frontends.giant.vocabulary import ABSENT, EVICTS, Vocabulary, drawn, tensor_of, write
 from whale.runtime.run.context import running
 
+_ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict"
+_HASHES = (1 << 63) - 1
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is looked up that is divided
 
 
 class _Bags(NamedTuple):
-    """Ids [..., k], of which those that are present are not negative, and their weights [..., k] or None."""
+    """Ids [..., k], whether each is present, and weights [..., k] or None."""
 
     ids: tf.Tensor
+    present: tf.Tensor
     weights: tf.Tensor | None
 
 
@@ -41,12 +46,21 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     Weights have the form of the ids. As of ``tf.nn.embedding_lookup_sparse``: "sum" is that of weight * row, "mean" it
     over the sum of the weights, "sqrtn" it over the root of the sum of their squares. A bag without ids is zeros.
 
+    A ``dynamic`` table has slots in place of rows. Any int64 is an id, or any string (63 bits of its hash, that is); -1
+    and "" are absent. In training an id without a slot is given one, whose row is drawn anew (the same whenever the
+    id is admitted), and the id that was used longest ago, or least often, loses its slot when there is no other. Ids
+    that find none, as new ones do outside of training, share a last row. Slots follow from the batches alone: with any
+    number of ranks they are the same. ``wh.optimizers.lazy`` makes an optimizer begin anew with a slot's new id.
+
     Args:
-      input_dim, output_dim: rows of the table, and columns.
+      input_dim, output_dim: rows of the table, and columns. Slots of a dynamic one are rounded up to a multiple of 32.
       combiner: None, "sum", "mean" or "sqrtn".
       max_ids: ids of the largest bag of ragged or sparse inputs; more are an error.
-      sharded: "rows", "columns", "whole" (on every rank), or None: rows or columns, whichever costs less.
-      embeddings_initializer: of the table.
+      sharded: "rows", "columns", "whole" (on every rank), or None: rows or columns, whichever costs less. What
+        a dynamic table writes to its rows needs columns, or the whole table.
+      embeddings_initializer: of the table; of a dynamic one uniform, zeros or a constant.
+      dynamic: whether ids are given slots.
+      evict: who makes room: "lru" (last used longest ago) or "lfu" (used least often).
 
     Raises:
       ProgramError: arguments or inputs that fit no table.
@@ -54,55 +68,86 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
 
     def __init__(
         self, input_dim: int, output_dim: int, combiner: str | None = None, max_ids: int | None = None,
-        sharded: str | None = None, embeddings_initializer: Any = "uniform", **more: Any,
+        sharded: str | None = None, embeddings_initializer: Any = "uniform", dynamic: bool = False,
+        evict: str = "lru", **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(**more)
         _check(input_dim > 0 < output_dim, f"input_dim={input_dim}, output_dim={output_dim}", "positive sizes")
         _check(combiner in _COMBINERS, f"combiner={combiner!r}", "None, sum, mean or sqrtn")
         _check(sharded in (*_SHARDED, "whole"), f"sharded={sharded!r}", "None, rows, columns or whole")
         self.input_dim, self.output_dim, self.combiner = input_dim, output_dim, combiner
-        self.max_ids, self.sharded = max_ids, sharded
+        _check(not dynamic or sharded != "rows", "dynamic=True, sharded='rows'", "columns, whole or None")
+        _check(evict in EVICTS, f"evict={evict!r}", " or ".join(EVICTS))
+        self.max_ids, self.sharded, self.grows, self.evict = max_ids, sharded, dynamic, evict
         self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
+        self._starts = _first_rows(self.embeddings_initializer) if dynamic else None
+        self.vocabulary: Vocabulary | None = None
 
     def build(self, inputs_shape: Any = None, weights_shape: Any = None) -> None:
         """Makes the table."""
+        rows = self.input_dim
+        if self.grows:
+            self.vocabulary = Vocabulary(self._add_state, self.input_dim, self.evict)
+            rows = self.vocabulary.slots + 1
         self.embeddings = self.add_weight(
-            name="embeddings", shape=(self.input_dim, self.output_dim), initializer=self.embeddings_initializer,
-            autocast=False,
-        )  # fmt: skip
+            name="embeddings", shape=(rows, self.output_dim), initializer=self.embeddings_initializer, autocast=False
+        )
+        if self.vocabulary is not None:
+            tensor_of(self.embeddings)._whale_fresh = self.vocabulary.fresh  # for lazy optimizers
         self.built = True
 
-    def call(self, inputs: Any, weights: Any = None) -> tf.Tensor:
+    def _add_state(self, name: str, shape: tuple[int, ...], dtype: str, first: int) -> Any:
+        def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+            return tf.fill(shape, tf.constant(first, dtype))
+
+        variable = self.add_weight(name=name, shape=shape, dtype=dtype, initializer=initial, trainable=False)
+        setattr(self, f"slot_{name}", variable)  # checkpoints and exported models go by attributes of layers
+        return variable
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> tf.Tensor:
         """A row for each id, or for each bag."""
         _check(weights is None or self.combiner is not None, "weights", "a combiner, where there are weights")
         with _scope(replica):
             bags = self._bags(inputs, weights)
-            # What is absent takes the place of a present one, so that no other row is touched.
-            filled = tf.maximum(bags.ids, 0)
+            ids = bags.ids
             if self.combiner is not None:
-                some = tf.reduce_max(filled, -1, keepdims=True)
-                filled = tf.where(bags.ids < 0, some, bags.ids)
-            shape = tf.shape(filled)
-            flat = tf.reshape(filled if self.combiner is not None else bags.ids, [-1])
+                # What is absent takes the place of a present one, so that no other row is touched.
+                some = tf.reduce_max(tf.where(bags.present, ids, ids.dtype.min), -1, keepdims=True)
+                ids = tf.where(bags.present, ids, some if self.grows else tf.maximum(some, 0))
+            shape, flat = tf.shape(ids), tf.reshape(ids, [-1])
+            if self.vocabulary is not None:
+                flat = self._slots(self.vocabulary, flat, tf.reshape(bags.present, [-1]), bool(training))
         with self._table_scope():
-            table = self.embeddings if isinstance(self.embeddings, tf.Variable) else self.embeddings.value
-            rows = tf.gather(table, flat)
+            rows = tf.gather(tensor_of(self.embeddings), flat)
             rows = tf.cast(tf.reshape(rows, tf.concat([shape, [self.output_dim]], 0)), self.compute_dtype)
             if self.combiner is not None:
                 rows = _combined(rows, bags, self.combiner)
         with _scope(replica):
             return tf.identity(rows)
 
+    def _slots(self, vocabulary: Vocabulary, ids: tf.Tensor, present: tf.Tensor, training: bool) -> tf.Tensor:
+        if not training:
+            return vocabulary.found(ids)
+        placed = vocabulary.placed(ids, present)
+        low, high = self._starts or (0.0, 0.0)
+        with self._table_scope():  # where optimizers read what is new
+            write(vocabulary.fresh, placed.new, tf.ones_like(placed.new, tf.int32))
+            write(self.embeddings, placed.new, drawn(placed.new_ids, self.output_dim, low, high, self.embeddings.dtype))
+        return placed.slots
+
     def _bags(self, inputs: Any, weights: Any) -> _Bags:
         alike = weights is None or _is_composite(weights) == _is_composite(inputs)
         _check(alike, "weights of another form than the ids", "both dense, ragged, or sparse")
-        ids = self._dense(inputs, -1)
-        ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
+        ids = self._dense(inputs, "" if inputs.dtype == tf.string else ABSENT)
+        if self.grows and ids.dtype == tf.string:
+            ids = tf.where(ids == "", tf.constant(ABSENT, tf.int64), tf.strings.to_hash_bucket_fast(ids, _HASHES))
+        if self.grows or ids.dtype not in (tf.int32, tf.int64):
+            ids = tf.cast(ids, tf.int64)
         if weights is not None:
             weights = tf.cast(self._dense(weights, 0), self.compute_dtype)
-        return _Bags(ids, weights)
+        return _Bags(ids, ids != ABSENT if self.grows else ids >= 0, weights)
 
-    def _dense(self, value: Any, absent: int) -> tf.Tensor:
+    def _dense(self, value: Any, absent: int | str) -> tf.Tensor:
         if isinstance(value, tf.RaggedTensor):
             given = f"ragged inputs {value.shape}, max_ids={self.max_ids}"
             _check(self.max_ids is not None and value.shape.rank == 2, given, "[batch, ragged] and max_ids")
@@ -111,7 +156,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             with tf.control_dependencies([fits] if fits is not None else []):  # None: eagerly it has been looked at
                 return value.to_tensor(absent, shape=[value.shape[0], self.max_ids])
         if isinstance(value, tf.SparseTensor):
-            return tf.sparse.to_dense(value, tf.cast(absent, value.dtype))
+            return tf.sparse.to_dense(value, tf.constant(absent, value.dtype))
         return tf.convert_to_tensor(value)
 
     def _table_scope(self) -> AbstractContextManager[Any]:
@@ -126,20 +171,30 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""
-        mine = {name: getattr(self, name) for name in "input_dim output_dim combiner max_ids sharded".split()}
+        mine = {name: getattr(self, name) for name in _ARGUMENTS.split()}
         start = tf.keras.initializers.serialize(self.embeddings_initializer)
-        return {**super().get_config(), **mine, "embeddings_initializer": start}
+        # Keras 2 has an attribute `dynamic` of its own, and an argument, which it saves.
+        return {**super().get_config(), **mine, "embeddings_initializer": start, "dynamic": self.grows}
 
 
 def _combined(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
     """Rows [..., k, width] of bags to [..., width]."""
-    present = tf.cast(bags.ids >= 0, rows.dtype)
+    present = tf.cast(bags.present, rows.dtype)
     weights = present if bags.weights is None else present * bags.weights
     found = tf.reduce_sum(rows * weights[..., None], -2)
     if combiner == "sum":
         return found
     over = tf.reduce_sum(weights, -1) if combiner == "mean" else tf.sqrt(tf.reduce_sum(weights * weights, -1))
     return tf.math.divide_no_nan(found, over[..., None])
+
+
+def _first_rows(initializer: Any) -> tuple[float, float]:
+    """Between which numbers the rows of new ids are drawn."""
+    found = initializer.get_config()
+    if {"minval", "maxval"} <= set(found):
+        return float(found["minval"]), float(found["maxval"])
+    _check(set(found) <= {"value"}, f"embeddings_initializer={initializer!r}", "uniform, zeros or a constant")
+    return (float(found.get("value", type(initializer).__name__ == "Ones")),) * 2
 
 
 def _is_composite(value: Any) -> bool:

@@ -8,19 +8,20 @@ device it computes the same as over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from whale.errors import ProgramError
+from whale.frontends.giant.vocabulary import tensor_of, write
 
 
 class _Rows:
     """Some rows of a variable, as a Keras optimizer reads and assigns one."""
 
     def __init__(self, variable: Any, ids: tf.Tensor) -> None:
-        self.variable = variable if isinstance(variable, tf.Variable) else variable.value
+        self.variable = tensor_of(variable)
         self.ids = ids
         self.read = self.now = tf.gather(self.variable, ids)
         self.dtype = variable.dtype
@@ -29,27 +30,46 @@ class _Rows:
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return self.now if dtype is None else tf.cast(self.now, dtype)
 
+    def begin_anew(self, fresh: tf.Tensor, first: float) -> None:
+        """Rows of ids that are new to their slots are as those of a new variable."""
+        for _ in self.now.shape[1:]:
+            fresh = tf.expand_dims(fresh, -1)
+        self.now = tf.where(fresh, tf.constant(first, self.now.dtype), self.now)
+
     def write(self) -> None:
         """Brings what was assigned into the variable."""
         if self.now is not self.read:
-            self.variable.scatter_update(tf.IndexedSlices(self.now, self.ids))
+            write(self.variable, self.ids, self.now)
 
 
 class _OnRows:
     """An optimizer as its own ``update_step`` sees it, of which a variable and its state are some rows.
 
-    State has the variable's shape, or its number of rows; what has neither is the optimizer's own.
+    State has the variable's shape, or its number of rows; what has neither is the optimizer's own. Of a dynamic table
+    (``wh.layers.Embedding``) state of slots that have a new id is as at first.
+
+    Args:
+      firsts: what each kind of state has at first, by the attribute that lists it.
     """
 
-    def __init__(self, optimizer: Any, index: int, variable: Any, ids: tf.Tensor) -> None:
+    def __init__(self, optimizer: Any, index: int, variable: Any, ids: tf.Tensor, firsts: Mapping[str, float]) -> None:
+        self._firsts = firsts
         self._of, self._index, self._ids = optimizer, index, ids
         self._shape = tuple(variable.shape)
         self._seen: dict[int, _Rows] = {}
+        self._fresh = _fresh_of(variable)
+        if self._fresh is not None:
+            self._is_fresh = tf.gather(tensor_of(self._fresh), ids) > 0
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._of, name)
         if isinstance(value, list) and len(value) > self._index and self._has_rows(value[self._index]):
-            return {self._index: self.rows_of(value[self._index])}
+            state = value[self._index]
+            seen = id(state) in self._seen
+            rows = self.rows_of(state)
+            if self._fresh is not None and not seen:
+                rows.begin_anew(self._is_fresh, self._firsts[name])
+            return {self._index: rows}
         return value
 
     def rows_of(self, variable: Any) -> _Rows:
@@ -90,6 +110,24 @@ class _OnRows:
         """Brings all rows that were assigned into their variables."""
         for rows in self._seen.values():
             rows.write()
+        if self._fresh is not None:
+            write(self._fresh, self._ids, tf.zeros_like(self._ids, tf.int32))
+
+
+def _fresh_of(variable: Any) -> Any:
+    """Which slots of a dynamic table have a new id since they were last trained; None: it is not dynamic."""
+    return getattr(tensor_of(variable), "_whale_fresh", None)
+
+
+def _first_state(optimizer: Any) -> dict[str, float]:
+    """What each kind of an optimizer's state has at first: that of an equal one, of which nobody has asked a step."""
+    with tf.init_scope():
+        like = type(optimizer).from_config(optimizer.get_config())
+        type(optimizer).build(like, [tf.Variable([[0.0]])])
+        made = {name: state for name, state in vars(like).items() if isinstance(state, list) and len(state) == 1}
+        return {
+            name: float(tf.reduce_sum(tensor_of(state))) for name, (state,) in made.items() if hasattr(state, "assign")
+        }
 
 
 def _require_keras_3(kind: type) -> None:
@@ -122,7 +160,13 @@ def lazy(optimizer: Any) -> Any:
                 action=f"leave {name} out, or leave wh.optimizers.lazy out",
             )
 
-    whole = optimizer.update_step
+    whole, build = optimizer.update_step, optimizer.build
+    firsts: dict[str, float] = {}
+
+    def built(variables: Sequence[Any]) -> None:
+        build(variables)
+        if not firsts and any(_fresh_of(v) is not None for v in variables):
+            firsts.update(_first_state(optimizer))
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         if not isinstance(gradient, tf.IndexedSlices):
@@ -131,11 +175,13 @@ def lazy(optimizer: Any) -> Any:
         ids, back = tf.unique(tf.reshape(gradient.indices, [-1]))
         values = tf.reshape(gradient.values, [-1, *variable.shape[1:]])
         sums = tf.math.unsorted_segment_sum(values, back, tf.size(ids))
-        on_rows = _OnRows(optimizer, optimizer._get_variable_index(variable), variable, ids)
+        on_rows = _OnRows(optimizer, optimizer._get_variable_index(variable), variable, ids, firsts)
         type(optimizer).update_step(on_rows, sums, on_rows.rows_of(variable), learning_rate)
         on_rows.write()
 
-    optimizer.update_step = update_step
+    optimizer.update_step, optimizer.build = update_step, built
+    if optimizer.built:
+        built(optimizer._trainable_variables)
     return optimizer
 
 

@@ -1,0 +1,158 @@
+"""Which slot of a table any id has: new ids are admitted, and those that were used least make room for them.
+
+Slots are in buckets of ``WAYS``, as in HierarchicalKV (NVIDIA): an id belongs to the bucket that its hash says, and has
+one of its slots. So what a step does is a few gathers and scatters of plain variables, for the batch's ids alone, and
+follows from the whole batch: any number of ranks come to the same slots. Behind the last bucket is one slot more, for
+ids that have none.
+
+``Vocabulary``: ids, what they were used, and the slots whose rows are new. ``hashed``: an id's bits, mixed. ``drawn``:
+first rows that follow from the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+WAYS = 32
+ABSENT = -1  # an id that says that there is none
+EMPTY = np.iinfo(np.int64).min  # in a slot: nobody has it
+_LAST = np.iinfo(np.int64).max
+EVICTS = ("lru", "lfu")
+
+
+class Placed(NamedTuple):
+    """What became of a batch's ids.
+
+    Attributes:
+      slots: of each id, int32 or int64 as ids [n].
+      new, new_ids: slots that were given to ids in this step [m], and to which.
+    """
+
+    slots: tf.Tensor
+    new: tf.Tensor
+    new_ids: tf.Tensor
+
+
+class Vocabulary:
+    """Slots 0 to ``slots`` - 1 and the ids that have them; slot ``slots`` is of ids without one.
+
+    Args:
+      add: makes a variable of a name, a size, a type and a first value.
+      slots: how many; rounded up to whole buckets.
+      evict: "lru": the id that was not used for longest makes room; "lfu": the one that was used least often.
+    """
+
+    def __init__(self, add: Callable[[str, tuple[int, ...], str, int], Any], slots: int, evict: str) -> None:
+        self.ways = min(WAYS, slots)
+        self.buckets = -(-slots // self.ways)
+        self.slots, self.evict = self.buckets * self.ways, evict
+        self.ids = add("ids", (self.slots + 1,), "int64", EMPTY)
+        self.used = add("used", (self.slots + 1,), "int64", 0)
+        self.fresh = add("fresh", (self.slots + 1,), "int32", 0)
+        self.clock = add("clock", (), "int64", 0)
+
+    def found(self, ids: tf.Tensor) -> tf.Tensor:
+        """The slots of ids [n], int64; of those that have none, the last one. Changes nothing."""
+        at = self._bucket(ids)
+        hit = self._hits(ids, at)
+        return self._chosen(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))
+
+    def placed(self, ids: tf.Tensor, counted: tf.Tensor) -> Placed:
+        """Gives slots to ids [n], int64, that have none.
+
+        Those in use in this batch make no room: of more new ids than others in a bucket, the last ones get none.
+
+        Args:
+          counted: booleans [n], whether this one is a use of the id.
+        """
+        once, back = tf.unique(ids)
+        many = tf.size(once)
+        uses = tf.math.unsorted_segment_sum(tf.cast(counted, tf.int64), back, many)
+        at = self._bucket(once)
+        hit = self._hits(once, at)
+        known = tf.reduce_any(hit, 1)
+        missing = ~known & _is_id(once)
+        # Where others of the batch are in the same bucket: which slots these have, and who of the new ones comes first.
+        buckets, bucket = tf.unique(at[:, 0])
+        count = tf.size(buckets)
+        busy = tf.gather(tf.math.unsorted_segment_max(tf.cast(hit, tf.int32), bucket, count), bucket) > 0
+        place = _places(tf.where(missing, bucket, count), count + 1)
+        used = tf.gather(tensor_of(self.used), at)
+        empty = tf.gather(tensor_of(self.ids), at) == EMPTY
+        worth = tf.where(busy, _LAST, tf.where(empty, tf.constant(-1, tf.int64), used))
+        by_worth = tf.argsort(worth, 1, stable=True)
+        given = missing & (place < self.ways - tf.reduce_sum(tf.cast(busy, tf.int32), 1))
+        way = tf.gather(by_worth, tf.minimum(place, self.ways - 1)[:, None], batch_dims=1)[:, 0]
+        way = tf.where(known, tf.argmax(hit, 1), tf.cast(way, tf.int64))
+        has = known | given
+        slots = self._chosen(has, at, way)
+        # The last slot is of many ids, and written as it is.
+        now = self.clock.assign_add(1)
+        before = tf.where(known, tf.gather(tensor_of(self.used), slots), 0)
+        score = before + uses if self.evict == "lfu" else tf.fill([many], tf.convert_to_tensor(now))
+        new, new_ids = tf.boolean_mask(slots, given), tf.boolean_mask(once, given)
+        write(self.used, slots, tf.where(has, score, 0))
+        write(self.ids, new, new_ids)
+        return Placed(tf.gather(slots, back), new, new_ids)
+
+    def _bucket(self, ids: tf.Tensor) -> tf.Tensor:
+        """The slots of each id's bucket, [n, ways]."""
+        first = tf.math.floormod(hashed(ids), tf.constant(self.buckets, tf.int64)) * self.ways
+        return first[:, None] + tf.range(self.ways, dtype=tf.int64)
+
+    def _hits(self, ids: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+        return (tf.gather(tensor_of(self.ids), at) == ids[:, None]) & _is_id(ids)[:, None]
+
+    def _chosen(self, has: tf.Tensor, at: tf.Tensor, way: tf.Tensor) -> tf.Tensor:
+        return tf.where(has, at[:, 0] + way, tf.constant(self.slots, tf.int64))
+
+
+def drawn(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -> tf.Tensor:
+    """First rows [n, width] of ids [n]: evenly from ``low`` to ``high``, the same whenever an id is admitted."""
+    columns = tf.constant(np.arange(1, width + 1, dtype=np.int64))
+    bits = hashed(hashed(ids)[:, None] + columns * _signed(0x9E3779B97F4A7C15))
+    even = tf.cast(_shifted(bits, 11), tf.float64) * 2.0**-53
+    return tf.cast(low + (high - low) * even, dtype)
+
+
+def hashed(ids: tf.Tensor) -> tf.Tensor:
+    """int64 numbers whose bits depend on all bits of the ids: the last steps of splitmix64 (Steele et al., 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        ids = tf.bitwise.bitwise_xor(ids, _shifted(ids, shift)) * _signed(factor)
+    return tf.bitwise.bitwise_xor(ids, _shifted(ids, 31))
+
+
+def tensor_of(variable: Any) -> Any:
+    """The TensorFlow variable of a Keras one, which rows are read of and written to."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def write(variable: Any, slots: tf.Tensor, rows: tf.Tensor) -> None:
+    """Writes rows of a variable."""
+    tensor_of(variable).scatter_update(tf.IndexedSlices(rows, slots))
+
+
+def _is_id(ids: tf.Tensor) -> tf.Tensor:
+    return (ids != ABSENT) & (ids != EMPTY)
+
+
+def _places(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """Of each member of a group, how many members of it come before."""
+    order = tf.argsort(groups, stable=True)
+    sizes = tf.math.unsorted_segment_sum(tf.ones_like(groups), groups, count)
+    places = tf.range(tf.size(groups)) - tf.gather(tf.cumsum(sizes, exclusive=True), tf.gather(groups, order))
+    return tf.gather(places, tf.argsort(order))
+
+
+def _shifted(numbers: tf.Tensor, by: int) -> tf.Tensor:
+    """To the right, zeros coming in."""
+    kept = tf.constant((1 << (64 - by)) - 1, tf.int64)
+    return tf.bitwise.bitwise_and(tf.bitwise.right_shift(numbers, tf.constant(by, tf.int64)), kept)
+
+
+def _signed(bits: int) -> tf.Tensor:
+    return tf.constant(bits - (1 << 64) if bits >> 63 else bits, tf.int64)
