@@ -1,6 +1,7 @@
 """Seconds of an all-reduce inside a machine: Whale and others, in one interleaved run (`make bench-comm`).
 
     python -m benchmarks.comm [--ranks 2,4] [--sizes 1KB,64MB,100x10KB] [--rounds 9] [--mpich FOLDER] [--out docs]
+    python -m benchmarks.comm --what all-to-all: the same of all-to-alls, where libraries have one
 
 Every library is a process group that stays alive. For each size, in each round, every group runs some steps, one group
 after the other, while the others are stopped: what else the machine does meets all of them. A sample is the mean of one
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.comm import report
+from benchmarks.comm.worker import ALL_REDUCE, ALL_TO_ALL
 from benchmarks.groups import Group, under_mpirun
 from benchmarks.machine import machine
 from whale.launcher.worker import thread_variables
@@ -31,6 +33,7 @@ WARM_UP = 2  # rounds that are not counted; the first one builds
 TIMEOUT_S = 120.0
 STEP_BYTES = 512 << 20  # a step has at most this many bytes in all its all-reduces (but one at least)
 MOST_REDUCTIONS = 32
+EXCHANGES = ("whale", "horovod", "mpi")  # what begins so has an all-to-all
 ROUND_S = 0.1  # about how long a group has its turn
 
 
@@ -90,9 +93,11 @@ LIBRARIES = (
 )
 
 
-def start(stack: contextlib.ExitStack, library: Library, ranks: int, mpich: Path | None, probe: Path) -> Group:
+def start(
+    stack: contextlib.ExitStack, library: Library, ranks: int, mpich: Path | None, probe: Path, what: str
+) -> Group:
     """The running processes of a library, until the end of `stack`."""
-    worker = [sys.executable, "-m", "benchmarks.comm.worker", library.kind]
+    worker = [sys.executable, "-m", "benchmarks.comm.worker", library.kind, "--what", what]
     variables = {name: str(value) for name, value in thread_variables(1).items()}
     variables |= {**dict(library.environment), "BENCH_RANKS": str(ranks)}
     if library.kind.startswith("limit"):
@@ -162,10 +167,12 @@ def build_probe(folder: Path) -> Path:
     return library
 
 
-def present(wanted: Sequence[str], mpich: Path | None) -> list[Library]:
+def present(wanted: Sequence[str], mpich: Path | None, what: str) -> list[Library]:
     """The libraries that are asked for and can be measured; says which cannot."""
     found = []
     for library in LIBRARIES:
+        if what == ALL_TO_ALL and not library.kind.startswith(EXCHANGES):
+            continue
         if wanted and not any(part in library.title for part in wanted):
             continue
         missing = library.needs if library.needs and importlib.util.find_spec(library.needs) is None else ""
@@ -180,6 +187,7 @@ def present(wanted: Sequence[str], mpich: Path | None) -> list[Library]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--what", choices=(ALL_REDUCE, ALL_TO_ALL), default=ALL_REDUCE)
     parser.add_argument("--ranks", default="2,4", help="numbers of processes")
     parser.add_argument("--sizes", default="", help="titles without spaces, 1KB,100x10KB; empty: all")
     parser.add_argument("--only", default="", help="parts of titles of libraries, separated by semicolons")
@@ -189,20 +197,24 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    titles = options.sizes.split(",") if options.sizes else [size.title.replace(" ", "") for size in SIZES]
+    known = [size.title.replace(" ", "") for size in SIZES if options.what == ALL_REDUCE or size.tensors == 1]
+    titles = options.sizes.split(",") if options.sizes else known
     sizes = [size for size in SIZES if size.title.replace(" ", "") in titles]
-    if len(sizes) < len(titles) or options.rounds < 2:
-        parser.error(
-            f"--sizes are some of {','.join(size.title.replace(' ', '') for size in SIZES)}; --rounds is at least 2"
-        )
-    libraries = present([part for part in options.only.split(";") if part], options.mpich)
+    if not set(titles) <= set(known) or options.rounds < 2:
+        parser.error(f"--sizes are some of {','.join(known)}; --rounds is at least 2")
+    if options.what == ALL_TO_ALL and options.out:
+        parser.error("--out keeps all-reduces")
+    libraries = present([part for part in options.only.split(";") if part], options.mpich, options.what)
     order = [size.title for size in SIZES], [library.title for library in LIBRARIES]
     where, results = machine(), []
     with tempfile.TemporaryDirectory(prefix="whale-probe-") as folder:
         probe = build_probe(Path(folder))
         for ranks in map(int, options.ranks.split(",")):
             with contextlib.ExitStack() as stack:
-                groups = {library.title: start(stack, library, ranks, options.mpich, probe) for library in libraries}
+                groups = {
+                    library.title: start(stack, library, ranks, options.mpich, probe, options.what)
+                    for library in libraries
+                }
                 for size in sizes:
                     found = measure(groups, size, options.rounds)
                     results += [report.Result(ranks, size.title, title, tuple(s)) for title, s in found.items()]

@@ -1,8 +1,8 @@
-"""One process of `make bench-comm`: all-reduces of one kind, one after the other, through one library.
+"""One process of `make bench-comm`: all-reduces of one kind, one after the other, through one library; or all-to-alls.
 
-A question gives the bytes of a tensor, how many tensors are one all-reduce, how many all-reduces are one step, and how
-many steps to run. Within a step each all-reduce takes what the one before gave, so that none overlaps another: the time
-of a step divided by its all-reduces is the time of one, from a tensor of the graph to a tensor of the graph.
+A question gives the bytes of a tensor, how many tensors are one exchange, how many exchanges are one step, and how
+many steps to run. Within a step each exchange takes what the one before gave, so that none overlaps another: the time
+of a step divided by its exchanges is the time of one, from a tensor of the graph to a tensor of the graph.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import numpy as np
 from benchmarks.groups import Answer, serve
 
 KINDS = ("whale", "whale-slots", "whale-mpi", "horovod", "tensorflow", "mpi", "limit", "limit-exchange")
+ALL_REDUCE, ALL_TO_ALL = "all-reduce", "all-to-all"
 Step = Callable[[], None]  # runs to its end
-MakeStep = Callable[[int, int, int], Step]  # elements of a tensor, tensors, all-reduces
+MakeStep = Callable[[int, int, int], Step]  # elements of a tensor, tensors, exchanges
 
 
-def whale(rank: int, share_memory: bool, share_tensors: bool) -> tuple[MakeStep, Callable[[], None]]:
+def whale(rank: int, what: str, share_memory: bool, share_tensors: bool) -> tuple[MakeStep, Callable[[], None]]:
     """Through Whale's ops; several tensors are one op, as a plan makes them."""
+    import tensorflow as tf
+
     import whale_ops
     from whale_ops import memory
 
@@ -35,14 +38,25 @@ def whale(rank: int, share_memory: bool, share_tensors: bool) -> tuple[MakeStep,
     communicator = whale_ops.mpi("benchmark", share_memory=share_memory)
     ops = whale_ops.ops()
 
-    def reduce_all(tensors: list[Any], key: str) -> list[Any]:
+    def exchange(tensors: list[Any], key: str) -> list[Any]:
         handle = ops.whale_communicator(communicator=communicator.name)
-        return ops.whale_all_reduce(handle, tensors, key=key)
+        if what == ALL_REDUCE:
+            return ops.whale_all_reduce(handle, tensors, key=key)
+        # Rank r's part of what each rank has: rows are cut, columns are joined, so all parts lie one behind the other.
+        (tensor,) = tensors
+        ranks = int(os.environ["BENCH_RANKS"])
+        each = tensor.shape[0] // ranks
+        sizes = {"split_axis": 0, "split_sizes": [1] * ranks, "concat_axis": 1, "concat_sizes": [each] * ranks}
+        rows = tf.reshape(tensor, [ranks, each])
+        return [tf.reshape(ops.whale_all_to_all(handle, rows, key=key, **sizes), [-1])]
 
-    return _in_graph(reduce_all), communicator.leave
+    def end() -> None:
+        communicator.leave()
+
+    return _in_graph(exchange), end
 
 
-def horovod(rank: int) -> tuple[MakeStep, Callable[[], None]]:
+def horovod(rank: int, what: str) -> tuple[MakeStep, Callable[[], None]]:
     """Through Horovod's ops; several tensors are a group, which it need not gather by time."""
     if os.environ.get("HOROVOD_CONTROLLER") == "gloo":  # then MPI tells it nothing
         size = os.environ["BENCH_RANKS"]
@@ -53,12 +67,14 @@ def horovod(rank: int) -> tuple[MakeStep, Callable[[], None]]:
 
     hvd.init()
 
-    def reduce_all(tensors: list[Any], key: str) -> list[Any]:
+    def exchange(tensors: list[Any], key: str) -> list[Any]:
+        if what == ALL_TO_ALL:
+            return [hvd.alltoall(tensors[0], [tensors[0].shape[0] // hvd.size()] * hvd.size(), name=key)[0]]
         if len(tensors) == 1:
             return [hvd.allreduce(tensors[0], op=hvd.Sum, name=key)]
         return hvd.grouped_allreduce(tensors, op=hvd.Sum, name=key)
 
-    return _in_graph(reduce_all), hvd.shutdown
+    return _in_graph(exchange), hvd.shutdown
 
 
 def tensorflow_ring(rank: int) -> tuple[MakeStep, Callable[[], None]]:
@@ -79,9 +95,23 @@ def tensorflow_ring(rank: int) -> tuple[MakeStep, Callable[[], None]]:
     return _in_graph(reduce_all, lambda body: lambda *parts: strategy.run(body, parts)), lambda: os._exit(0)
 
 
-def mpi(rank: int) -> tuple[MakeStep, Callable[[], None]]:
-    """MPI_Allreduce in place, through mpi4py; several tensors are copied into one buffer and back."""
+def mpi(rank: int, what: str) -> tuple[MakeStep, Callable[[], None]]:
+    """MPI_Allreduce in place, through mpi4py; several tensors are copied into one buffer and back. Or MPI_Alltoallv
+    from one buffer to another and back."""
     from mpi4py import MPI
+
+    def make_all_to_all(elements: int, tensors: int, reductions: int) -> Step:
+        ranks = MPI.COMM_WORLD.size
+        counts = [elements // ranks] * ranks
+        one, other = (np.full(sum(counts), 0, np.float32) for _ in range(2))
+
+        def step() -> None:
+            nonlocal one, other
+            for _ in range(reductions):
+                MPI.COMM_WORLD.Alltoallv([one, counts], [other, counts])
+                one, other = other, one
+
+        return step
 
     def make(elements: int, tensors: int, reductions: int) -> Step:
         parts = [np.full(elements, 0, np.float32) for _ in range(tensors)]  # written once, unlike zeros
@@ -98,7 +128,7 @@ def mpi(rank: int) -> tuple[MakeStep, Callable[[], None]]:
 
         return step
 
-    return make, MPI.Finalize
+    return make if what == ALL_REDUCE else make_all_to_all, MPI.Finalize
 
 
 def limit(rank: int, name: str) -> tuple[MakeStep, Callable[[], None]]:
@@ -137,17 +167,19 @@ def _in_graph(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=KINDS)
-    kind = parser.parse_args().kind
+    parser.add_argument("--what", choices=(ALL_REDUCE, ALL_TO_ALL), default=ALL_REDUCE)
+    options = parser.parse_args()
+    kind, what = options.kind, options.what
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 
     def start() -> tuple[Answer, Callable[[], None]]:
         starters: dict[str, Callable[[int], tuple[MakeStep, Callable[[], None]]]] = {
-            "whale": functools.partial(whale, share_memory=True, share_tensors=True),
-            "whale-slots": functools.partial(whale, share_memory=True, share_tensors=False),
-            "whale-mpi": functools.partial(whale, share_memory=False, share_tensors=False),
-            "horovod": horovod,
+            "whale": functools.partial(whale, what=what, share_memory=True, share_tensors=True),
+            "whale-slots": functools.partial(whale, what=what, share_memory=True, share_tensors=False),
+            "whale-mpi": functools.partial(whale, what=what, share_memory=False, share_tensors=False),
+            "horovod": functools.partial(horovod, what=what),
             "tensorflow": tensorflow_ring,
-            "mpi": mpi,
+            "mpi": functools.partial(mpi, what=what),
             "limit": functools.partial(limit, name="all_reduce_limit"),
             "limit-exchange": functools.partial(limit, name="exchange_limit"),
         }

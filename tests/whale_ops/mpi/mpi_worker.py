@@ -153,7 +153,7 @@ def tensorflow(communicator: whale_ops.Communicator) -> str:
 
 
 def shared_tensors(communicator: whale_ops.Communicator) -> str:
-    """All-reduces of tensors that lie in the ranks' arenas, and of such that do not on some ranks, all at once."""
+    """Exchanges of tensors that lie in the ranks' arenas, and of such that do not on some ranks, all at once."""
     import ctypes
 
     import tensorflow as tf
@@ -174,6 +174,12 @@ def shared_tensors(communicator: whale_ops.Communicator) -> str:
         sums += ops.whale_all_reduce(handle, [c + 1], key="halves")
         sums += ops.whale_all_reduce(handle, [tf.round(a * 4)], key="wire", wire_dtype="bfloat16")
         sums += ops.whale_all_reduce(handle, [x], key="elsewhere")
+        for name, rows in (("here", a), ("there", x)):  # payloads of 600 KB: too large for a slot
+            rows = tf.reshape(rows[: 150_000 * size], [size, -1])
+            sizes = {"split_sizes": [1] * size, "concat_sizes": [150_000] * size}
+            all_to_all = ops.whale_all_to_all(handle, rows, key=f"all {name}", split_axis=0, concat_axis=1, **sizes)
+            part = ops.whale_reduce_scatter(handle, rows, key=f"part {name}", axis=0, sizes=[1] * size)
+            sums += [all_to_all, part]
         return sums
 
     def in_arena(array):
@@ -184,7 +190,7 @@ def shared_tensors(communicator: whale_ops.Communicator) -> str:
     odd = tf.convert_to_tensor(floats[rank]) if rank == 1 else in_arena(floats[rank])
     added = np.sum([x.astype(np.float64) for x in floats], 0)
     for _ in range(5):
-        first, few, second, most, half, wire, elsewhere = (value.numpy() for value in step(odd, *mine))
+        first, few, second, most, half, wire, elsewhere, *moved = (value.numpy() for value in step(odd, *mine))
         np.testing.assert_allclose(first, 2 * added, atol=1e-5)
         np.testing.assert_array_equal(second, 2 * first)
         np.testing.assert_array_equal(few, 2 * np.sum(small, 0))
@@ -192,6 +198,10 @@ def shared_tensors(communicator: whale_ops.Communicator) -> str:
         np.testing.assert_array_equal(half, np.sum(halves, 0) + np.float16(size))
         np.testing.assert_array_equal(wire, np.sum([np.round(x * 4) for x in floats], 0))
         np.testing.assert_array_equal(elsewhere, first / 2)
+        parts = np.stack([x[: 150_000 * size].reshape(size, -1)[rank] for x in floats])
+        for all_to_all, part in (moved[:2], moved[2:]):
+            np.testing.assert_array_equal(all_to_all[0], parts.ravel())
+            np.testing.assert_allclose(part[0], parts.sum(0), atol=1e-5)
     np.testing.assert_array_equal(mine[0].numpy(), floats[rank], "an input was written")
     everybody = communicator.allgather_bytes("bits", first.tobytes(), harness.TIMEOUT_S)
     assert len(set(everybody)) == 1, "the ranks hold different sums"

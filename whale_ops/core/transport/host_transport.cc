@@ -6,6 +6,7 @@
 #include <deque>
 #include <unordered_map>
 
+#include "whale_ops/core/transport/arena.h"
 #include "whale_ops/core/transport/neighbours.h"
 #include "whale_ops/core/transport/process_memory.h"
 #include "whale_ops/core/transport/segment.h"
@@ -25,6 +26,7 @@ struct Record {
   uint32_t payload_bytes = 0;
   uint32_t slot = 0;     // number from 1 of the sender's slot that has the payload, or was read
   uint64_t address = 0;  // of a payload that stays with the sender
+  bool mapped = false;   // it is in what the receiver has mapped, and the address counted from there on
   uint64_t cookie = 0;   // the sender's, of a payload that has to be, or was, taken
   bool dropped = false;  // of what was lent: it was not used to the end
   MessageHeader header;
@@ -86,7 +88,10 @@ class HostTransport final : public Transport {
       record.slot = staged != 0 ? staged : take_slot(1);
       if (staged == 0) std::memcpy(neighbours_.slot(record.slot - 1), payload, header.bytes);
     } else {
-      record.address = reinterpret_cast<uint64_t>(payload);
+      // The receiver copies from where it lies, if it has that mapped: to read another process's memory takes the system a
+      // look-up of every page.
+      record.mapped = share_tensors(rank_, to) && arena_->holds(payload);
+      record.address = record.mapped ? arena_->offset_of(payload) : reinterpret_cast<uint64_t>(payload);
       record.cookie = cookie;
       ++untaken_;
     }
@@ -123,8 +128,9 @@ class HostTransport final : public Transport {
   const void* view(const Arrival& arrival) override {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->view(arrival);
-    const uint32_t slot = parked_.at(arrival.token).slot;
-    return slot == 0 ? nullptr : neighbours_.slot_of(arrival.source, slot - 1);
+    const Parked& parked = parked_.at(arrival.token);
+    if (parked.mapped) return peer.mapped->at(parked.address, arrival.header.bytes);
+    return parked.slot == 0 ? nullptr : neighbours_.slot_of(arrival.source, parked.slot - 1);
   }
 
   void discard(const Arrival& arrival) override {
@@ -167,6 +173,7 @@ class HostTransport final : public Transport {
     uint64_t address;
     uint64_t cookie;
     uint32_t slot;
+    bool mapped;
   };
 
   void taken(Peer* peer, const Arrival& arrival, bool dropped) {
@@ -255,13 +262,14 @@ class HostTransport final : public Transport {
     arrival.inlined = record.header.bytes <= kInlineBytes;
     if (!arrival.inlined || record.header.kind == MessageKind::kLend) {
       arrival.token = next_token_++;
-      parked_[arrival.token] = {record.address, record.cookie, record.slot};
+      parked_[arrival.token] = {record.address, record.cookie, record.slot, record.mapped};
     }
     sink->arrived(std::move(arrival));
     return position;
   }
 
   std::unique_ptr<Transport> network_;
+  const Arena* const arena_ = Arena::instance();
   const int rank_;
   const int size_;
   Neighbours neighbours_;
