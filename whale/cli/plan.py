@@ -27,7 +27,8 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--describe",
         metavar="MODEL",
-        help="gpt:layers=96,hidden=12288,heads=96,batch=1536, or moe:...,experts=64",
+        help="gpt:layers=96,hidden=12288,heads=96,batch=1536, moe:...,experts=64, "
+        "dlrm:tables=26,rows=1000000,batch=4096 or classifier:classes=1000000,features=512,batch=64",
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
@@ -122,6 +123,8 @@ def _described(given: argparse.Namespace) -> int:
 
     if given.describe and given.profile:
         raise PlanError("a model is either described or measured", given="--describe and --profile")
+    if (given.describe or "").partition(":")[0] in ask.CAPTURED:
+        return _captured(given)
     if given.offers:
         return _offers(given)
     if given.fixed and given.planner != "whale":
@@ -145,6 +148,19 @@ def _described(given: argparse.Namespace) -> int:
     if given.advise and transformer is not None:
         print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
     return 0
+
+
+def _captured(given: argparse.Namespace) -> int:
+    """A described model whose step is planned as a script's is."""
+    for option, value in (("--offers", given.offers), ("--set", given.fixed), ("--advise", given.advise)):
+        if value:
+            raise PlanError("this is for described transformers", given=f"{option} with {given.describe}")
+    if given.cluster is None:
+        raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
+    with searching("planning each way") as end, without_startup_lines(given.verbose):
+        from whale.runtime.tools.described_ways import main
+
+        return main(given.describe, given.batch, given.cluster, given.network, given.out, end)
 
 
 def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None, int]:

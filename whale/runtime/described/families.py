@@ -119,7 +119,10 @@ class Resnet(_Model, frozen=True, kw_only=True, tag="resnet"):
 
 
 class Dlrm(_Model, frozen=True, kw_only=True, tag="dlrm"):
-    """Recommendation (Naumov et al., 2019): embeddings and dense features, their products, and two perceptrons."""
+    """Recommendation (Naumov et al., 2019): embeddings and dense features, their products, and two perceptrons.
+
+    ``split``: the ranks divide the tables by rows, as under ``wh.split(dim=0)``.
+    """
 
     tables: Count
     rows: Count
@@ -128,10 +131,20 @@ class Dlrm(_Model, frozen=True, kw_only=True, tag="dlrm"):
     bottom: tuple[Count, ...] = (512, 256)
     top: tuple[Count, ...] = (1024, 512)
     optimizer: Literal["adam", "sgd"] = "sgd"
+    split: bool = False
 
 
-FAMILIES = (Gpt, Bert, T5, Moe, Vit, Resnet, Dlrm)
-Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm
+class Classifier(_Model, frozen=True, kw_only=True, tag="classifier"):
+    """A dense layer and a softmax over very many classes. ``split``: the ranks divide these, as under ``wh.split``."""
+
+    classes: Count
+    features: Count = 512
+    inputs: Count = 512
+    split: bool = False
+
+
+FAMILIES = (Gpt, Bert, T5, Moe, Vit, Resnet, Dlrm, Classifier)
+Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm | Classifier
 
 
 def read(path: str | Path) -> Description:

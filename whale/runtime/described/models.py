@@ -32,6 +32,8 @@ def inputs(d: f.Description) -> dict[str, tuple[tuple[int, ...], str]]:
     if isinstance(d, f.Dlrm):
         return {"dense": ((d.batch, d.dense), d.dtype), "ids": ((d.batch, d.tables), "int32"),
                 "labels": ((d.batch,), "int32")}  # fmt: skip
+    if isinstance(d, f.Classifier):
+        return {"features": ((d.batch, d.inputs), d.dtype), "labels": ((d.batch,), "int32")}
     names = ("tokens", "labels", "source") if isinstance(d, f.T5) else ("tokens", "labels")
     return dict.fromkeys(names, ((d.batch, d.sequence), "int32"))
 
@@ -50,6 +52,10 @@ def _loss(d: f.Description, weight: Weight, batch: Batch) -> tf.Tensor:
         return _mean(_vit(d, weight, batch["images"]), batch["labels"])
     if isinstance(d, f.Dlrm):
         return _mean(_dlrm(d, weight, batch["dense"], batch["ids"]), batch["labels"])
+    if isinstance(d, f.Classifier):
+        hidden = tf.tanh(dense(weight, "features", batch["features"], d.features))
+        with on_path("split_0") if d.split else nullcontext():
+            return _mean(hidden @ weight("classes", (d.features, d.classes)), batch["labels"])
     table = weight("embedding", (d.vocabulary, d.hidden))
     memory = None
     if isinstance(d, f.T5):
@@ -122,7 +128,8 @@ def _perceptron(weight: Weight, name: str, x: tf.Tensor, widths: Sequence[int]) 
 
 def _dlrm(d: f.Dlrm, weight: Weight, features: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
     bottom = _perceptron(weight, "bottom", features, [*d.bottom, d.factors])
-    rows = [tf.gather(weight(f"table{i}", (d.rows, d.factors)), ids[:, i]) for i in range(d.tables)]
+    with on_path("split_0(dim=0)") if d.split else nullcontext():
+        rows = [tf.gather(weight(f"table{i}", (d.rows, d.factors)), ids[:, i]) for i in range(d.tables)]
     stacked = tf.stack([bottom, *rows], 1)
     products = tf.reshape(tf.matmul(stacked, stacked, transpose_b=True), (d.batch, (d.tables + 1) ** 2))
     return dense(weight, "head", _perceptron(weight, "top", tf.concat([bottom, products], 1), d.top), 2)

@@ -78,8 +78,12 @@ def _step(
     rate = tf.constant(RATE, d.dtype)
     for (name, value), gradient in zip(values.items(), gradients):
         shape = value.shape.as_list()
-        gradient = tf.convert_to_tensor(gradient)
         weights = held(name, shape)
+        if d.optimizer == "sgd" and isinstance(gradient, tf.IndexedSlices):  # rows of a table
+            ids, step = gradient.indices, rate * gradient.values
+            updates.append(tf.raw_ops.ResourceScatterSub(resource=weights.handle, indices=ids, updates=step))
+            continue
+        gradient = tf.convert_to_tensor(gradient)
         if d.optimizer == "sgd":
             done = tf.raw_ops.ResourceApplyGradientDescent(var=weights.handle, alpha=rate, delta=gradient)
         else:
