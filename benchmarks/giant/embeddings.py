@@ -16,6 +16,14 @@ from whale.ir.layout import even_sizes
 ROWS, EACH, WORDS, WIDTH = 256, 4, 20_000, 32
 TABLES, DENSE = 26, 13
 FLOAT = 4
+# Those that change only rows with a gradient.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: wh.optimizers.lazy(tf.keras.optimizers.SGD(0.05)),
+    "Adagrad": lambda: wh.optimizers.lazy(tf.keras.optimizers.Adagrad(0.05)),
+    "Adam": lambda: wh.optimizers.lazy(tf.keras.optimizers.Adam(0.01)),
+    "Ftrl": lambda: wh.optimizers.lazy(tf.keras.optimizers.Ftrl(0.05)),
+    "RowWiseAdagrad": lambda: wh.optimizers.RowWiseAdagrad(0.05),
+}
 
 
 class Table:
@@ -58,19 +66,35 @@ class Dlrm:
     """
 
     def __init__(
-        self, scopes: Scopes, dtype: Any, batch: int, rows: int, tables: int = TABLES, width: int = 16
+        self,
+        scopes: Scopes,
+        dtype: Any,
+        batch: int,
+        rows: int,
+        tables: int = TABLES,
+        width: int = 16,
+        optimizer: str = "",
     ) -> None:
         self.scopes, self.dtype, self.rows, self.size = scopes, dtype, batch, width
         self.words = [max(8, rows >> (i % 8)) for i in range(tables)]
-        self.tables = [weight(i, n, width, dtype=dtype) for i, n in enumerate(self.words)]
+        with scopes.split(dim=0):  # no rank makes a whole table
+            self.tables = [self._table(i, n) for i, n in enumerate(self.words)]
         pairs = (tables + 1) * tables // 2
         sizes = [(DENSE, 64), (64, width), (width + pairs, 64), (64, 1)]
         self.dense = [weight(100 + i, *shape, dtype=dtype) for i, shape in enumerate(sizes)]
         self.variables = [*self.tables, *self.dense]
+        self.optimizer = OPTIMIZERS[optimizer]() if optimizer else None
+        if self.optimizer is not None:
+            self.optimizer.build(self.variables)
 
-    def batch(self, number: int) -> tuple[Any, ...]:
+    def _table(self, number: int, words: int) -> tf.Variable:
+        shape, seed = [words, self.size], [number, 1]
+        return tf.Variable(lambda: 0.1 * tf.random.stateless_normal(shape, seed, dtype=self.dtype))
+
+    def batch(self, number: int, part: int = 1) -> tuple[Any, ...]:
+        """The operands of a step; of each table one row of so many, all over it, has examples."""
         draw = np.random.default_rng(number)
-        ids = np.stack([zipf(draw, n, self.rows) for n in self.words], 1)
+        ids = np.stack([part * zipf(draw, max(1, n // part), self.rows) for n in self.words], 1)
         return tf.constant(ids, tf.int32), tf.constant(draw.standard_normal((self.rows, DENSE)), self.dtype)
 
     def step(self, ids: tf.Tensor, features: tf.Tensor) -> tf.Tensor:
@@ -86,7 +110,10 @@ class Dlrm:
                 pairs = [products[:, i, :i] for i in range(1, count)]
                 logits = tf.nn.relu(tf.concat([seen, *pairs], 1) @ top) @ out
                 loss = tf.reduce_mean(tf.square(logits - 1))
-        sgd(loss, tape, self.variables)
+        if self.optimizer is None:
+            sgd(loss, tape, self.variables)
+        else:
+            self.optimizer.apply(tape.gradient(loss, self.variables), self.variables)
         return loss
 
     def wanted(self, number: int) -> int:

@@ -23,17 +23,21 @@ class Experts:
       form: how tokens get to their experts: "einsum", "scatter" or "gather".
     """
 
-    def __init__(self, scopes: Scopes, dtype: Any, form: str, experts: int = EXPERTS, groups: int = GROUPS) -> None:
+    def __init__(
+        self, scopes: Scopes, dtype: Any, form: str, experts: int = EXPERTS, groups: int = GROUPS,
+        tokens: int = TOKENS, width: int = WIDTH, hidden: int = HIDDEN,
+    ) -> None:  # fmt: skip
         self.scopes, self.dtype, self.form, self.experts, self.groups = scopes, dtype, form, experts, groups
-        self.router = weight(0, WIDTH, experts, dtype=dtype)
-        self.into = weight(1, experts, WIDTH, HIDDEN, dtype=dtype)
-        self.out = weight(2, experts, HIDDEN, WIDTH, dtype=dtype)
-        self.before = weight(3, WIDTH, WIDTH, dtype=dtype)
+        self.tokens, self.width = tokens, width
+        self.router = weight(0, width, experts, dtype=dtype)
+        self.into = weight(1, experts, width, hidden, dtype=dtype)
+        self.out = weight(2, experts, hidden, width, dtype=dtype)
+        self.before = weight(3, width, width, dtype=dtype)
         self.variables = [self.router, self.into, self.out, self.before]
-        self.capacity = int(np.ceil(CAPACITY_FACTOR * TOKENS / groups / experts))
+        self.capacity = int(np.ceil(CAPACITY_FACTOR * tokens / groups / experts))
 
     def batch(self, number: int) -> tuple[Any, ...]:
-        x = np.random.default_rng(number).standard_normal((TOKENS, WIDTH), np.float32)
+        x = np.random.default_rng(number).standard_normal((self.tokens, self.width), np.float32)
         return (tf.cast(x, self.dtype),)
 
     def step(self, x: tf.Tensor) -> tf.Tensor:
@@ -41,13 +45,13 @@ class Experts:
             with self.scopes.replica():
                 h = tf.tanh(x @ self.before)
             loss = tf.reduce_mean(tf.square(self.layer(h) - x))
-        sgd(loss, tape, self.variables)
+        sgd(loss, self.scopes.tape(tape), self.variables)
         return loss
 
     def layer(self, x: tf.Tensor) -> tf.Tensor:
         groups, capacity, experts = self.groups, self.capacity, self.experts
         with self.scopes.replica():
-            x = tf.reshape(x, [groups, TOKENS // groups, WIDTH])
+            x = tf.reshape(x, [groups, self.tokens // groups, self.width])
             chances = tf.nn.softmax(tf.einsum("gtd,de->gte", x, self.router))
             chosen = tf.argmax(chances, -1, output_type=tf.int32)
             one = tf.one_hot(chosen, experts, dtype=self.dtype)
@@ -63,7 +67,7 @@ class Experts:
         else:
             y = self.by_gather(x, chosen, place, kept, gate)
         with self.scopes.replica():
-            return tf.reshape(y, [TOKENS, WIDTH])
+            return tf.reshape(y, [self.tokens, self.width])
 
     def apply(self, dispatched: tf.Tensor) -> tf.Tensor:
         hidden = tf.nn.relu(tf.einsum("gecd,edh->gech", dispatched, self.into))
@@ -85,9 +89,9 @@ class Experts:
     ) -> tf.Tensor:
         groups, capacity = self.groups, self.capacity
         with self.scopes.replica():
-            group = tf.broadcast_to(tf.range(groups)[:, None], [groups, TOKENS // groups])
+            group = tf.broadcast_to(tf.range(groups)[:, None], [groups, self.tokens // groups])
             index = tf.stack([group, chosen, tf.minimum(place, capacity - 1)], -1)
-            dispatched = tf.scatter_nd(index, x * kept[..., None], [groups, self.experts, capacity, WIDTH])
+            dispatched = tf.scatter_nd(index, x * kept[..., None], [groups, self.experts, capacity, self.width])
         with self.scopes.split():
             applied = self.apply(dispatched)
         with self.scopes.replica():
@@ -103,11 +107,11 @@ class Experts:
             token = tf.argmax(mine, 1, output_type=tf.int32)  # of each slot
             used = tf.reduce_max(mine, 1)
             dispatched = tf.gather(x, token, batch_dims=1) * used[..., None]
-            dispatched = tf.reshape(dispatched, [groups, self.experts, capacity, WIDTH])
+            dispatched = tf.reshape(dispatched, [groups, self.experts, capacity, self.width])
         with self.scopes.split():
             applied = self.apply(dispatched)
         with self.scopes.replica():
-            applied = tf.reshape(applied, [groups, self.experts * capacity, WIDTH])
+            applied = tf.reshape(applied, [groups, self.experts * capacity, self.width])
             return gate[..., None] * tf.gather(applied, slot, batch_dims=1)
 
 

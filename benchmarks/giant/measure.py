@@ -29,6 +29,7 @@ class Scopes:
     stage: Callable[..., AbstractContextManager[Any]] = nullcontext
     pipeline: Callable[..., AbstractContextManager[Any]] = nullcontext
     none: Callable[..., AbstractContextManager[Any]] = nullcontext
+    tape: Callable[[tf.GradientTape], Any] = lambda tape: tape  # Horovod's sums gradients over its ranks
 
 
 def _nothing(*args: Any, **more: Any) -> AbstractContextManager[Any]:
