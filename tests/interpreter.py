@@ -265,9 +265,6 @@ class _Run:
     def _start(self, node: Node, operands: list[Any]) -> Running:
         if node.op == HOROVOD_ALL_REDUCE:
             node, operands = _met_under_its_name(node), [None, *operands]
-        if node.op == "WhaleDeviceAllReduce":  # takes no communicator
-            attrs = {name: value for name, value in node.attrs.items() if name not in ("communicator", "rank")}
-            node, operands = replace(node, op="WhaleAllReduce", attrs=attrs), [None, *operands]
         if node.op in _COLLECTIVES:
             ticket = self.exchange.post(self.rank.number, node, operands[1:])
             while ticket not in self.exchange.results:

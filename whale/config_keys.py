@@ -47,7 +47,7 @@ KEYS: tuple[Key, ...] = (
         "communication.backend",
         "str",
         "whale",
-        "who sums gradients, losses and metrics over the ranks, nccl and cuda-ipc on GPUs; all else is Whale's own",
+        "who exchanges tensors: horovod sums gradients, nccl and cuda-ipc connect GPUs; all else is Whale's own",
         choices=("whale", "horovod", "nccl", "cuda-ipc"),
     ),
     Key(

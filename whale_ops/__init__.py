@@ -32,7 +32,6 @@ FINISH_S = 60.0  # that MPI may take to end
 
 COMMUNICATING_OPS = (
     "WhaleAllReduce",
-    "WhaleDeviceAllReduce",
     "WhaleAllGather",
     "WhaleReduceScatter",
     "WhaleAllToAll",
@@ -44,6 +43,14 @@ COMMUNICATING_OPS = (
     "WhaleRecv",
     "WhaleBarrier",
     "WhaleCheck",
+    # The same in a device's memory.
+    "WhaleDeviceAllReduce",
+    "WhaleDeviceAllGather",
+    "WhaleDeviceReduceScatter",
+    "WhaleDeviceAllToAll",
+    "WhaleDeviceBroadcast",
+    "WhaleDeviceSend",
+    "WhaleDeviceRecv",
 )
 
 

@@ -1,9 +1,9 @@
 """Compiles the CUDA library: ``python -m whale_ops.build_cuda``, or ``build(folder)``.
 
-libwhale_cuda.so has kernels that pack, scale, cast and add, and all-reduces of device memory through NCCL or CUDA IPC
-(whale_ops/cuda). The core loads it when communication.backend asks for it: see docs/gpu.md. The compiler is $NVCC or
-nvcc on PATH; NCCL is the package ``nvidia-nccl-cu12`` (or -cu13) of this environment, and without it the library has
-CUDA IPC only.
+libwhale_cuda.so has kernels that pack, scale, cast and add, and exchanges of device memory through NCCL or CUDA IPC
+(whale_ops/cuda). The core loads it when communication.backend asks for it: see docs/gpu.md. The compiler is $NVCC,
+nvcc on PATH, or that of the packages ``nvidia-cuda-nvcc`` and ``nvidia-cuda-cccl`` of this environment; NCCL is its
+package ``nvidia-nccl-cu12`` (or -cu13), and without it the library has CUDA IPC only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,19 @@ _HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall"
 
 def find_nvcc() -> str | None:
     """The CUDA compiler, or None."""
-    return shutil.which(os.environ.get("NVCC", "nvcc"))
+    packaged = [folder / "bin" / "nvcc" for folder in _package("cu13")]
+    names = [os.environ["NVCC"]] if "NVCC" in os.environ else ["nvcc", *map(str, packaged)]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _package(name: str) -> list[Path]:
+    """Folders of one of NVIDIA's packages in this environment."""
+    found = importlib.util.find_spec(f"nvidia.{name}") if importlib.util.find_spec("nvidia") else None
+    return [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
 
 
 def _nccl() -> Path | None:
-    found = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-    folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
-    return next((folder for folder in folders if (folder / "include" / "nccl.h").exists()), None)
+    return next((folder for folder in _package("nccl") if (folder / "include" / "nccl.h").exists()), None)
 
 
 def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
@@ -47,7 +53,7 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
             "no CUDA compiler was found",
             given=os.environ.get("NVCC", "no nvcc on PATH"),
             expected="nvcc of CUDA 12 or newer",
-            action="install the CUDA toolkit, or name its nvcc by $NVCC",
+            action="pip install nvidia-cuda-nvcc nvidia-cuda-cccl, install the CUDA toolkit, or name its nvcc by $NVCC",
         )
     output = Path(output_dir) / NAME
     output.parent.mkdir(parents=True, exist_ok=True)

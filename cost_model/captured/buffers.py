@@ -59,8 +59,6 @@ def forwarded(node: Node, result: int) -> tuple[int, ...]:
     """Operands whose buffer a result may take over."""
     if node.op == "WhaleAllReduce":
         return (result + 1,)  # the communicator comes first
-    if node.op == "WhaleDeviceAllReduce":
-        return (result,)
     if node.op == "AddN":
         return tuple(range(len(node.inputs)))
     return _FORWARDING.get(node.op, ()) if _FORWARDED_RESULT.get(node.op, 0) == result else ()

@@ -72,7 +72,7 @@ FEATURES: tuple[Feature, ...] = (
     _set("unequal shares", replica__shares=(6, 2, 4, 4, 4, 4, 2, 6)),
     _of("some devices", "devices"),
     _of("saved", "saved"),
-    _set("devices' sums", "host device", communication__backend="cuda-ipc", instead=["horovod"]),
+    _set("devices", "host device", communication__backend="cuda-ipc", instead=["horovod"]),
     _set("horovod", "processes", communication__backend="horovod"),
     _set("auto_parallel", "auto", auto_parallel=True),
     _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches

@@ -12,7 +12,7 @@ from tests.programs import mlp, planned
 from whale.ir.exchanged_bytes import collective_bytes, rank_bytes
 from whale.ir.layout import Partial
 from whale.ir.ops import COLLECTIVES, EXCHANGES
-from whale.ir.plan import DEVICE, Plan
+from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.lowering.local import localise
@@ -38,9 +38,7 @@ def graphs_of(program: Program, plan: Plan) -> list[Graph]:
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (0, 7, 1)], ids=str)
-@pytest.mark.parametrize(
-    "carrier", [("whale", ""), (DEVICE, ""), ("horovod", ""), ("whale", "bfloat16"), (DEVICE, "float16")], ids=str
-)
+@pytest.mark.parametrize("carrier", [("whale", ""), ("horovod", ""), ("whale", "bfloat16")], ids=str)
 def test_the_ranks_parts_are_the_plans_bytes(sizes: tuple[int, ...], carrier: tuple[str, str]) -> None:
     program = mlp(dtype="float32")
     plan = carried(program, planned(program, *sizes), *carrier)
@@ -59,16 +57,15 @@ def test_a_sum_that_is_rounded_keeps_a_buffer_of_what_is_sent() -> None:
     assert [e.staging_bytes for e in rounded] == [e.tensor_bytes // 2 for e in whole]
 
 
-@pytest.mark.parametrize("backend", ["whale", DEVICE])
-def test_sums_take_their_operands_memory(backend: str) -> None:
+def test_sums_take_their_operands_memory() -> None:
     program = mlp(dtype="float32")
-    g = graphs_of(program, carried(program, planned(program, 4, 4), backend))[0]
+    g = graphs_of(program, planned(program, 4, 4))[0]
     (sums,) = (i for i, e in g.exchanges.items() if len(g.results[i]) > 1)
     tensors = [r for r, ref in zip(g.operands[sums], g.nodes[sums].inputs) if ref.node != "whale/communicator"]
     assert [g.taken[r] for r in g.results[sums]] == [(r,) for r in tensors]
 
 
-@pytest.mark.parametrize("backend", ["whale", DEVICE, "horovod"])
+@pytest.mark.parametrize("backend", ["whale", "horovod"])
 def test_a_rank_alone_exchanges_nothing(backend: str) -> None:
     program = mlp(dtype="float32")
     plan = carried(program, planned(program, 4, 4), backend)

@@ -17,7 +17,6 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
 from whale.lowering.local import localise
-from whale.passes.exchange.device_sums import give_to_device
 from whale.passes.judge.check import check
 
 SHARES = [(8,), (4, 4), (5, 3), (8, 0), (0, 8), (3, 3, 2), (0, 7, 1), (2, 2, 2, 2), (0, 5, 0, 3)]
@@ -64,19 +63,6 @@ def test_sums_through_horovod(sizes: tuple[int, ...]) -> None:
     for rank in lowered(program, plan):
         (reduced,) = (n for n in rank.nodes if n.op == HOROVOD_ALL_REDUCE)
         assert rank.by_name[reduced.inputs[0].node].op == "WhaleHold", "never computed while TensorFlow optimises"
-        assert "WhaleAllReduce" not in {n.op for n in rank.nodes}
-
-
-@pytest.mark.parametrize("sizes", [(5, 3), (0, 7, 1)], ids=str)
-def test_sums_from_gpu_to_gpu(sizes: tuple[int, ...]) -> None:
-    program = mlp()
-    plan = planned(program, *sizes)
-    plan = replace(plan, reshards=give_to_device(program, plan.reshards))
-    check(program, plan)
-    assert_equal_runs(program, plan)
-    for number, rank in enumerate(lowered(program, plan)):
-        (reduced,) = (n for n in rank.nodes if n.op == "WhaleDeviceAllReduce")
-        assert reduced.attrs["rank"] == number
         assert "WhaleAllReduce" not in {n.op for n in rank.nodes}
 
 

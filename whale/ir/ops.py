@@ -19,9 +19,8 @@ def _each(prefix: str, stems: str) -> frozenset[str]:
 # -- between ranks
 
 ALL_REDUCE, HOROVOD_ALL_REDUCE = "WhaleAllReduce", "HorovodGroupedAllreduce"
-# Each rank's tensors are summed (or reduced otherwise), and all ranks have the result: through the host, from device to
-# device, by Horovod.
-ALL_REDUCES = _named("WhaleDeviceAllReduce") | {ALL_REDUCE, HOROVOD_ALL_REDUCE}
+# Each rank's tensors are summed (or reduced otherwise), and all ranks have the result: by Whale or by Horovod.
+ALL_REDUCES = frozenset({ALL_REDUCE, HOROVOD_ALL_REDUCE})
 # Tensors are reduced over ranks, wherever the result lies.
 RANK_REDUCTIONS = ALL_REDUCES | {"WhaleReduceScatter"}
 # Rows of tables go between those who have them and those who asked for them; how many, only the run knows.
@@ -32,6 +31,11 @@ COLLECTIVES = RANK_REDUCTIONS | ROW_EXCHANGES | _named("WhaleAllGather WhaleAllT
 POINT_TO_POINT = _named("WhaleSend WhaleRecv")
 # Tensors move between ranks.
 EXCHANGES = COLLECTIVES | POINT_TO_POINT
+# Exchanges that devices can carry out in their own memory, and as which op. Only what is about to run has these.
+ON_DEVICE = {
+    f"Whale{kind}": f"WhaleDevice{kind}"
+    for kind in ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send", "Recv")
+}
 # Ranks wait for each other, and no tensor moves.
 MEETINGS = _named("WhaleBarrier WhaleCheck")
 

@@ -16,7 +16,6 @@ KIND, FORMAT_VERSION = "whale-program", "1.0"  # a new major number is refused; 
 
 # Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
 STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
-DEVICE = "device"  # who carries out a reshard (`Reshard.backend`), where the accelerators do it themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Reshard:
 
     ``key`` is equal on all ranks and unique in the plan; ``bytes`` are the logical bytes moved in total; ``group`` is
     the number of the fused collective it belongs to, -1 when it travels alone; ``backend`` is who carries it out:
-    ``"whale"``, ``"horovod"``, or ``"device"`` (the accelerators themselves). ``wire_dtype`` is what elements are
+    ``"whale"`` (through the host, or from device to device) or ``"horovod"``. ``wire_dtype`` is what elements are
     rounded to before they are sent; "" is their own.
     """
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from whale.ir.layout import Partial, Split
 from whale.ir.mesh import mesh_of, moved_along
-from whale.ir.plan import DEVICE, Plan, Predicted, Reshard, TaskGraph
+from whale.ir.plan import Plan, Predicted, Reshard, TaskGraph
 from whale.ir.schedule import format_schedule, schedule
 
 # Who carries out a reduction instead of Whale's own exchange, in words.
-_THROUGH = {"horovod": "through Horovod", DEVICE: "from GPU to GPU"}
+_THROUGH = {"horovod": "through Horovod"}
 
 
 def human_bytes(count: float) -> str:

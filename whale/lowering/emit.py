@@ -20,7 +20,7 @@ from whale.ir.layout import (
     local_shape,
 )
 from whale.ir.ops import EXCHANGES, HOROVOD_ALL_REDUCE
-from whale.ir.plan import DEVICE, Reshard
+from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref, const_node
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 
@@ -146,10 +146,6 @@ class Emitter:
         attrs: dict[str, Any] = {"key": key, "reduction": op, "N": len(sources)}
         if r.wire_dtype:
             attrs["wire_dtype"] = r.wire_dtype
-        if r.backend == DEVICE:
-            self.communicates = True
-            attrs |= {"T": DType(types[0].dtype), "communicator": self.comm, "rank": self.rank}
-            return self.add(name, "WhaleDeviceAllReduce", sources, attrs, types, stateful=True)
         return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
 
     def _horovod_all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType]) -> Ref:

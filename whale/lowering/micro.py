@@ -105,7 +105,7 @@ class _Roller:
                         action="report the program; `WHALE_DUMP=dir` writes it",
                     )
                 kind.region[node.name] = "join"
-                kind.joins[node.name] = node.inputs[0 if node.op == "WhaleDeviceAllReduce" else 1]
+                kind.joins[node.name] = node.inputs[1]
             elif known is not None or not node.inputs:
                 kind.region[node.name] = "free"
             elif any(r.node in behind for r in node.inputs):

@@ -16,7 +16,6 @@ from whale.ir.layout import Split, Strategy
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.passes.dump import dump
-from whale.passes.exchange.device_sums import DEVICE_BACKENDS, give_to_device
 from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
 from whale.passes.exchange.horovod import give_to_horovod, refuse_horovod
 from whale.passes.exchange.reshards import explicit_reshards
@@ -97,10 +96,6 @@ def _given_to_horovod(draft: Draft, settings: PlanSettings) -> Draft:
     return replace(draft, reshards=give_to_horovod(draft.program, draft.layouts[""], draft.reshards))
 
 
-def _given_to_device(draft: Draft, settings: PlanSettings) -> Draft:
-    return replace(draft, reshards=give_to_device(draft.program, draft.reshards))
-
-
 def _narrowed(draft: Draft, settings: PlanSettings) -> Draft:
     dtype, layout = settings.exchange.wire_dtype, draft.layouts[""]
     return replace(draft, reshards=narrow(draft.program, layout, draft.reshards, dtype, settings.size))
@@ -143,7 +138,6 @@ LAYOUTS: tuple[Pass[Draft], ...] = (
 EXCHANGES: tuple[Pass[Draft], ...] = (
     Pass("explicit_reshards", always, _explicit),
     Pass("give_to_horovod", lambda s: s.exchange.backend == "horovod", _given_to_horovod),
-    Pass("give_to_device", lambda s: s.exchange.backend in DEVICE_BACKENDS, _given_to_device),
     Pass("narrow", lambda s: bool(s.exchange.wire_dtype), _narrowed),
 )
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "whale_ops/cuda/reducer.h"
+#include "whale_ops/cuda/exchanger.h"
 
 namespace {
 
@@ -22,8 +22,9 @@ int report(const Status& status) {
 }
 
 struct Rank {
-  std::unique_ptr<whale::Device> reducer;
+  std::unique_ptr<whale::Device> device;
   cudaStream_t computation = nullptr;
+  int number = 0, size = 0;
 };
 
 Status count(int* devices) { return whale::cuda::check(cudaGetDeviceCount(devices), "cudaGetDeviceCount"); }
@@ -31,16 +32,16 @@ Status count(int* devices) { return whale::cuda::check(cudaGetDeviceCount(device
 Status open(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes, whale::DeviceGather gather,
             std::unique_ptr<whale::Device>* device) {
   std::unique_ptr<whale::cuda::DeviceTransport> opened;
-  std::unique_ptr<whale::cuda::Reducer> reducer;
+  std::unique_ptr<whale::cuda::Exchanger> exchanger;
   Status status = whale::cuda::check(cudaSetDevice(ordinal), "cudaSetDevice");
   if (!status.ok()) return status;
   if (std::strcmp(transport, "cuda-ipc") == 0) {
     status = whale::cuda::open_ipc(rank, size, buffer_bytes, std::move(gather), &opened);
   } else {
-    status = whale::cuda::open_nccl(rank, size, gather, &opened);
+    status = whale::cuda::open_nccl(rank, size, std::move(gather), &opened);
   }
-  if (status.ok()) status = whale::cuda::Reducer::open(std::move(opened), ordinal, buffer_bytes, &reducer);
-  if (status.ok()) *device = std::move(reducer);
+  if (status.ok()) status = whale::cuda::Exchanger::open(std::move(opened), ordinal, buffer_bytes, &exchanger);
+  if (status.ok()) *device = std::move(exchanger);
   return status;
 }
 
@@ -53,58 +54,91 @@ const whale::DevicePlugin whale_device_plugin = {WHALE_CORE_DIGEST, count, open}
 
 using WhaleCudaGather = int (*)(const void* mine, size_t bytes, void* all);
 
+// Layout shared with tests/whale_ops/device/cuda_rank.py. Tensors lie in the host's memory; all ranks are the group.
+struct WhaleCudaOperation {
+  int32_t kind, root, dtype, wire, reduction;
+  float scale;
+  int64_t element_bytes, largest, tensors_size, counts_size;
+  void** inputs;  // of each tensor
+  void** outputs;
+  const int64_t* input_counts;  // elements
+  const int64_t* output_counts;
+  const int64_t* counts;  // as in whale::DeviceOperation
+  const int64_t* recv_counts;
+};
+
 WHALE_EXPORT const char* whale_cuda_last_error() { return last_error.c_str(); }
 
 WHALE_EXPORT int whale_cuda_devices(int* count) { return report(::count(count)); }
 
 // `transport`: "nccl" or "cuda-ipc".
 WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int device, size_t buffer_bytes, WhaleCudaGather gather, void** handle) {
-  const whale::DeviceGather exchange = [gather](const void* mine, size_t bytes, void* all) {
+  const whale::DeviceGather exchange = [gather](const std::vector<int>&, const void* mine, size_t bytes, void* all) {
     return gather(mine, bytes, all) == 0 ? Status::Ok() : Status::Error(Code::kUnavailable, "the ranks could not meet on the host");
   };
   auto made = std::make_unique<Rank>();
-  Status status = open(transport, rank, size, device, buffer_bytes, exchange, &made->reducer);
+  made->number = rank;
+  made->size = size;
+  Status status = open(transport, rank, size, device, buffer_bytes, exchange, &made->device);
   if (status.ok()) status = whale::cuda::check(cudaStreamCreate(&made->computation), "cudaStreamCreate");
   if (status.ok()) *handle = made.release();
   return report(status);
 }
 
-// Tensors of host memory are copied to the device, reduced there, and copied back, all on streams.
-WHALE_EXPORT int whale_cuda_all_reduce(void* handle, void** tensors, const int64_t* counts, int size, int dtype, int element_bytes, int wire,
-                                       int reduction, float scale) {
+// Tensors are copied to the device, exchanged there, and copied back, all on streams.
+WHALE_EXPORT int whale_cuda_run(void* handle, const WhaleCudaOperation* operation) {
+  using whale::cuda::check;
   auto* rank = static_cast<Rank*>(handle);
-  whale::DeviceReduction what{std::vector<whale::DeviceTensor>(static_cast<size_t>(size)), static_cast<DType>(dtype), static_cast<DType>(wire),
-                              static_cast<whale::Reduction>(reduction), scale};
+  whale::DeviceOperation what;
+  what.kind = static_cast<whale::OpKind>(operation->kind);
+  for (int i = 0; i < rank->size; ++i) what.group.push_back(i);
+  what.index = rank->number;
+  what.root = operation->root;
+  what.dtype = static_cast<DType>(operation->dtype);
+  what.wire = static_cast<DType>(operation->wire);
+  what.reduction = static_cast<whale::Reduction>(operation->reduction);
+  what.scale = operation->scale;
+  what.element_bytes = static_cast<size_t>(operation->element_bytes);
+  what.counts.assign(operation->counts, operation->counts + operation->counts_size);
+  what.recv_counts.assign(operation->recv_counts, operation->recv_counts + operation->counts_size);
+  what.largest = operation->largest;
   Status status;
-  for (int i = 0; i < size && status.ok(); ++i) {
-    whale::DeviceTensor& tensor = what.tensors[static_cast<size_t>(i)];
-    const size_t bytes = static_cast<size_t>(counts[i] * element_bytes);
-    tensor.count = counts[i];
-    status = whale::cuda::check(cudaMallocAsync(&tensor.output, bytes + 1, rank->computation), "cudaMallocAsync");
-    tensor.input = tensor.output;
-    if (!status.ok()) break;
-    status = whale::cuda::check(cudaMemcpyAsync(tensor.output, tensors[i], bytes, cudaMemcpyHostToDevice, rank->computation), "cudaMemcpyAsync");
+  std::vector<void*> memory;
+  const auto place = [&](const void* from, int64_t count) -> void* {
+    void* made = nullptr;
+    const size_t bytes = static_cast<size_t>(count) * what.element_bytes;
+    if (status.ok()) status = check(cudaMallocAsync(&made, bytes + 1, rank->computation), "cudaMallocAsync");
+    if (status.ok() && from != nullptr) {
+      status = check(cudaMemcpyAsync(made, from, bytes, cudaMemcpyHostToDevice, rank->computation), "cudaMemcpyAsync");
+    }
+    memory.push_back(made);
+    return made;
+  };
+  for (int64_t i = 0; i < operation->tensors_size; ++i) {
+    const void* input = place(operation->inputs[i], operation->input_counts[i]);
+    void* output = place(nullptr, operation->output_counts[i]);
+    what.tensors.push_back({input, output, what.kind == whale::OpKind::kRecv ? operation->output_counts[i] : operation->input_counts[i]});
   }
   void* mark = nullptr;
-  if (status.ok()) status = rank->reducer->mark(rank->computation, &mark);
-  if (status.ok()) status = rank->reducer->launch(what, mark);
-  for (bool finished = false; status.ok() && !finished;) status = rank->reducer->finished(mark, &finished);
-  rank->reducer->release(mark);
-  for (int i = 0; i < size; ++i) {
-    void* data = what.tensors[static_cast<size_t>(i)].output;
-    const size_t bytes = static_cast<size_t>(counts[i] * element_bytes);
-    if (status.ok()) {
-      status = whale::cuda::check(cudaMemcpyAsync(tensors[i], data, bytes, cudaMemcpyDeviceToHost, rank->computation), "cudaMemcpyAsync");
-    }
+  if (status.ok()) status = rank->device->mark(rank->computation, &mark);
+  if (status.ok()) status = rank->device->launch(what, mark);
+  for (bool finished = false; status.ok() && !finished;) status = rank->device->finished(mark, &finished);
+  rank->device->release(mark);
+  for (int64_t i = 0; i < operation->tensors_size && status.ok(); ++i) {
+    const size_t bytes = static_cast<size_t>(operation->output_counts[i]) * what.element_bytes;
+    status = check(cudaMemcpyAsync(operation->outputs[i], what.tensors[static_cast<size_t>(i)].output, bytes, cudaMemcpyDeviceToHost, rank->computation),
+                   "cudaMemcpyAsync");
+  }
+  for (void* data : memory) {
     if (data != nullptr) cudaFreeAsync(data, rank->computation);
   }
-  if (status.ok()) status = whale::cuda::check(cudaStreamSynchronize(rank->computation), "cudaStreamSynchronize");
+  if (status.ok()) status = check(cudaStreamSynchronize(rank->computation), "cudaStreamSynchronize");
   return report(status);
 }
 
 WHALE_EXPORT void whale_cuda_close(void* handle) {
   auto* rank = static_cast<Rank*>(handle);
-  rank->reducer.reset();
+  rank->device.reset();
   cudaStreamDestroy(rank->computation);
   delete rank;
 }

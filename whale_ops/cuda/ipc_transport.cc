@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,14 +19,16 @@ size_t bytes_of(DType dtype) {
   }
 }
 
+constexpr size_t kAlignmentBytes = 256;
+
 // What a rank tells the others once.
 struct Card {
   cudaIpcMemHandle_t memory;
   cudaIpcEventHandle_t written, taken;
 };
 
-// Every rank copies its buffer into memory that all have mapped, and adds up all of them in rank order: all ranks hold the
-// same bits. An event of another process orders a stream only after it was recorded there, so the ranks meet on the host
+// Every rank copies what others need into memory that all have mapped, and takes what it needs from theirs; sums are made in group
+// order: all ranks hold the same bits. An event of another process orders a stream only after it was recorded there, so the ranks meet on the host
 // after recording. To wait inside a kernel instead would be a deadlock on a GPU that runs one rank's kernels at a time.
 class IpcTransport final : public DeviceTransport {
  public:
@@ -52,7 +55,7 @@ class IpcTransport final : public DeviceTransport {
     if (status.ok()) status = check(cudaIpcGetEventHandle(&card.written, own.written), "cudaIpcGetEventHandle");
     if (status.ok()) status = check(cudaIpcGetEventHandle(&card.taken, own.taken), "cudaIpcGetEventHandle");
     std::vector<Card> cards(peers_.size());
-    const Status met = gather_(&card, sizeof(card), cards.data());
+    const Status met = gather_({}, &card, sizeof(card), cards.data());
     if (status.ok()) status = met;
     for (size_t i = 0; status.ok() && i < peers_.size(); ++i) {
       if (static_cast<int>(i) == rank_) continue;
@@ -60,34 +63,42 @@ class IpcTransport final : public DeviceTransport {
       if (status.ok()) status = check(cudaIpcOpenEventHandle(&peers_[i].written, cards[i].written), "cudaIpcOpenEventHandle");
       if (status.ok()) status = check(cudaIpcOpenEventHandle(&peers_[i].taken, cards[i].taken), "cudaIpcOpenEventHandle");
     }
-    return agree(status);
+    return agree({}, status);
   }
 
   const char* name() const override { return "ipc"; }
 
-  Status all_reduce(void* buffer, int64_t count, DType dtype, Reduction reduction, cudaStream_t stream) override {
-    const size_t bytes = static_cast<size_t>(count) * bytes_of(dtype);
-    if (bytes_of(dtype) == 0 || bytes > max_bytes_) {
+  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, cudaStream_t stream) override {
+    const auto bytes = static_cast<size_t>(count) * bytes_of(what.wire);
+    if (bytes_of(what.wire) == 0 || bytes > max_bytes_) {
       return Status::Error(Code::kInvalidArgument, std::to_string(count) + " elements do not fit the shared buffer of " +
                                                        std::to_string(max_bytes_) + " bytes, or are no floats; divide or cast them");
     }
-    const Peer& own = peers_[static_cast<size_t>(rank_)];
-    Status status;
-    for (const Peer& peer : peers_) {  // the last operation's readers of this rank's memory
-      if (status.ok() && used_) status = check(cudaStreamWaitEvent(stream, peer.taken, 0), "cudaStreamWaitEvent");
+    return in_turn(what.group, stream, [&] { return show(buffer, 0, bytes, stream); }, [&] {
+      return check(reduce(at(what.group, 0), buffer, count, what.wire, what.reduction, stream), "the kernel that adds");
+    });
+  }
+
+  // Every rank shows what it has for the others, as much of it as there is room for at a time, and each takes what is for it.
+  Status exchange(const DeviceOperation& what, cudaStream_t stream) override {
+    const DeviceTensor& tensor = what.tensors[0];
+    switch (what.kind) {
+      case OpKind::kReduceScatter: return reduce_scatter(what, stream);
+      case OpKind::kAllToAll: return all_to_all(what, stream);
+      case OpKind::kAllGather: return from_each(what, what.counts, tensor, stream);
+      case OpKind::kSend:
+      case OpKind::kRecv: return from_each(what, {tensor.count, 0}, tensor, stream);
+      case OpKind::kBroadcast: {
+        Status status;
+        for (const DeviceTensor& one : what.tensors) {
+          std::vector<int64_t> counts(what.size(), 0);
+          counts[static_cast<size_t>(what.root)] = one.count;
+          if (status.ok()) status = from_each(what, counts, one, stream);
+        }
+        return status;
+      }
+      default: return Status::Error(Code::kInternal, std::string("CUDA IPC is given an operation that it does not have: ") + name_of(what.kind));
     }
-    if (status.ok()) status = check(cudaMemcpyAsync(own.memory, buffer, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-    if (status.ok()) status = check(cudaEventRecord(own.written, stream), "cudaEventRecord");
-    status = agree(status);
-    std::vector<const void*> sources;
-    for (const Peer& peer : peers_) {
-      if (status.ok()) status = check(cudaStreamWaitEvent(stream, peer.written, 0), "cudaStreamWaitEvent");
-      sources.push_back(peer.memory);
-    }
-    if (status.ok()) status = check(reduce(sources, buffer, count, dtype, reduction, stream), "the kernel that adds");
-    if (status.ok()) status = check(cudaEventRecord(own.taken, stream), "cudaEventRecord");
-    used_ = true;
-    return agree(status);
   }
 
   void abandon() override {}  // streams wait only for what was recorded before, and a lost rank's events come when its process ends
@@ -99,15 +110,126 @@ class IpcTransport final : public DeviceTransport {
     cudaEvent_t taken = nullptr;
   };
 
+  // Every rank has so many elements for all ranks; they come one behind the other where the rank has an output.
+  Status from_each(const DeviceOperation& what, const std::vector<int64_t>& counts, const DeviceTensor& tensor, cudaStream_t stream) {
+    const auto own = static_cast<size_t>(what.index);
+    const std::vector<int64_t> offsets = offsets_of(counts);
+    const auto piece = static_cast<int64_t>(max_bytes_ / what.element_bytes);
+    Status status;
+    for (int64_t begin = 0; status.ok() && begin < *std::max_element(counts.begin(), counts.end()); begin += piece) {
+      const auto part = [&](size_t member) { return bytes(what, std::clamp<int64_t>(counts[member] - begin, 0, piece)); };
+      status = in_turn(what.group, stream, [&] { return show(static_cast<const char*>(tensor.input) + bytes(what, begin), 0, part(own), stream); }, [&] {
+        Status taken;
+        for (size_t member = 0; member < what.size() && tensor.output != nullptr; ++member) {
+          char* to = static_cast<char*>(tensor.output) + bytes(what, offsets[member] + begin);
+          if (taken.ok()) taken = take(what.group[member], 0, to, part(member), stream);
+        }
+        return taken;
+      });
+    }
+    return status;
+  }
+
+  // Every rank has a part for each rank, which shares the room with the others.
+  Status all_to_all(const DeviceOperation& what, cudaStream_t stream) {
+    const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
+    const auto own = static_cast<size_t>(what.index);
+    const int64_t piece = room(what);
+    Status status;
+    for (int64_t begin = 0; status.ok() && begin < what.largest; begin += piece) {
+      const auto left = [&](int64_t count) { return bytes(what, std::clamp<int64_t>(count - begin, 0, piece)); };
+      status = in_turn(what.group, stream, [&] {
+        Status shown;
+        for (size_t member = 0; member < what.size(); ++member) {
+          const char* part = static_cast<const char*>(what.tensors[0].input) + bytes(what, from[member] + begin);
+          if (shown.ok()) shown = show(part, member * bytes(what, piece), left(what.counts[member]), stream);
+        }
+        return shown;
+      }, [&] {
+        Status taken;
+        for (size_t member = 0; member < what.size(); ++member) {
+          char* part = static_cast<char*>(what.tensors[0].output) + bytes(what, to[member] + begin);
+          if (taken.ok()) taken = take(what.group[member], own * bytes(what, piece), part, left(what.recv_counts[member]), stream);
+        }
+        return taken;
+      });
+    }
+    return status;
+  }
+
+  Status reduce_scatter(const DeviceOperation& what, cudaStream_t stream) {
+    const std::vector<int64_t> offsets = offsets_of(what.counts);
+    const auto own = static_cast<size_t>(what.index);
+    const int64_t piece = room(what);
+    Status status;
+    for (int64_t begin = 0; status.ok() && begin < *std::max_element(what.counts.begin(), what.counts.end()); begin += piece) {
+      const auto left = [&](size_t member) { return std::clamp<int64_t>(what.counts[member] - begin, 0, piece); };
+      status = in_turn(what.group, stream, [&] {
+        Status shown;
+        for (size_t member = 0; member < what.size(); ++member) {
+          const char* part = static_cast<const char*>(what.tensors[0].input) + bytes(what, offsets[member] + begin);
+          if (shown.ok()) shown = show(part, member * bytes(what, piece), bytes(what, left(member)), stream);
+        }
+        return shown;
+      }, [&] {
+        if (left(own) == 0) return Status::Ok();
+        char* to = static_cast<char*>(what.tensors[0].output) + bytes(what, begin);
+        return check(reduce(at(what.group, own * bytes(what, piece)), to, left(own), what.dtype, what.reduction, stream), "the kernel that adds");
+      });
+    }
+    return status;
+  }
+
+  static size_t bytes(const DeviceOperation& what, int64_t count) { return static_cast<size_t>(count) * what.element_bytes; }
+  // Elements of one of as many parts as there are ranks; each begins where any element may.
+  int64_t room(const DeviceOperation& what) const {
+    return static_cast<int64_t>(max_bytes_ / what.size() / kAlignmentBytes * kAlignmentBytes / what.element_bytes);
+  }
+  std::vector<const void*> at(const std::vector<int>& group, size_t offset) const {
+    std::vector<const void*> found;
+    for (const int rank : group) found.push_back(static_cast<const char*>(peers_[static_cast<size_t>(rank)].memory) + offset);
+    return found;
+  }
+  Status show(const void* from, size_t offset, size_t bytes, cudaStream_t stream) const {
+    if (bytes == 0) return Status::Ok();
+    void* to = static_cast<char*>(peers_[static_cast<size_t>(rank_)].memory) + offset;
+    return check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  }
+  Status take(int rank, size_t offset, void* to, size_t bytes, cudaStream_t stream) const {
+    if (bytes == 0) return Status::Ok();
+    const char* from = static_cast<const char*>(peers_[static_cast<size_t>(rank)].memory) + offset;
+    return check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  }
+
+  // `write` fills this rank's memory when nobody reads it any more, `read` takes of the others' when they have filled theirs. Both queue.
+  template <typename Write, typename Read>
+  Status in_turn(const std::vector<int>& group, cudaStream_t stream, const Write& write, const Read& read) {
+    const Peer& own = peers_[static_cast<size_t>(rank_)];
+    Status status;
+    for (const Peer& peer : peers_) {  // the last operation's readers of this rank's memory, whoever they were
+      if (status.ok() && used_) status = check(cudaStreamWaitEvent(stream, peer.taken, 0), "cudaStreamWaitEvent");
+    }
+    if (status.ok()) status = write();
+    if (status.ok()) status = check(cudaEventRecord(own.written, stream), "cudaEventRecord");
+    status = agree(group, status);
+    for (const int rank : group) {
+      if (status.ok()) status = check(cudaStreamWaitEvent(stream, peers_[static_cast<size_t>(rank)].written, 0), "cudaStreamWaitEvent");
+    }
+    if (status.ok()) status = read();
+    if (status.ok()) status = check(cudaEventRecord(own.taken, stream), "cudaEventRecord");
+    used_ = true;
+    return agree(group, status);
+  }
+
   // Meets the other ranks; an error of one is an error of all, so that nobody waits for who has given up.
-  Status agree(const Status& status) {
+  Status agree(const std::vector<int>& group, const Status& status) {
     const auto mine = static_cast<int32_t>(status.code);
-    std::vector<int32_t> all(peers_.size());
-    const Status met = gather_(&mine, sizeof(mine), all.data());
+    std::vector<int32_t> all(group.empty() ? peers_.size() : group.size());
+    const Status met = gather_(group, &mine, sizeof(mine), all.data());
     if (!status.ok() || !met.ok()) return status.ok() ? met : status;
     for (size_t i = 0; i < all.size(); ++i) {
       if (all[i] == 0) continue;
-      return Status::Error(Code::kUnavailable, "rank " + std::to_string(i) + " had an error of its GPU; look at its log");
+      return Status::Error(Code::kUnavailable, "rank " + std::to_string(group.empty() ? static_cast<int>(i) : group[i]) + " had an error of its GPU; look at its log");
     }
     return Status::Ok();
   }

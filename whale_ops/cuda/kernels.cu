@@ -6,6 +6,10 @@
 
 #include "whale_ops/cuda/kernels.h"
 
+#ifndef WHALE_LAUNCH  // tests compile this file as host code, and launch otherwise
+#define WHALE_LAUNCH(grid, threads, stream, kernel, ...) kernel<<<grid, threads, 0, stream>>>(__VA_ARGS__)
+#endif
+
 namespace whale::cuda {
 namespace {
 
@@ -85,7 +89,7 @@ cudaError_t copy_all(const std::vector<Span>& tensors, void* buffer, float scale
       largest = std::max(largest, tensors[i].count);
     }
     const dim3 grid(blocks_for(largest), static_cast<unsigned>(end - begin));
-    copy<kPack, Tensor, Buffer><<<grid, kThreads, 0, stream>>>(pieces, static_cast<Buffer*>(buffer), scale);
+    WHALE_LAUNCH(grid, kThreads, stream, (copy<kPack, Tensor, Buffer>), pieces, static_cast<Buffer*>(buffer), scale);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
@@ -108,10 +112,10 @@ cudaError_t reduce_typed(const Sources& sources, int size, void* dst, int64_t co
   auto* out = static_cast<T*>(dst);
   const int blocks = blocks_for(count);
   switch (reduction) {
-    case Reduction::kSum: reduce_all<Reduction::kSum, T><<<blocks, kThreads, 0, stream>>>(sources, size, out, count); break;
-    case Reduction::kProd: reduce_all<Reduction::kProd, T><<<blocks, kThreads, 0, stream>>>(sources, size, out, count); break;
-    case Reduction::kMin: reduce_all<Reduction::kMin, T><<<blocks, kThreads, 0, stream>>>(sources, size, out, count); break;
-    case Reduction::kMax: reduce_all<Reduction::kMax, T><<<blocks, kThreads, 0, stream>>>(sources, size, out, count); break;
+    case Reduction::kSum: WHALE_LAUNCH(blocks, kThreads, stream, (reduce_all<Reduction::kSum, T>), sources, size, out, count); break;
+    case Reduction::kProd: WHALE_LAUNCH(blocks, kThreads, stream, (reduce_all<Reduction::kProd, T>), sources, size, out, count); break;
+    case Reduction::kMin: WHALE_LAUNCH(blocks, kThreads, stream, (reduce_all<Reduction::kMin, T>), sources, size, out, count); break;
+    case Reduction::kMax: WHALE_LAUNCH(blocks, kThreads, stream, (reduce_all<Reduction::kMax, T>), sources, size, out, count); break;
   }
   return cudaGetLastError();
 }

@@ -1,3 +1,4 @@
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,44 +37,183 @@ ncclRedOp_t operation_of(Reduction reduction) {
   return ncclSum;
 }
 
+// Several calls of NCCL that become one operation.
+class Together {
+ public:
+  explicit Together(ncclComm_t communicator) : communicator_(communicator) { add(ncclGroupStart(), "ncclGroupStart"); }
+  void add(ncclResult_t result, const char* call) {
+    if (status_.ok()) status_ = check_nccl(result, call, communicator_);
+  }
+  Status end() {
+    const Status ended = check_nccl(ncclGroupEnd(), "ncclGroupEnd", communicator_);  // also after an error: the group must end
+    return status_.ok() ? ended : status_;
+  }
+
+ private:
+  const ncclComm_t communicator_;
+  Status status_;
+};
+
+// A communicator for each group of ranks that reduces or gathers, made when the first operation of the group is launched: at that
+// time all its ranks launch it, and no others take part, as they would have to in ncclCommSplit. What goes from rank to rank needs none.
 class NcclTransport final : public DeviceTransport {
  public:
-  explicit NcclTransport(ncclComm_t communicator) : communicator_(communicator) {}
+  NcclTransport(int rank, int size, DeviceGather gather) : rank_(rank), size_(size), gather_(std::move(gather)) {}
   ~NcclTransport() override {
-    if (communicator_ != nullptr) ncclCommDestroy(communicator_);
+    for (const auto& [group, communicator] : communicators_) ncclCommDestroy(communicator);
+  }
+
+  Status open() {
+    ncclComm_t made = nullptr;
+    return communicator_of({}, rank_, &made);
   }
 
   const char* name() const override { return "nccl"; }
 
-  Status all_reduce(void* buffer, int64_t count, DType dtype, Reduction reduction, cudaStream_t stream) override {
+  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, cudaStream_t stream) override {
     ncclDataType_t type;
-    if (!type_of(dtype, &type)) return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first");
-    const ncclResult_t result =
-        ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type, operation_of(reduction), communicator_, stream);
-    return check_nccl(result, "ncclAllReduce", communicator_);
+    if (!type_of(what.wire, &type)) return no_floats();
+    ncclComm_t communicator = nullptr;
+    const Status status = communicator_of(what.group, what.index, &communicator);
+    if (!status.ok()) return status;
+    return check_nccl(ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type, operation_of(what.reduction), communicator, stream),
+                      "ncclAllReduce", communicator);
+  }
+
+  Status exchange(const DeviceOperation& what, cudaStream_t stream) override {
+    const bool alone = what.kind == OpKind::kSend || what.kind == OpKind::kRecv || what.kind == OpKind::kAllToAll;
+    ncclComm_t communicator = nullptr;
+    const Status status = alone ? communicator_of({}, rank_, &communicator) : communicator_of(what.group, what.index, &communicator);
+    if (!status.ok()) return status;
+    switch (what.kind) {
+      case OpKind::kReduceScatter: return reduce_scatter(what, communicator, stream);
+      case OpKind::kAllGather: return all_gather(what, communicator, stream);
+      case OpKind::kBroadcast: return broadcast(what, communicator, stream);
+      case OpKind::kAllToAll: return all_to_all(what, communicator, stream);
+      case OpKind::kSend: {
+        const DeviceTensor& tensor = what.tensors[0];
+        return check_nccl(ncclSend(tensor.input, bytes(what, tensor.count), ncclInt8, what.group[1], communicator, stream), "ncclSend", communicator);
+      }
+      case OpKind::kRecv: {
+        const DeviceTensor& tensor = what.tensors[0];
+        return check_nccl(ncclRecv(tensor.output, bytes(what, tensor.count), ncclInt8, what.group[0], communicator, stream), "ncclRecv", communicator);
+      }
+      default: return Status::Error(Code::kInternal, std::string("NCCL is given an operation that it does not have: ") + name_of(what.kind));
+    }
   }
 
   // Its kernels wait for other ranks' as long as nobody tells them to end.
   void abandon() override {
-    if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
+    for (const auto& [group, communicator] : std::exchange(communicators_, {})) ncclCommAbort(communicator);
   }
 
  private:
-  ncclComm_t communicator_;
+  static Status no_floats() { return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first"); }
+  static size_t bytes(const DeviceOperation& what, int64_t count) { return static_cast<size_t>(count) * what.element_bytes; }
+  static bool even(const std::vector<int64_t>& counts) {
+    for (const int64_t count : counts) {
+      if (count != counts[0]) return false;
+    }
+    return true;
+  }
+
+  static Status reduce_scatter(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+    ncclDataType_t type;
+    if (!type_of(what.dtype, &type)) return no_floats();
+    const ncclRedOp_t operation = operation_of(what.reduction);
+    const auto* input = static_cast<const char*>(what.tensors[0].input);
+    auto* output = static_cast<char*>(what.tensors[0].output);
+    if (even(what.counts)) {
+      return check_nccl(ncclReduceScatter(input, output, static_cast<size_t>(what.counts[0]), type, operation, communicator, stream),
+                        "ncclReduceScatter", communicator);
+    }
+    const std::vector<int64_t> offsets = offsets_of(what.counts);
+    Together together(communicator);
+    for (size_t root = 0; root < what.size(); ++root) {
+      if (what.counts[root] == 0) continue;
+      together.add(ncclReduce(input + bytes(what, offsets[root]), output, static_cast<size_t>(what.counts[root]), type, operation,
+                              static_cast<int>(root), communicator, stream),
+                   "ncclReduce");
+    }
+    return together.end();
+  }
+
+  static Status all_gather(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+    const void* input = what.tensors[0].input;
+    auto* output = static_cast<char*>(what.tensors[0].output);
+    if (even(what.counts)) {
+      return check_nccl(ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8, communicator, stream), "ncclAllGather", communicator);
+    }
+    const std::vector<int64_t> offsets = offsets_of(what.counts);
+    Together together(communicator);
+    for (size_t root = 0; root < what.size(); ++root) {
+      if (what.counts[root] == 0) continue;
+      together.add(ncclBroadcast(input, output + bytes(what, offsets[root]), bytes(what, what.counts[root]), ncclInt8, static_cast<int>(root),
+                                 communicator, stream),
+                   "ncclBroadcast");
+    }
+    return together.end();
+  }
+
+  static Status broadcast(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+    Together together(communicator);
+    for (const DeviceTensor& tensor : what.tensors) {
+      if (tensor.count == 0) continue;
+      together.add(ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count), ncclInt8, what.root, communicator, stream), "ncclBroadcast");
+    }
+    return together.end();
+  }
+
+  static Status all_to_all(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+    const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
+    const auto* input = static_cast<const char*>(what.tensors[0].input);
+    auto* output = static_cast<char*>(what.tensors[0].output);
+    Together together(communicator);
+    for (size_t peer = 0; peer < what.size(); ++peer) {
+      if (what.counts[peer] > 0) {
+        together.add(ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]), ncclInt8, what.group[peer], communicator, stream),
+                     "ncclSend");
+      }
+      if (what.recv_counts[peer] > 0) {
+        together.add(ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]), ncclInt8, what.group[peer], communicator, stream),
+                     "ncclRecv");
+      }
+    }
+    return together.end();
+  }
+
+  // `group`: empty for all ranks in their order. Collective in the group, the first time.
+  Status communicator_of(std::vector<int> group, int index, ncclComm_t* communicator) {
+    bool in_order = static_cast<int>(group.size()) == size_;
+    for (size_t i = 0; i < group.size(); ++i) in_order = in_order && group[i] == static_cast<int>(i);
+    if (in_order) group.clear();
+    const auto found = communicators_.find(group);
+    if (found != communicators_.end()) {
+      *communicator = found->second;
+      return Status::Ok();
+    }
+    const size_t members = group.empty() ? static_cast<size_t>(size_) : group.size();
+    ncclUniqueId mine = {};
+    const ncclResult_t made = index == 0 ? ncclGetUniqueId(&mine) : ncclSuccess;
+    std::vector<ncclUniqueId> all(members);
+    Status status = gather_(group, &mine, sizeof(mine), all.data());  // also when the first rank has none: the others wait for it
+    if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
+    if (status.ok()) status = check_nccl(ncclCommInitRank(communicator, static_cast<int>(members), all[0], index), "ncclCommInitRank", nullptr);
+    if (status.ok()) communicators_[group] = *communicator;
+    return status;
+  }
+
+  const int rank_, size_;
+  const DeviceGather gather_;
+  std::map<std::vector<int>, ncclComm_t> communicators_;  // by group
 };
 
 }  // namespace
 
-Status open_nccl(int rank, int size, const DeviceGather& gather, std::unique_ptr<DeviceTransport>* transport) {
-  ncclUniqueId mine = {};
-  ncclResult_t made = rank == 0 ? ncclGetUniqueId(&mine) : ncclSuccess;
-  std::vector<ncclUniqueId> all(static_cast<size_t>(size));
-  Status status = gather(&mine, sizeof(mine), all.data());  // also when the first rank has none: the others wait for it
-  if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
-  if (!status.ok()) return status;
-  ncclComm_t communicator = nullptr;
-  status = check_nccl(ncclCommInitRank(&communicator, size, all[0], rank), "ncclCommInitRank", nullptr);
-  if (status.ok()) *transport = std::make_unique<NcclTransport>(communicator);
+Status open_nccl(int rank, int size, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
+  auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather));
+  const Status status = made->open();
+  if (status.ok()) *transport = std::move(made);
   return status;
 }
 
@@ -83,7 +223,7 @@ Status open_nccl(int rank, int size, const DeviceGather& gather, std::unique_ptr
 
 namespace whale::cuda {
 
-Status open_nccl(int, int, const DeviceGather&, std::unique_ptr<DeviceTransport>*) {
+Status open_nccl(int, int, DeviceGather, std::unique_ptr<DeviceTransport>*) {
   return Status::Error(Code::kUnavailable, "this library was built without NCCL; pip install nvidia-nccl-cu12, then python -m whale_ops.build_cuda");
 }
 

@@ -1,4 +1,4 @@
-// All-reduces of device memory: through NCCL between GPUs, or by reading each other's memory where ranks share one.
+// Exchanges of device memory: through NCCL between GPUs, or by reading each other's memory where ranks share one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,23 +12,25 @@ namespace whale::cuda {
 // Ends with an error that names the call.
 Status check(cudaError_t error, const char* call);
 
-// One rank's end, with one GPU. All ranks make the same calls in the same order: neither NCCL nor the exchange of events finds
-// out by itself which of several operations under way a rank means.
+// One rank's end, with one GPU. Ranks make the calls that they both take part in in the same order: neither NCCL nor the exchange of
+// events finds out by itself which of several operations under way a rank means.
 class DeviceTransport {
  public:
   virtual ~DeviceTransport() = default;
   virtual const char* name() const = 0;
-  // Adds `buffer`, of `count` elements, up over the ranks, in place, on the stream.
-  virtual Status all_reduce(void* buffer, int64_t count, DType dtype, Reduction reduction, cudaStream_t stream) = 0;
-  // After an error: what is queued ends, whatever the other ranks do. No all_reduce follows.
+  // Adds `buffer`, of `count` elements of dtype `what.wire`, up over the ranks of `what.group`, in place, on the stream.
+  virtual Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, cudaStream_t stream) = 0;
+  // All other kinds, from and to the operation's own tensors, whose parts lie side by side.
+  virtual Status exchange(const DeviceOperation& what, cudaStream_t stream) = 0;
+  // After an error: what is queued ends, whatever the other ranks do. Nothing follows.
   virtual void abandon() = 0;
 };
 
 // Ranks with a GPU each, on one host or several. Collective. An error where this library was built without NCCL.
-Status open_nccl(int rank, int size, const DeviceGather& gather, std::unique_ptr<DeviceTransport>* transport);
+Status open_nccl(int rank, int size, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport);
 
-// Ranks of one host whose GPUs can read each other's memory, or that share a GPU, which NCCL refuses. `max_bytes`: of a buffer.
-// Every operation meets the other ranks on the host. Collective.
+// Ranks of one host whose GPUs can read each other's memory, or that share a GPU, which NCCL refuses. `max_bytes`: of what a rank
+// shows the others at a time. Every operation meets the other ranks of its group on the host. Collective.
 Status open_ipc(int rank, int size, size_t max_bytes, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport);
 
 }  // namespace whale::cuda

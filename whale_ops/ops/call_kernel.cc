@@ -86,6 +86,8 @@ class CallOp : public tensorflow::AsyncOpKernel {
                                           function_, optimization, std::placeholders::_6);
     options.target = library->device()->name();
     options.is_multi_device_function = true;
+    // A kernel's int32 operands and results lie where its others do; those of a function lie in the host's memory unless this is said.
+    options.int_args_and_retvals_on_device = library->device()->device_type() != tensorflow::DEVICE_CPU;
     options.graph_collector = ctx->graph_collector();
     for (const Tensor& argument : arguments) {
       const bool resource = argument.dtype() == tensorflow::DT_RESOURCE;
@@ -106,6 +108,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
 };
 
 REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_CPU), CallOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);
 
 }  // namespace
 }  // namespace whale_ops

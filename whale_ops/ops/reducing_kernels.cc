@@ -1,69 +1,16 @@
-// AllReduce, in the host's memory and in a device's, and ReduceScatter.
+// AllReduce and ReduceScatter.
 #include <mutex>
 
 #include "whale_ops/core/collective/reduce.h"
-#include "whale_ops/core/device/device_rank.h"
-#include "whale_ops/ops/common.h"
-#if __has_include("xla/stream_executor/stream.h")
-#include "xla/stream_executor/stream.h"
-#else
-#include "tensorflow/compiler/xla/stream_executor/stream.h"  // TensorFlow 2.15
-#endif
+#include "whale_ops/ops/reducing.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::DataType;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
-
-// All shapes of a kernel's inputs in words; of the last call where they are the same, since a hundred of them take long to write.
-class ShapeText {
- public:
-  // `first`: index of the first of `n` inputs.
-  std::string of(OpKernelContext* ctx, int first, int n) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    bool same = shapes_.size() == static_cast<size_t>(n);
-    for (int i = 0; i < n && same; ++i) same = ctx->input(first + i).shape() == shapes_[i];
-    if (same) return text_;
-    shapes_.clear();
-    text_.clear();
-    int64_t elements = 0;
-    for (int i = 0; i < n; ++i) {
-      shapes_.push_back(ctx->input(first + i).shape());
-      elements += shapes_.back().num_elements();
-      text_ += (i > 0 ? " " : "") + shapes_.back().DebugString();
-    }
-    if (text_.size() > 200) {
-      text_ = absl::StrCat(n, " tensors ", text_.substr(0, 160), "..., ", elements, " elements, shapes ", whale::hash64(text_));
-    }
-    return text_;
-  }
-
- private:
-  std::mutex mutex_;  // guards what follows
-  std::vector<TensorShape> shapes_;
-  std::string text_;
-};
-
-// What kernels that add up tensors are told: how, of which dtype, and of which one while they travel.
-struct Reducing {
-  explicit Reducing(OpKernelConstruction* ctx) {
-    std::string wire, key;
-    read_reduction(ctx, &reduction);
-    read(ctx, "T", &dtype, "wire_dtype", &wire, "key", &key);
-    OP_REQUIRES(ctx, wire.empty() || dtype == tensorflow::DT_FLOAT,
-                absl::InvalidArgumentError(absl::StrCat("AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
-                                                        tensorflow::DataTypeString(dtype), "; expected float32 tensors")));
-    wire_dtype = wire.empty() ? dtype : wire == "float16" ? tensorflow::DT_HALF : tensorflow::DT_BFLOAT16;
-  }
-
-  whale::Reduction reduction = whale::Reduction::kSum;
-  DataType dtype = tensorflow::DT_INVALID;
-  DataType wire_dtype = tensorflow::DT_INVALID;
-};
 
 class AllReduceOp : public CommunicationOp {
  public:
@@ -149,58 +96,6 @@ class AllReduceOp : public CommunicationOp {
   std::vector<Tensor> free_;
 };
 
-// The same in a device's memory, which takes part by its rank's DeviceRank.
-class DeviceAllReduceOp : public tensorflow::AsyncOpKernel {
- public:
-  explicit DeviceAllReduceOp(OpKernelConstruction* ctx)
-      : AsyncOpKernel(ctx), placed_on_(ctx->device_type().type_string()), reducing_(ctx) {
-    read(ctx, "communicator", &communicator_, "rank", &rank_, "key", &key_);
-  }
-  bool IsExpensive() override { return false; }
-
-  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    whale::Status status;
-    const auto device = whale::DeviceRank::find(communicator_, rank_, &status);
-    OP_REQUIRES_ASYNC(ctx, device != nullptr, to_tensorflow(status), done);
-    OP_REQUIRES_ASYNC(ctx, placed_on_ == device->device().kind(),
-                      absl::InvalidArgumentError(absl::StrCat(
-                          "the tensors of AllReduce '", key_, "' lie on a ", placed_on_, ", and communication.backend adds up what lies on a ",
-                          device->device().kind(), "; compute the step there (remove tf.device), or leave communication.backend out")),
-                      done);
-    const int n = ctx->num_inputs();
-    const std::string text = absl::StrCat(whale::name_of(reducing_.reduction), " of ", tensorflow::DataTypeString(reducing_.dtype), " as ",
-                                          tensorflow::DataTypeString(reducing_.wire_dtype), ": ", shapes_.of(ctx, 0, n));
-    whale::DeviceReduction what{{}, to_core(reducing_.dtype), to_core(reducing_.wire_dtype), reducing_.reduction};
-    for (int i = 0; i < n; ++i) {
-      const Tensor& input = ctx->input(i);  // not kept: a second reference would keep its memory from being taken over below
-      const TensorShape shape = input.shape();
-      const char* source = data_of(input);
-      Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i}, i, shape, &output), done);
-      what.tensors.push_back({source, data_of(*output), output->NumElements()});
-    }
-    // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads them only after `done`, which comes
-    // when they are written: what does not depend on them is computed meanwhile.
-    const auto* context = ctx->op_device_context();
-    void* stream = context == nullptr || context->stream() == nullptr ? nullptr : context->stream()->platform_specific_handle().stream;
-    const Cancellation cancellation(ctx);
-    const auto cancelled = whale::Status::Error(whale::Code::kCancelled, "TensorFlow cancelled the step in AllReduce '" + key_ + "'");
-    const bool attached = cancellation.attach([endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
-    OP_REQUIRES_ASYNC(ctx, attached, to_tensorflow(cancelled), done);
-    device->all_reduce(key_, text, std::move(what), stream, [ctx, cancellation, done](const whale::Status& outcome) {
-      cancellation.detach();
-      end(ctx, outcome, done);
-    });
-  }
-
- private:
-  const std::string placed_on_;
-  std::string communicator_, key_;
-  int rank_ = 0;
-  const Reducing reducing_;
-  ShapeText shapes_;
-};
-
 class ReduceScatterOp : public TensorOp {
  public:
   explicit ReduceScatterOp(OpKernelConstruction* ctx) : TensorOp(ctx) {
@@ -244,9 +139,6 @@ class ReduceScatterOp : public TensorOp {
 }  // namespace
 
 REGISTER_KERNEL_BUILDER(Name("WhaleAllReduce").Device(tensorflow::DEVICE_CPU), AllReduceOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleDeviceAllReduce").Device(tensorflow::DEVICE_GPU), DeviceAllReduceOp);
-// Where somebody has placed it there, to be told what is wrong.
-REGISTER_KERNEL_BUILDER(Name("WhaleDeviceAllReduce").Device(tensorflow::DEVICE_CPU), DeviceAllReduceOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleReduceScatter").Device(tensorflow::DEVICE_CPU), ReduceScatterOp);
 
 }  // namespace whale_ops

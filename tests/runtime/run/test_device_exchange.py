@@ -1,10 +1,12 @@
-"""communication.backend "nccl" and "cuda-ipc": programs whose sums the ranks' devices carry out, and refusals.
+"""communication.backend "nccl" and "cuda-ipc": programs whose exchanges the ranks' devices carry out, and refusals.
 
 The device is the host's memory (tests/whale_ops/device/host_device.cc); tests/distributed/test_gpu.py has GPUs.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,7 +23,6 @@ from tests.whale_ops.device.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError
-from whale.ir.plan_text import format_plan
 from whale.runtime.ranks import device_exchange
 
 Start = Callable[..., None]
@@ -35,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_devices(ranks: Start, library: Path) -> Iterator[Start]:
-    """As `ranks`, each with the host's memory as its device."""
+    """As `ranks`, each with the host's memory as its device, through which steps exchange all that they do."""
     with host_devices(library):
         yield ranks
 
@@ -81,14 +82,10 @@ def test_a_step_computes_what_one_device_computes(with_devices: Start, count: in
     centred = "pipeline.num_micro_batch" not in options
     one, losses_of_one, _ = trained(tf.function, centred=centred)
     with_devices(count, **{**NCCL, **options})
-    weights, losses, step = trained(wh.function, centred=centred)
+    weights, losses, _ = trained(wh.function, centred=centred)
     np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
     for weight, other in zip(weights, one):
         np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
-    generator = np.random.default_rng(1)
-    text = format_plan(step.plan(tf.constant(generator.standard_normal((12, 30))), tf.ones((12, 1), tf.float64)))
-    assert "of the tensors from GPU to GPU" in text
-    assert "all-reduce P(sum) -> B from GPU to GPU" in text
 
 
 def test_gradients_can_travel_with_16_bits(with_devices: Start) -> None:
@@ -99,17 +96,80 @@ def test_gradients_can_travel_with_16_bits(with_devices: Start) -> None:
     assert 2.0**-19 < error < 2.0**-9, "rounded, and no more than the wire rounds"
 
 
-def test_sums_over_all_ranks_of_a_mesh(with_devices: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is outside of the scope has rows on every rank, so its gradients are sums over both axes, and one sum."""
-    one, losses_of_one, _ = trained(tf.function)
-    with_devices(4, **NCCL, mesh="data=2,expert=2")
-    weights, losses, step = trained(wh.function, scope=lambda: wh.split(axis="expert"))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "data=2,expert=2"},
+        {"mesh": "data=2,expert=2", "pipeline.num_micro_batch": 2},
+        {"zero.level": 3, "replica.shares": [1, 2, 4, 5]},
+    ],
+    ids=["groups", "groups and micro-batches", "zero 3"],
+)
+def test_every_exchange_is_one_of_devices(with_devices: Start, options: dict[str, Any]) -> None:
+    """Groups along each axis, what scopes bring together, gathered and scattered state."""
+    centred = "pipeline.num_micro_batch" not in options
+    one, losses_of_one, _ = trained(tf.function, centred=centred)
+    with_devices(4, **NCCL, **options)
+    scope = (lambda: wh.split(axis="expert")) if "mesh" in options else nullcontext
+    weights, losses, _ = trained(wh.function, centred=centred, scope=scope)
     np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
     for weight, other in zip(weights, one):
         np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
-    (compiled,) = (s.compiled for s in step._steps.values())
-    assert all(any(n.op == "WhaleDeviceAllReduce" for n in rank.nodes) for rank in compiled.ranks)
-    assert "carries out the sums over all ranks: 2 of 7" in capsys.readouterr().err
+
+
+def test_stages_send_from_device_to_device(with_devices: Start) -> None:
+    """Two replicas of two stages, whose gradients are sums of two ranks, in micro-batches."""
+    generator = np.random.default_rng(2)
+    first, x = [generator.standard_normal((8, 8)) / 4 for _ in range(2)], generator.standard_normal((12, 8))
+
+    def losses_of(function: Any, stage: Callable[[], Any]) -> list[float]:
+        weights = [tf.Variable(value) for value in first]
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                with stage():
+                    hidden = tf.tanh(x @ weights[0])
+                with stage():
+                    loss = tf.reduce_mean(tf.square(tf.tanh(hidden @ weights[1])))
+            for weight, slope in zip(weights, tape.gradient(loss, weights)):
+                weight.assign_sub(slope)
+            return loss
+
+        return [float(step(tf.constant(x))) for _ in range(3)]
+
+    wanted = losses_of(tf.function, nullcontext)
+    with_devices(4, **NCCL, **{"pipeline.num_micro_batch": 3})
+    np.testing.assert_allclose(losses_of(wh.function, wh.stage), wanted, rtol=1e-12)
+
+
+def test_a_plan_tells_what_stays_with_the_host(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import tensorflow as tf
+import whale as wh
+
+wh.init(wh.Config({"communication.backend": "nccl"}))
+weight = tf.Variable(tf.ones((4, 1)))
+
+
+@wh.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(x @ weight)
+    weight.assign_sub(tape.gradient(loss, weight))
+    return loss, tf.reduce_sum(tf.cast(x > 0, tf.int64))
+
+
+step(tf.ones((8, 4)))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "whale", "plan", "-np", "2", str(script)], capture_output=True, text=True, check=True
+    )
+    assert "From device to device: all exchanges but those through the host" in done.stdout
+    assert "16 B  1 AllReduce: int64: devices add up floats" in done.stdout, done.stdout
 
 
 def test_ranks_of_one_process_are_refused(ranks: Start) -> None:

@@ -14,14 +14,18 @@ void require(bool condition, const std::string& what) {
   std::exit(1);
 }
 
-int main() {
+// Argument: how many orders of overlapping groups are tried.
+int main(int count, char** arguments) {
   schedules();
   for (const int size : {1, 2, 3, 5}) sums(size);
   disagreement();
   abort_while_waiting();
   for (const int size : {1, 2, 3, 5}) one_order_of_starts(size);
   starts_that_fail();
-  for (const int size : {1, 3}) devices_reduce(size);
+  const int orders = count > 1 ? std::atoi(arguments[1]) : 1000;
+  overlapping_groups(4, orders);
+  overlapping_groups(7, orders / 10);
+  devices_that_hang(4);
   for (const int size : {2, 3, 4}) shared_memory(size);
   require(whale::Arena::open(256 << 20) == 0, "an arena can be made");
   for (const int size : {2, 3, 4}) shared_memory(size);

@@ -15,10 +15,13 @@ void sums(int size);
 void disagreement();
 void abort_while_waiting();
 
-// core_test_order.cc: operations of a device, which start in one order on all ranks.
+// core_test_order.cc: operations that start in one order on all ranks.
 void one_order_of_starts(int size);
 void starts_that_fail();
-void devices_reduce(int size);
+
+// core_test_device.cc: ranks whose devices exchange what lies in their memory (tests/whale_ops/device/host_device.cc).
+void overlapping_groups(int size, int orders);
+void devices_that_hang(int size);
 
 // core_test_memory.cc: ranks as threads that share memory as processes do.
 void shared_memory(int size);

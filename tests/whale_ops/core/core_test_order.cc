@@ -1,4 +1,4 @@
-// Operations that start in one order on all ranks, and a device that refuses another one.
+// Operations that start in one order on all ranks.
 #include <algorithm>
 #include <condition_variable>
 #include <functional>
@@ -11,13 +11,10 @@
 #include <vector>
 
 #include "tests/whale_ops/core/core_test.h"
-#include "whale_ops/core/device/device_rank.h"
 #include "whale_ops/core/device/launch_order.h"
 #include "whale_ops/core/engine/endpoint.h"
 #include "whale_ops/core/engine/engine.h"
 #include "whale_ops/core/transport/in_process.h"
-
-extern "C" const whale::DevicePlugin whale_device_plugin;  // host_device.cc
 
 namespace {
 
@@ -38,13 +35,15 @@ class Devices {
   }
   // `then`: called when it has started.
   void ready(int rank, const std::string& key, const std::string& text, std::function<void()> then = [] {}) {
-    devices_[rank].order->ready(key, text, [this, rank, key, then](const whale::Status& status) {
+    std::vector<int> all(devices_.size());
+    std::iota(all.begin(), all.end(), 0);
+    devices_[rank].order->ready({key, text, all, {}, nullptr, [this, rank, key, then](const whale::Status& status) {
       if (status.ok()) then();
       const std::lock_guard<std::mutex> lock(mutex_);
       Device& device = devices_[rank];
       status.ok() ? device.started.push_back(key) : device.errors.push_back(status);
       changed_.notify_all();
-    });
+    }});
   }
   const std::vector<std::string>& started(int rank, size_t count) {
     wait([&] { return devices_[rank].started.size() >= count; });
@@ -129,50 +128,4 @@ void starts_that_fail() {
   for (int rank = 0; rank < 2; ++rank) devices.ready(rank, "k", "[8]");
   devices.endpoint(2).abort(whale::Status::Error(Code::kAborted, "enough"));
   for (int rank = 0; rank < 2; ++rank) require(devices.error(rank).code == Code::kAborted, "an abort ends the waiting for a turn");
-}
-
-// Ranks start reductions in orders of their own, and the device refuses those that the ranks launch in different ones.
-void devices_reduce(int size) {
-  constexpr int kOperations = 20, kRounds = 3;
-  std::vector<std::shared_ptr<whale::Endpoint>> endpoints;
-  require(whale::Engine::instance().add("devices", whale::make_in_process_transports(size), &endpoints).ok(), "devices");
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([rank, size, &endpoints] {
-      require(whale::DeviceRank::open(endpoints[rank], whale_device_plugin, "", 0, 64).ok(), "a device opens");
-      whale::Status status;
-      const auto device = whale::DeviceRank::find("devices", rank, &status);
-      std::mutex mutex;
-      std::condition_variable changed;
-      int done = 0;
-      std::vector<std::vector<double>> tensors;
-      for (int i = 0; i < kOperations * kRounds; ++i) tensors.emplace_back(i % kOperations + 1, rank + 1.0);
-      const auto orders = orders_of(rank, kOperations, kRounds);
-      for (int round = 0; round < kRounds; ++round) {
-        for (const int index : orders[round]) {
-          std::vector<double>& tensor = tensors[round * kOperations + index];
-          whale::DeviceReduction what{{{tensor.data(), tensor.data(), static_cast<int64_t>(tensor.size())}}, whale::DType::kFloat64,
-                                      whale::DType::kFloat64};
-          device->all_reduce("operation " + std::to_string(index), "float64", what, nullptr, [&](const whale::Status& outcome) {
-            require(outcome.ok(), outcome.message.c_str());
-            const std::lock_guard<std::mutex> lock(mutex);
-            ++done;
-            changed.notify_all();
-          });
-        }
-      }
-      std::unique_lock<std::mutex> lock(mutex);
-      const auto all_done = [&done] { return done == kOperations * kRounds; };
-      require(changed.wait_for(lock, std::chrono::duration<double>(kTimeoutS), all_done), "devices reduce in time");
-      for (const auto& tensor : tensors) {
-        for (const double value : tensor) require(value == size * (size + 1) / 2.0, "devices add up");
-      }
-      whale::DeviceRank::close(*endpoints[rank]);
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& endpoint : endpoints) {
-    whale::Engine::instance().forget(*endpoint);
-    endpoint->leave();
-  }
 }

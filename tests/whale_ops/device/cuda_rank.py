@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 import socket
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from whale_ops._native import DTYPES, REDUCTIONS
+from whale_ops._native import DTYPES, KINDS, REDUCTIONS
 
-BUFFER_BYTES = 1 << 20  # less than the tensors have: they are reduced in parts
+BUFFER_BYTES = 1 << 20  # less than the tensors have: they travel in parts
 GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 COUNTS = (1, 0, 1000, 257, 300_001)  # of the tensors that travel together
 # dtype, dtype on the wire, reduction, scale
@@ -27,17 +29,47 @@ CASES = (
     ("float64", "float64", "prod", 1.0),
     ("float64", "float64", "min", 1.0),
 )
+# Kinds and dtypes of the others; the parts have the same size on all ranks, or not.
+OTHERS = [
+    (kind, dtype, even)
+    for kind, dtypes in {
+        "AllGather": ("float32", "bool"),
+        "ReduceScatter": ("float64", "bfloat16"),
+        "AllToAll": ("float32", "int64"),
+        "Broadcast": ("float16", "int32"),
+        "Send": ("float64", "uint8"),
+    }.items()
+    for dtype in dtypes
+    for even in (True, False)
+]
+
+
+class Operation(ctypes.Structure):
+    """WhaleCudaOperation of whale_ops/cuda/c_api.cc."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "root", "dtype", "wire", "reduction")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("element_bytes", "largest", "tensors_size", "counts_size")),
+        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("outputs", ctypes.POINTER(ctypes.c_void_p)),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("input_counts", "output_counts", "counts")),
+        ("recv_counts", ctypes.POINTER(ctypes.c_int64)),
+    ]
 
 
 def dtype_of(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def inputs(rank: int, case: int) -> list[np.ndarray]:
+def values(count: int, dtype: str, *seed: int) -> np.ndarray:
     """Small whole numbers: exact in every dtype, whatever the order of additions."""
-    dtype = dtype_of(CASES[case][0])
-    generator = np.random.default_rng([rank, case])
-    return [generator.integers(-4, 5, n).astype(dtype) for n in COUNTS]
+    low = 0 if np.dtype(dtype_of(dtype)).kind in "ub" else -4
+    return np.random.default_rng(seed).integers(low, 5, count).astype(dtype_of(dtype))
+
+
+def inputs(rank: int, case: int) -> list[np.ndarray]:
+    return [values(n, CASES[case][0], rank, case, i) for i, n in enumerate(COUNTS)]
 
 
 def expected(size: int, case: int) -> list[np.ndarray]:
@@ -45,6 +77,77 @@ def expected(size: int, case: int) -> list[np.ndarray]:
     function = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[reduction]
     ranks = [[tensor.astype(np.float64) for tensor in inputs(rank, case)] for rank in range(size)]
     return [(function.reduce(tensors) * scale).astype(dtype_of(dtype)) for tensors in zip(*ranks)]
+
+
+def operation(
+    kind: str,
+    dtype: str,
+    tensors: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    counts: Sequence[int] = (),
+    recv_counts: Sequence[int] = (),
+    wire: str = "",
+    reduction: str = "sum",
+    scale: float = 1.0,
+    root: int = 0,
+    largest: int = 0,
+) -> Operation:
+    """Arrays must outlive what is made of them."""
+
+    def numbers(of: Sequence[int]) -> ctypes.Array:
+        return (ctypes.c_int64 * max(1, len(of)))(*of)
+
+    def addresses(of: Sequence[np.ndarray]) -> ctypes.Array:
+        return (ctypes.c_void_p * len(of))(*(array.ctypes.data for array in of))
+
+    return Operation(
+        KINDS[kind],
+        root,
+        DTYPES[dtype],
+        DTYPES[wire or dtype],
+        REDUCTIONS[reduction],
+        scale,
+        dtype_of(dtype).itemsize,
+        largest,
+        len(tensors),
+        len(counts),
+        addresses(tensors),
+        addresses(results),
+        numbers([t.size for t in tensors]),
+        numbers([t.size for t in results]),
+        numbers(counts),
+        numbers(recv_counts or [0] * len(counts)),
+    )
+
+
+def other(kind: str, dtype: str, even: bool, rank: int, size: int) -> tuple[Operation, np.ndarray, np.ndarray, object]:
+    """(one of OTHERS on a rank, what it fills, what must be in it, what it refers to)."""
+    counts = [200_003 if even else 150_000 * (r % 3) + r for r in range(size)]
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    found: dict[str, Any]
+    if kind == "AllGather":
+        ranks = [values(n, dtype, r) for r, n in enumerate(counts)]
+        mine, wanted, found = ranks[rank], np.concatenate(ranks), {"counts": counts}
+    elif kind == "ReduceScatter":
+        whole = [values(int(offsets[-1]), dtype, r) for r in range(size)]
+        total = np.add.reduce([w.astype(np.float64) for w in whole]).astype(dtype_of(dtype))
+        mine, wanted, found = whole[rank], total[offsets[rank] : offsets[rank + 1]], {"counts": counts}
+    elif kind == "AllToAll":
+        matrix = [[counts[(s + t) % size] for t in range(size)] for s in range(size)]
+        parts = [[values(n, dtype, s, t) for t, n in enumerate(row)] for s, row in enumerate(matrix)]
+        mine, wanted = np.concatenate(parts[rank]), np.concatenate([row[rank] for row in parts])
+        found = {"counts": matrix[rank], "recv_counts": [row[rank] for row in matrix], "largest": max(counts)}
+    elif kind == "Broadcast":
+        root = size - 1
+        wanted = values(counts[0] + 300_000, dtype, root)
+        mine, found = wanted if rank == root else np.zeros_like(wanted), {"root": root}
+    else:  # from the first to the second
+        wanted = values(300_000 if even else 5, dtype, 0)
+        mine, wanted = (wanted, wanted[:0]) if rank == 0 else (wanted[:0], wanted)
+        kind, found = ("Send", {}) if rank == 0 else ("Recv", {})
+    got = np.zeros_like(wanted)
+    tensors = np.ascontiguousarray(mine)
+    return operation(kind, dtype, [tensors], [got], **found), got, wanted, tensors
 
 
 def main() -> None:
@@ -75,12 +178,17 @@ def main() -> None:
     for _ in range(3):  # buffers and events are used again
         for case, (dtype, wire, reduction, scale) in enumerate(CASES):
             tensors = inputs(rank, case)
-            addresses = (ctypes.c_void_p * len(tensors))(*(tensor.ctypes.data for tensor in tensors))
-            counts = (ctypes.c_int64 * len(tensors))(*(tensor.size for tensor in tensors))
-            numbers = (len(tensors), DTYPES[dtype], tensors[0].itemsize, DTYPES[wire], REDUCTIONS[reduction])
-            check(library.whale_cuda_all_reduce(handle, addresses, counts, *numbers, ctypes.c_float(scale)))
-            for got, wanted in zip(tensors, expected(size, case)):
+            results = [np.zeros_like(tensor) for tensor in tensors]
+            one = operation("AllReduce", dtype, tensors, results, wire=wire, reduction=reduction, scale=scale)
+            check(library.whale_cuda_run(handle, ctypes.byref(one)))
+            for got, wanted in zip(results, expected(size, case)):
                 np.testing.assert_array_equal(got, wanted, f"rank {rank}: {CASES[case]}")
+        for kind, dtype, even in OTHERS:
+            if kind == "Send" and size != 2:
+                continue
+            one, result, wanted, _held = other(kind, dtype, even, rank, size)
+            check(library.whale_cuda_run(handle, ctypes.byref(one)))
+            np.testing.assert_array_equal(result, wanted, f"rank {rank}: {kind} of {dtype}, even: {even}")
     library.whale_cuda_close(handle)
     print(f"rank {rank}: all right", flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,15 @@ from unittest import mock
 
 import whale_ops
 from whale.config import Config
+from whale.ir.program import Program
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
+from whale.runtime.compile import compile
 from whale.runtime.ranks import device_exchange
 from whale.started import ProcessPlace
 from whale_ops import build
 
 ROOT = Path(__file__).resolve().parents[3]
+_OF_A_STEP = re.compile(r"\d+:")  # keys begin with the program's number
 
 
 def build_host_device(folder: Path) -> Path:
@@ -31,13 +36,32 @@ def build_host_device(folder: Path) -> Path:
 
 @contextmanager
 def host_devices(library: Path) -> Iterator[None]:
-    """Under it, ranks of this process that ``wh.init`` makes have the host's memory as their devices, if asked for."""
+    """Under it, ranks of this process that ``wh.init`` makes have the host's memory as their devices, if asked for.
+
+    Raises:
+      AssertionError: at its end, where a step has exchanged something through the host that is not among what is said
+        to stay there, or nothing has gone through the devices.
+    """
+    opened: list[whale_ops.Communicator] = []
+    listed: set[str] = set()
 
     def start(config: Config, place: ProcessPlace, size: int, comms: list[whale_ops.Communicator]) -> None:
-        if config["communication.backend"] not in device_exchange.DEVICE_BACKENDS:
+        if config["communication.backend"] not in DEVICE_BACKENDS:
             return
         with ThreadPoolExecutor(len(comms)) as pool:
             list(pool.map(lambda comm: device_exchange.open_device(config, comm, 0, ""), comms))
+        opened.extend(comms)
 
-    with mock.patch.multiple(device_exchange, library=lambda: library, start=start):
+    def given(program: Program, comm: str, rank: int) -> Program:
+        listed.update(str(one.node.attrs["key"]) for one in host_exchanges(program))
+        return on_devices(program, comm, rank)
+
+    with (
+        mock.patch.multiple(device_exchange, library=lambda: library, start=start),
+        mock.patch.object(compile, "on_devices", given),
+    ):
         yield
+    keys = {counter.key for comm in opened for counter in comm.counters()}
+    assert not opened or any(key.startswith("device/") for key in keys), "devices have started nothing"
+    stray = {key for key in keys if _OF_A_STEP.match(key)} - listed
+    assert not stray, f"through the host: {sorted(stray)[:5]}"

@@ -73,7 +73,7 @@ def run(library: Path, transport: str, ranks: int, gpus: int) -> None:
 
 
 def test_it_compiles_and_loads(library: Path) -> None:
-    assert ctypes.CDLL(str(library)).whale_cuda_all_reduce
+    assert ctypes.CDLL(str(library)).whale_cuda_run
 
 
 def test_the_core_loads_it(library: Path) -> None:
@@ -88,14 +88,14 @@ def test_the_core_loads_it(library: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_that_share_a_gpu_add_through_its_memory(library: Path, ranks: int) -> None:
+def test_ranks_that_share_a_gpu_exchange_through_its_memory(library: Path, ranks: int) -> None:
     gpus = devices(library)
     if gpus == 0:
         pytest.skip("no GPU here: the kernels and the CUDA IPC transport were compiled and not run")
     run(library, "cuda-ipc", ranks, 1)
 
 
-def test_ranks_with_a_gpu_each_add_through_nccl(library: Path) -> None:
+def test_ranks_with_a_gpu_each_exchange_through_nccl(library: Path) -> None:
     gpus = devices(library)
     if gpus == 0:
         pytest.skip("no GPU here: the NCCL transport was compiled and not run")

@@ -1,4 +1,4 @@
-"""All-reduces in a device's memory, with the host's memory as device (host_device.cc): everything but CUDA itself."""
+"""Exchanges in a device's memory, with the host's memory as device (host_device.cc): everything but CUDA itself."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import whale_ops
 from tests.whale_ops.device.host_device import build_host_device
 from tests.whale_ops.harness import each, ranks
 from whale.errors import CommError
+from whale.ir.ops import ON_DEVICE
 from whale_ops import Communicator, build
 
 
@@ -26,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Opened:
-    """Ranks with an open device each, and their all-reduce under a key."""
+    """Ranks with an open device each, and their exchanges under a key."""
 
     def __init__(self, comms: Sequence[Communicator]) -> None:
         self.comms, self.ops = comms, whale_ops.ops()
@@ -34,6 +35,12 @@ class Opened:
     def reduce(self, rank: int, tensors: Sequence[tf.Tensor], key: str, **attrs: str) -> list[tf.Tensor]:
         name = self.comms[rank].name
         return self.ops.whale_device_all_reduce(tensors, communicator=name, rank=rank, key=key, **attrs)
+
+    def exchange(self, op: str, rank: int, *inputs: tf.Tensor, key: str = "x", **attrs: object) -> tf.Tensor:
+        """One of the other exchanges: ``op`` is "all_gather", ..."""
+        name = self.comms[rank].name
+        function = getattr(self.ops, f"whale_device_{op}")
+        return function(*inputs, communicator=name, rank=rank, key=key, **attrs)
 
     def together(self, body: Callable[[int], object]) -> list:
         """body(rank) of every rank inside one tf.function, as numpy."""
@@ -98,6 +105,88 @@ def test_tensors_become_those_of_all_ranks(
         for tensor, shape in zip(result, SHAPES):
             np.testing.assert_array_equal(tensor.astype(np.float64), np.full(shape, value))
     assert [t.dtype for t in result] == [tf.as_dtype(dtype).as_numpy_dtype] * len(SHAPES)
+
+
+GROUP = [2, 0, 3]  # of four ranks; rank 1 is in none
+SHARES = [3, 0, 2]
+
+
+def parts_of(dim: int) -> list[np.ndarray]:
+    """What the ranks of GROUP have of a tensor that is cut along ``dim``, by their place in it."""
+    whole = np.arange(5.0 * 4 * 5).reshape(5, 4, 5)
+    return np.split(whole, np.cumsum(SHARES)[:-1], axis=dim)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "bool"])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_groups_gather_and_exchange_uneven_parts(opened: Callable[..., Opened], dim: int, dtype: str) -> None:
+    four, parts = opened(4), [part.astype(dtype) for part in parts_of(dim)]
+    whole, halves = np.concatenate(parts, dim), [1, 2, 1]
+
+    def body(rank: int) -> list[tf.Tensor]:
+        if rank not in GROUP:
+            return []
+        mine = tf.constant(parts[GROUP.index(rank)])
+        attrs = {"split_axis": 1, "split_sizes": halves, "concat_axis": dim, "concat_sizes": SHARES}
+        return [
+            four.exchange("all_gather", rank, mine, ranks=GROUP, axis=dim, sizes=SHARES),
+            four.exchange("all_to_all", rank, mine, key="y", ranks=GROUP, **attrs),
+        ]
+
+    for rank, got in enumerate(four.together(body)):
+        if rank in GROUP:
+            np.testing.assert_array_equal(got[0], whole)
+            place = GROUP.index(rank)
+            np.testing.assert_array_equal(got[1], np.split(whole, np.cumsum(halves)[:-1], axis=1)[place])
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_groups_share_out_sums_and_hear_one_rank(opened: Callable[..., Opened], dim: int) -> None:
+    four, parts = opened(4), parts_of(dim)
+    whole = np.concatenate(parts, dim)
+    shapes = [tf.TensorShape(part.shape) for part in parts[::2]]
+
+    def body(rank: int) -> list[tf.Tensor]:
+        if rank not in GROUP:
+            return []
+        place = GROUP.index(rank)
+        sums = four.exchange(
+            "reduce_scatter", rank, tf.constant(whole * (place + 1)), ranks=GROUP, axis=dim, sizes=SHARES
+        )
+        told = [tf.constant(part) for part in parts[::2]] if place == 1 else [tf.zeros((), tf.float64)] * 2
+        return [sums, *four.exchange("broadcast", rank, told, key="y", ranks=GROUP, root=1, shapes=shapes)]
+
+    for rank, got in enumerate(four.together(body)):
+        if rank in GROUP:
+            np.testing.assert_array_equal(got[0], parts[GROUP.index(rank)] * 6)
+            for tensor, part in zip(got[1:], parts[::2]):
+                np.testing.assert_array_equal(tensor, part)
+
+
+def test_tensors_go_from_rank_to_rank_with_their_shapes(opened: Callable[..., Opened]) -> None:
+    three = opened(3)
+
+    def body(rank: int) -> list[tf.Tensor]:
+        sent = tf.fill((rank + 1, 2), float(rank))
+        three.exchange("send", rank, sent, peer=(rank + 1) % 3)
+        return [three.exchange("recv", rank, peer=(rank - 1) % 3, T=tf.float32, shape=[None, 2])]
+
+    for rank, (got,) in enumerate(three.together(body)):
+        source = (rank - 1) % 3
+        np.testing.assert_array_equal(got, np.full((source + 1, 2), source))
+
+
+def test_a_tensor_of_another_shape_than_is_expected_is_refused(opened: Callable[..., Opened]) -> None:
+    pair = opened(2)
+
+    def body(rank: int) -> list[tf.Tensor]:
+        if rank == 0:
+            with tf.control_dependencies([pair.exchange("send", rank, tf.zeros((2, 3)), peer=1)]):
+                return [tf.zeros(())]
+        return [pair.exchange("recv", rank, peer=0, T=tf.float32, shape=[3, 2])]
+
+    for error in pair.each(body):
+        assert isinstance(error, tf.errors.OpError) and "sends shape [2,3], expected [3,2]" in error.message
 
 
 def test_an_input_that_is_read_again_stays_as_it_is(opened: Callable[..., Opened]) -> None:
@@ -234,10 +323,11 @@ def test_a_library_of_other_sources_is_refused(library: Path, monkeypatch: pytes
         whale_ops.count_devices(library.with_name("none.so"))
 
 
-def test_the_op_has_a_kernel_for_gpus_and_its_inputs_shapes() -> None:
+def test_the_ops_have_kernels_for_gpus_and_their_inputs_shapes() -> None:
     ops = whale_ops.ops()
-    kernels = get_registered_kernels_for_op("WhaleDeviceAllReduce").kernel
-    assert sorted(k.device_type for k in kernels) == ["CPU", "GPU"]
+    for op in ON_DEVICE.values():
+        kernels = get_registered_kernels_for_op(op).kernel
+        assert sorted(k.device_type for k in kernels) == ["CPU", "GPU"], op
     with tf.Graph().as_default():
         inputs = [tf.compat.v1.placeholder(tf.float32, shape) for shape in [(3, None), None, ()]]
         with tf.device("/device:GPU:0"):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from whale.ir.exchanged_bytes import bytes_on_wire
 from whale.ir.layout import P_SUM, Broadcast, Split, moved_bytes
 from whale.ir.ops import REF_UPDATES, UPDATES
-from whale.ir.plan import DEVICE, Reshard
+from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.passes.exchange.horovod import waited_for
@@ -24,10 +24,10 @@ _UPDATES = UPDATES | REF_UPDATES
 
 
 def can_narrow(program: Program, r: Reshard) -> bool:
-    """Whether Whale, or an accelerator, can send this sum with fewer bits."""
+    """Whether Whale can send this sum with fewer bits."""
     return (
         r.graph == ""
-        and r.backend in ("whale", DEVICE)
+        and r.backend == "whale"
         and r.source == P_SUM
         and isinstance(r.target, Broadcast | Split)
         and program.type_of(r.ref).dtype == "float32"

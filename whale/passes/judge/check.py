@@ -16,10 +16,9 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.layout import FIRST, P_SUM, B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
-from whale.ir.plan import DEVICE, Plan
+from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.exchange.device_sums import device_can
 from whale.passes.exchange.horovod import horovod_can
 from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
@@ -184,8 +183,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
         direct = type(r.source) in (Broadcast, FirstRank) or not isinstance(r.target, FirstRank)
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
-        able = {"horovod": horovod_can, DEVICE: device_can}.get(r.backend)
-        if r.backend != "whale" and (able is None or not able(program, r)):
+        if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
             raise _fail(node, f"{r.ref} from {r.source} to {r.target} through {r.backend}", "a sum of the step itself")
         if r.wire_dtype and not can_narrow(program, r):
             raise _fail(

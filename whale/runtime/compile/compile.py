@@ -24,6 +24,7 @@ from whale.lowering.micro import CALL
 from whale.lowering.updates.fuse import fuse_updates
 from whale.lowering.updates.last import updates_last
 from whale.passes.dump import dump
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
 from whale.passes.facts.axes import tiles_that_fit
 from whale.passes.facts.scopes import all_paths
 from whale.passes.judge.undivided import undivided
@@ -144,6 +145,8 @@ def compile_program(
     if context.elastic is not None:
         lowered = list(map(updates_last, lowered))
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
+    if settings.exchange.backend in DEVICE_BACKENDS and context.size > 1:
+        ranks = tuple(on_devices(one, context.comm_name, rank) for one, rank in zip(ranks, context.ranks))
     most_bytes = 0.0
     if context.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)
@@ -174,16 +177,20 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
 
 
 def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
-    """Says on the first rank which sums of a step over several axes the backend carries out: those over all ranks."""
+    """Says on the first rank what a backend leaves to Whale, or to the host."""
     backend = settings.exchange.backend
-    if backend == "whale" or context.rank != 0 or not (plan.stage_groups or plan.inner is not None):
+    if context.rank != 0 or context.dry is not None:
         return
-    sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
-    given = sum(op != ALL_REDUCE for op in sums)
-    log.info(
-        f'communication.backend="{backend}" carries out the sums over all ranks: {given} of {len(sums)} of '
-        f"`{plan.program}`; Whale those over some ranks"
-    )
+    if backend == "horovod" and (plan.stage_groups or plan.inner is not None):
+        sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
+        given = sum(op != ALL_REDUCE for op in sums)
+        log.info(
+            f'communication.backend="horovod" carries out the sums over all ranks: {given} of {len(sums)} of '
+            f"`{plan.program}`; Whale those over some ranks"
+        )
+    if backend in DEVICE_BACKENDS and (left := list(host_exchanges(program))):
+        shown = f"{len(left)} exchange{'s' * (len(left) != 1)} of `{plan.program}` through the host"
+        log.info(f'communication.backend="{backend}" leaves {shown}: {"; ".join(sorted({one.why for one in left}))}')
 
 
 def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""GPUs that add up tensors themselves (`communication.backend` "nccl" or "cuda-ipc"), which ``wh.init`` opens."""
+"""GPUs that exchange tensors themselves (`communication.backend` "nccl" or "cuda-ipc"), which ``wh.init`` opens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
-from whale.passes.exchange.device_sums import DEVICE_BACKENDS
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS
 from whale.started import ProcessPlace
 from whale_ops import build_cuda
 
@@ -31,7 +31,7 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
         return
     if config["communication.transport"] == "in-process":
         raise ConfigError(
-            "GPUs add up tensors of processes, and the in-process transport has one",
+            "GPUs exchange tensors of processes, and the in-process transport has one",
             given=f'communication.backend "{backend}" with communication.transport "in-process"',
             expected="the transport between processes",
             action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
@@ -53,7 +53,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, ordinal: int, lack
     said = comm.allgather_bytes("whale/device", lacks.encode(), purpose="the exchange of what ranks know of their GPUs")
     if any(said):
         raise ClusterError(
-            "GPUs are to add up what lies in their memory, and a rank has none that it can use",
+            "GPUs are to exchange what lies in their memory, and a rank has none that it can use",
             **{f"rank {rank}": text.decode() for rank, text in enumerate(said) if text},
             given=f'communication.backend "{backend}" ({config.origin("communication.backend")})',
             expected="a GPU that TensorFlow sees, and the library of `python -m whale_ops.build_cuda`, on every rank",

@@ -29,7 +29,7 @@ from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.normalise.ring import in_blocks_if_large
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.backends import give_to_backend
+from whale.runtime.spread.backends import give_to_horovod
 from whale.runtime.spread.mesh import lower_mesh, plan_program
 from whale.runtime.spread.micro_batches import in_micro_batches, own_rows
 from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups
@@ -90,9 +90,8 @@ def lower_ranks(
             order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
             along = [_along_axes(plan, rank) for rank in ranks]
             lowered = [fuse_sums(p, settings.exchange.group_bytes, order, axes) for p, axes in zip(lowered, along)]
-        if settings.exchange.backend != "whale" and (plan.stage_groups or plan.inner is not None):
-            backend, size = settings.exchange.backend, settings.size
-            lowered = [give_to_backend(p, backend, rank, size, comm) for p, rank in zip(lowered, ranks)]
+        if settings.exchange.backend == "horovod" and (plan.stage_groups or plan.inner is not None):
+            lowered = [give_to_horovod(p, rank, settings.size, comm) for p, rank in zip(lowered, ranks)]
         lowered = [without_examples(p) for p in lowered]
         return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
 

@@ -21,6 +21,7 @@ from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, human_bytes, step_lines
 from whale.ir.program import Program
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_lines
 from whale.passes.judge.explain import explained
 from whale.passes.lay_out import expand
 from whale.passes.order import make_plan, normalise
@@ -164,6 +165,8 @@ def main(
     if out is not None:
         replace(plan, script=beside(plan.script, out) if plan.script else ()).save(out)
     sys.stdout.write(format_plan(plan))
+    if planned.settings.exchange.backend in DEVICE_BACKENDS:
+        sys.stdout.write("\n".join([*host_lines(rank_programs(planned)), ""]))
     sys.stdout.write(why)
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)

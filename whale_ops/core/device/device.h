@@ -1,10 +1,11 @@
-// What the core asks of a library for a device's memory (whale_ops/cuda): all-reduces that are queued in one order on all ranks.
+// What the core asks of a library for a device's memory (whale_ops/cuda): exchanges that are queued in one order on all ranks.
 // No CUDA here: streams are TensorFlow's handles of them.
 #pragma once
 
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "whale_ops/core/base/types.h"
@@ -18,20 +19,52 @@ struct DeviceTensor {
   int64_t count = 0;
 };
 
-// One all-reduce of several tensors; elements have the dtype `wire` while they travel, and results are times `scale`.
-struct DeviceReduction {
-  std::vector<DeviceTensor> tensors;
-  DType dtype = DType::kFloat32;
-  DType wire = DType::kFloat32;
-  Reduction reduction = Reduction::kSum;
-  float scale = 1.0f;
+// A copy inside the device's memory: `rows` runs of `width` bytes, so many bytes apart.
+struct DeviceCopy {
+  const void* from = nullptr;
+  void* to = nullptr;
+  size_t from_pitch = 0;
+  size_t to_pitch = 0;
+  size_t width = 0;
+  size_t rows = 0;
 };
 
-// The same as reductions of at most `most_elements` each, in order; tensors are cut where they have to be, empty ones left out.
-inline std::vector<DeviceReduction> in_chunks(const DeviceReduction& whole, size_t element_bytes, int64_t most_elements) {
-  DeviceReduction empty = whole;
+// One exchange, as one rank sees it. Elements lie one behind the other, a tensor's parts too.
+struct DeviceOperation {
+  OpKind kind = OpKind::kAllReduce;  // all but kBarrier
+  std::vector<int> group;            // the communicator's ranks that take part, in group order; Send, Recv: the sender, the receiver
+  int index = 0;                     // of this rank in the group
+  int root = 0;                      // Broadcast: index of who has the values
+  DType dtype = DType::kFloat32;     // kRaw: of `element_bytes`, and only moved
+  size_t element_bytes = 4;
+  // AllReduce, Broadcast: any number, together. The others: one; Send has no output, Recv no input.
+  std::vector<DeviceTensor> tensors;
+  // AllReduce, ReduceScatter. Elements of an all-reduce have the dtype `wire` while they travel, and results are times `scale`.
+  Reduction reduction = Reduction::kSum;
+  DType wire = DType::kFloat32;
+  float scale = 1.0f;
+  // Elements, as in core/collective/algorithms.h. AllGather, ReduceScatter: of each rank's part. AllToAll: what goes to each rank.
+  std::vector<int64_t> counts;
+  std::vector<int64_t> recv_counts;  // AllToAll: what comes from each rank
+  int64_t largest = 0;               // AllToAll: of what any rank of the group sends to any; equal on all
+  std::vector<DeviceCopy> before;    // they lay the parts side by side
+  std::vector<DeviceCopy> after;     // they take them apart
+
+  size_t size() const { return group.size(); }
+};
+
+// Where each part begins that has so many elements.
+inline std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
+  std::vector<int64_t> offsets(counts.size());
+  std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
+  return offsets;
+}
+
+// An all-reduce as several of at most `most_elements` each, in order; tensors are cut where they have to be, empty ones left out.
+inline std::vector<DeviceOperation> in_chunks(const DeviceOperation& whole, int64_t most_elements) {
+  DeviceOperation empty = whole;
   empty.tensors.clear();
-  std::vector<DeviceReduction> chunks;
+  std::vector<DeviceOperation> chunks;
   int64_t room = 0;
   for (const DeviceTensor& tensor : whole.tensors) {
     const auto* input = static_cast<const char*>(tensor.input);
@@ -43,8 +76,8 @@ inline std::vector<DeviceReduction> in_chunks(const DeviceReduction& whole, size
       }
       const int64_t count = std::min(room, left);
       chunks.back().tensors.push_back({input, output, count});
-      input += static_cast<size_t>(count) * element_bytes;
-      output += static_cast<size_t>(count) * element_bytes;
+      input += static_cast<size_t>(count) * whole.element_bytes;
+      output += static_cast<size_t>(count) * whole.element_bytes;
       left -= count;
       room -= count;
     }
@@ -61,9 +94,9 @@ class Device {
   // A mark behind what is queued on the stream so far. Any thread, the others' marks at the same time too.
   virtual Status mark(void* stream, void** mark) = 0;
   virtual void release(void* mark) = 0;
-  // Queues the reduction behind the mark, and moves the mark behind the reduction. One thread; all ranks in the same order. May wait
-  // for the other ranks.
-  virtual Status launch(const DeviceReduction& what, void* mark) = 0;
+  // Queues the operation behind the mark, and moves the mark behind the operation. One thread; what two ranks both take part in they
+  // launch in the same order. May wait for the other ranks of the group.
+  virtual Status launch(const DeviceOperation& what, void* mark) = 0;
   // Whether the device has come to the mark; does not wait.
   virtual Status finished(void* mark, bool* yes) = 0;
   // Ends what is under way, whose results do not count any more: when this returns the device does not use its tensors. Nothing is
@@ -71,8 +104,8 @@ class Device {
   virtual void abandon() = 0;
 };
 
-// Every rank gives `bytes` bytes, `all` receives those of all ranks in rank order. Collective; on the host.
-using DeviceGather = std::function<Status(const void* mine, size_t bytes, void* all)>;
+// Every rank of the group (empty: all) gives `bytes` bytes, `all` receives those of all in group order. Collective; on the host.
+using DeviceGather = std::function<Status(const std::vector<int>& group, const void* mine, size_t bytes, void* all)>;
 
 // What a device's library offers under the name `whale_device_plugin`.
 struct DevicePlugin {

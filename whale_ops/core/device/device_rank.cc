@@ -35,7 +35,9 @@ Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DeviceP
                         size_t buffer_bytes) {
   const std::shared_ptr<DeviceRank> made(new DeviceRank(endpoint));
   DeviceRank* self = made.get();  // the device lives as long as it
-  const DeviceGather gather = [self](const void* mine, size_t bytes, void* all) { return self->gather(mine, bytes, all); };
+  const DeviceGather gather = [self](const std::vector<int>& group, const void* mine, size_t bytes, void* all) {
+    return self->gather(group, mine, bytes, all);
+  };
   const Status status = plugin.open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes, gather, &made->device_);
   if (!status.ok()) return status;
   made->thread_ = std::thread([self] { self->run(); });
@@ -66,33 +68,40 @@ void DeviceRank::close(const Endpoint& endpoint) {
   found->stop();
 }
 
-void DeviceRank::all_reduce(const std::string& key, const std::string& text, DeviceReduction what, void* stream, Done done) {
-  auto call = std::make_shared<Call>();
-  call->what = std::move(what);
-  call->done = std::move(done);
-  const Status marked = device_->mark(stream, &call->mark);
-  if (!marked.ok()) {
+void DeviceRank::start(DeviceCall call) {
+  auto running = std::make_shared<Running>();
+  running->call = std::move(call);
+  const auto mark = [self = shared_from_this(), running] { return self->device_->mark(running->call.stream, &running->mark); };
+  LaunchOrder::Call order{running->call.key, running->call.text, running->call.what.group, running->call.tells, nullptr, nullptr};
+  if (running->call.complete != nullptr) {
+    order.met = [running, mark](const LaunchOrder::Told& told) {
+      const Status status = running->call.complete(told, &running->call.what);
+      return status.ok() ? mark() : status;
+    };
+  } else if (const Status marked = mark(); !marked.ok()) {
     endpoint_->abort(marked);  // the others wait for this rank
-    return call->done(marked);
+    return end(running, marked);
   }
-  order_->ready(key, text, [self = shared_from_this(), call](const Status& status) {
-    call->turn = status;
+  order.launch = [self = shared_from_this(), running](const Status& status) {
+    running->turn = status;
     {
       const std::lock_guard<std::mutex> lock(self->mutex_);
       if (!self->stopping_) {
-        self->turns_.push_back(std::move(*call));
+        self->turns_.push_back(running);
         self->changed_.notify_one();
         return;
       }
     }
-    self->end(std::move(*call), status.ok() ? Status::Error(Code::kUnavailable, "the device was closed before this operation began") : status);
-  });
+    self->end(running, status.ok() ? Status::Error(Code::kUnavailable, "the device was closed before this operation began") : status);
+  };
+  order_->ready(std::move(order));
 }
 
-// Only the thread that opens or launches calls it, so that one gathering follows the other on every rank.
-Status DeviceRank::gather(const void* mine, size_t bytes, void* all) {
+// Only the thread that opens or launches calls it, so that one gathering of a group follows the other on every rank.
+Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_t bytes, void* all) {
   std::promise<Status> outcome;
-  gather_bytes(endpoint_, endpoint_->reserve(), "device/gather", "", "", {}, std::string(static_cast<const char*>(mine), bytes),
+  const std::string key = "device/gather" + (group.empty() ? "" : " " + join_ranks(group));
+  gather_bytes(endpoint_, endpoint_->reserve(), key, "", "", group, std::string(static_cast<const char*>(mine), bytes),
                [&](Status status, std::vector<std::string> parts) {
                  auto* to = static_cast<char*>(all);
                  for (const std::string& part : parts) {
@@ -106,7 +115,7 @@ Status DeviceRank::gather(const void* mine, size_t bytes, void* all) {
 
 void DeviceRank::run() {
   for (;;) {
-    std::deque<Call> turns;
+    std::deque<RunningPtr> turns;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto has_turn = [this] { return stopping_ || !turns_.empty(); };
@@ -118,16 +127,16 @@ void DeviceRank::run() {
       turns = std::exchange(turns_, {});
       if (turns.empty() && running_.empty() && stopping_) return;
     }
-    for (Call& call : turns) begin(std::move(call));
+    for (RunningPtr& turn : turns) begin(std::move(turn));
     look();
   }
 }
 
-void DeviceRank::begin(Call call) {
-  const Status turn = call.turn;
-  if (!failure_.ok() || !turn.ok()) return end(std::move(call), failure_.ok() ? turn : failure_);
-  const Status status = device_->launch(call.what, call.mark);
-  running_.push_back(std::move(call));  // part of it may have been queued
+void DeviceRank::begin(RunningPtr running) {
+  const Status turn = running->turn;
+  if (!failure_.ok() || !turn.ok()) return end(running, failure_.ok() ? turn : failure_);
+  const Status status = device_->launch(running->call.what, running->mark);
+  running_.push_back(std::move(running));  // part of it may have been queued
   if (!status.ok()) {
     failure_ = status;
     endpoint_->abort(status);  // the other ranks have queued it, or will
@@ -139,24 +148,24 @@ void DeviceRank::look() {
   while (!running_.empty()) {
     bool yes = false;
     if (failure_.ok()) {
-      failure_ = device_->finished(running_.front().mark, &yes);
+      failure_ = device_->finished(running_.front()->mark, &yes);
       if (!failure_.ok()) endpoint_->abort(failure_);
     }
     if (yes) {
-      end(std::move(running_.front()), Status::Ok());
+      end(running_.front(), Status::Ok());
       running_.pop_front();
       continue;
     }
     if (failure_.ok()) failure_ = endpoint_->failure();
     if (failure_.ok()) return;
     device_->abandon();
-    for (Call& call : std::exchange(running_, {})) end(std::move(call), failure_);
+    for (const RunningPtr& running : std::exchange(running_, {})) end(running, failure_);
   }
 }
 
-void DeviceRank::end(Call call, const Status& status) {
-  device_->release(call.mark);
-  call.done(status);
+void DeviceRank::end(const RunningPtr& running, const Status& status) {
+  if (running->mark != nullptr) device_->release(running->mark);
+  running->call.done(status);
 }
 
 void DeviceRank::stop() {

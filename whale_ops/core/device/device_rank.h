@@ -1,4 +1,4 @@
-// One rank's all-reduces in a device's memory: in one order on all ranks, each told when the device has done it.
+// One rank's exchanges in a device's memory: in one order on all ranks, each told when the device has done it.
 #pragma once
 
 #include <condition_variable>
@@ -14,10 +14,21 @@
 
 namespace whale {
 
+// The tensors must live until `done`.
+struct DeviceCall {
+  std::string key;
+  std::string text;  // what must be equal on all ranks of the group (shapes, dtype)
+  DeviceOperation what;
+  void* stream = nullptr;       // the operation starts behind what is queued there
+  std::vector<int64_t> tells;   // what the rank tells its group before the operation starts: so many numbers on all ranks
+  // Where the operation is not complete before: called when all are ready, on the engine's thread, with what they tell.
+  std::function<Status(const LaunchOrder::Told&, DeviceOperation*)> complete;
+  // Called once, on any thread, when the device has written the results, or with an error; must not block.
+  std::function<void(const Status&)> done;
+};
+
 class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> {
  public:
-  using Done = std::function<void(const Status&)>;
-
   // Opens the device for the endpoint's rank; TensorFlow's ops find it from then on. Collective.
   static Status open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin& plugin, const char* transport, int ordinal, size_t buffer_bytes);
   // Null with a status that says so, where none is open.
@@ -29,25 +40,23 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
   const Device& device() const { return *device_; }
   const std::shared_ptr<Endpoint>& endpoint() const { return endpoint_; }
 
-  // Starts an all-reduce behind what is queued on `stream` so far, as soon as all ranks are ready for it: the n-th call under a key is
-  // that of the other ranks. `text`: what else must be equal on all ranks. The tensors must live until `done`, which is called once,
-  // on any thread, when the device has written the results; must not block.
-  void all_reduce(const std::string& key, const std::string& text, DeviceReduction what, void* stream, Done done);
+  // Starts an operation as soon as all ranks of its group are ready for it: the n-th call under a key is that of the other ranks.
+  void start(DeviceCall call);
 
  private:
-  struct Call {
-    DeviceReduction what;
+  struct Running {
+    DeviceCall call;
     void* mark = nullptr;
-    Done done;
     Status turn;  // the error because of which it cannot start
   };
+  using RunningPtr = std::shared_ptr<Running>;
 
   explicit DeviceRank(std::shared_ptr<Endpoint> endpoint);
-  Status gather(const void* mine, size_t bytes, void* all);
+  Status gather(const std::vector<int>& group, const void* mine, size_t bytes, void* all);
   void run();
-  void begin(Call call);
+  void begin(RunningPtr running);
   void look();
-  void end(Call call, const Status& status);
+  void end(const RunningPtr& running, const Status& status);
   void stop();
 
   const std::shared_ptr<Endpoint> endpoint_;
@@ -57,11 +66,11 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<Call> turns_;  // in the order in which they start
+  std::deque<RunningPtr> turns_;  // in the order in which they start
   bool stopping_ = false;
 
   // The thread's.
-  std::deque<Call> running_;
+  std::deque<RunningPtr> running_;
   Status failure_;
 };
 

@@ -1,80 +1,97 @@
 #include "whale_ops/core/device/launch_order.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace whale {
 
 LaunchOrder::LaunchOrder(std::shared_ptr<Endpoint> endpoint, std::string name) : endpoint_(std::move(endpoint)), name_(std::move(name)) {}
 
-void LaunchOrder::ready(const std::string& key, const std::string& text, Launch launch) {
+void LaunchOrder::ready(Call call) {
   auto turn = std::make_shared<Turn>();
-  turn->text = text;
-  turn->launch = std::move(launch);
-  turn->ready.resize(static_cast<size_t>(endpoint_->size()) + 1);
-  // All with all, so that the first rank gives no number to what ranks disagree about.
-  Request meeting = request(OpKind::kAllGather, key + "/ready", turn);
-  meeting.counts.assign(static_cast<size_t>(endpoint_->size()), 1);
-  meeting.input = &turn->ready.back();
-  meeting.output = turn->ready.data();
-  if (endpoint_->rank() != 0) {
-    meeting.done = [](const Status&) {};  // the announcement fails with it
-    const std::lock_guard<std::mutex> lock(mutex_);
-    endpoint_->submit(std::move(meeting));
-    announce(key, std::move(turn));
-    return;
-  }
-  meeting.done = [self = shared_from_this(), key](const Status& status) {
-    std::shared_ptr<Turn> next;
-    {
-      // Of two calls under one key the first takes the first number, whichever meeting ends first: all are ready for both.
-      const std::lock_guard<std::mutex> lock(self->mutex_);
-      auto& calls = self->unnumbered_[key];
-      next = std::move(calls.front());
-      calls.pop_front();
-      if (calls.empty()) self->unnumbered_.erase(key);
-    }
-    if (!status.ok()) return self->take(next, status);
-    next->number = self->given_++;
-    self->announce(key, std::move(next));
-  };
+  turn->call = std::move(call);
+  if (turn->call.tells.empty()) turn->call.tells = {0};  // a message of no bytes would be no meeting
+  Request meeting = request("/ready", turn, turn->call.tells, &turn->told);
+  meeting.done = [self = shared_from_this(), turn](const Status& status) { self->meeting_ended(turn, status); };
   const std::lock_guard<std::mutex> lock(mutex_);  // so that calls under a key are queued in the order in which they are counted
-  unnumbered_[key].push_back(std::move(turn));
+  meeting_[turn->call.key].push_back(std::move(turn));
   endpoint_->submit(std::move(meeting));
 }
 
-// The first rank tells the number, the others hear it.
-void LaunchOrder::announce(const std::string& key, std::shared_ptr<Turn> turn) {
-  Request number = request(OpKind::kBroadcast, key + "/turn", turn);
-  number.element_bytes = sizeof(turn->number);
-  number.counts = {1};
-  number.input = number.output = &turn->number;
-  number.done = [self = shared_from_this(), turn](const Status& status) { self->take(turn, status); };
-  endpoint_->submit(std::move(number));
+// Of two calls under one key the second may have met first, and on other ranks another one: they go on in order, on every rank.
+void LaunchOrder::meeting_ended(const TurnPtr& turn, const Status& status) {
+  turn->told.resize(turn->call.tells.size() * turn->call.group.size());  // without the rank's own behind them
+  turn->status = status;
+  turn->met = true;
+  std::vector<TurnPtr> next;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto calls = meeting_.find(turn->call.key);
+    while (!calls->second.empty() && calls->second.front()->met) {
+      next.push_back(std::move(calls->second.front()));
+      calls->second.pop_front();
+    }
+    if (calls->second.empty()) meeting_.erase(calls);
+  }
+  for (const TurnPtr& met : next) propose(met);
 }
 
-void LaunchOrder::take(const std::shared_ptr<Turn>& turn, const Status& status) {
+void LaunchOrder::propose(const TurnPtr& turn) {
+  if (!turn->status.ok() || !failure_.ok()) return fail(turn, turn->status.ok() ? failure_ : turn->status);
+  if (turn->call.met != nullptr) {
+    const Status status = turn->call.met(turn->told);
+    if (!status.ok()) {
+      endpoint_->abort(status);  // the others wait for this rank's number
+      return fail(turn, status);
+    }
+  }
+  turn->proposal = ++clock_ * endpoint_->size() + endpoint_->rank();  // no other rank's, and none of this one's before
+  queue_[turn->proposal] = turn;
+  Request numbers = request("/turn", turn, {turn->proposal}, &turn->proposals);
+  numbers.done = [self = shared_from_this(), turn](const Status& status) { self->settle(turn, status); };
+  endpoint_->submit(std::move(numbers));
+}
+
+void LaunchOrder::settle(const TurnPtr& turn, const Status& status) {
+  if (queue_.erase(turn->proposal) == 0) return;  // it has failed with another one
+  if (!status.ok()) return fail(turn, status);
+  turn->settled = true;
+  const int64_t number = *std::max_element(turn->proposals.begin(), turn->proposals.end());
+  clock_ = std::max(clock_, number / endpoint_->size());
+  queue_[number] = turn;
+  start();
+}
+
+void LaunchOrder::start() {
+  while (!queue_.empty() && queue_.begin()->second->settled) {
+    const TurnPtr turn = std::move(queue_.begin()->second);
+    queue_.erase(queue_.begin());
+    turn->call.launch(Status::Ok());
+  }
+}
+
+void LaunchOrder::fail(const TurnPtr& turn, const Status& status) {
   if (failure_.ok()) failure_ = status;
-  if (!failure_.ok()) {
-    turn->launch(status.ok() ? failure_ : status);
-    // Those before them will never have their turn.
-    for (auto& [number, launch] : std::exchange(numbered_, {})) launch(failure_);
-    return;
-  }
-  numbered_[turn->number] = std::move(turn->launch);
-  while (!numbered_.empty() && numbered_.begin()->first == started_) {
-    const Launch launch = std::move(numbered_.begin()->second);
-    numbered_.erase(numbered_.begin());
-    ++started_;
-    launch(Status::Ok());
-  }
+  turn->call.launch(status);
+  // What has a number will not be started by all.
+  for (const auto& [number, other] : std::exchange(queue_, {})) other->call.launch(failure_);
 }
 
-Request LaunchOrder::request(OpKind kind, const std::string& key, const std::shared_ptr<Turn>& turn) const {
+Request LaunchOrder::request(const std::string& key, const TurnPtr& turn, const std::vector<int64_t>& own, std::vector<int64_t>* all) const {
+  const size_t size = turn->call.group.size();
   Request made;
-  made.kind = kind;
-  made.key = name_ + "/" + key;
-  made.text = turn->text;
+  made.kind = OpKind::kAllGather;
+  made.key = name_ + "/" + turn->call.key + key;
+  made.text = turn->call.text;
   made.dtype_name = kBytes;
+  made.element_bytes = sizeof(int64_t);
+  made.group = turn->call.group;
+  made.counts.assign(size, static_cast<int64_t>(own.size()));
+  // The rank's own numbers stand behind those of all: the memory lives as long as the turn.
+  all->resize(own.size() * size);
+  all->insert(all->end(), own.begin(), own.end());
+  made.input = all->data() + own.size() * size;
+  made.output = all->data();
   made.owner = turn;
   return made;
 }

@@ -1,4 +1,4 @@
-// A GPU as whale::Device: adds tensors in its memory up over the ranks, beside the computation.
+// A GPU as whale::Device: exchanges what lies in its memory, beside the computation.
 #pragma once
 
 #include <memory>
@@ -13,22 +13,23 @@ namespace whale::cuda {
 
 // Packs, sends and unpacks on a stream of its own, which the computation's stream is never made to wait for: an operation is told to be
 // done when its event has come. A mark is an event, of the computation first and of this stream when its operation is queued.
-class Reducer final : public Device {
+class Exchanger final : public Device {
  public:
-  // `buffer_bytes`: of the packed tensors; longer ones are reduced in parts.
-  static Status open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Reducer>* reducer);
-  ~Reducer() override;
+  // `buffer_bytes`: of the packed tensors; those of longer all-reduces travel in parts.
+  static Status open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
+  ~Exchanger() override;
 
   const char* kind() const override { return "GPU"; }
   Status mark(void* stream, void** mark) override;
   void release(void* mark) override;
-  Status launch(const DeviceReduction& what, void* mark) override;
+  Status launch(const DeviceOperation& what, void* mark) override;
   Status finished(void* mark, bool* yes) override;
   void abandon() override;
 
  private:
-  Reducer() = default;
-  Status reduce(const DeviceReduction& chunk);
+  Exchanger() = default;
+  Status all_reduce(const DeviceOperation& chunk);
+  Status copy(const std::vector<DeviceCopy>& copies);
 
   std::unique_ptr<DeviceTransport> transport_;
   int ordinal_ = 0;

@@ -1,4 +1,4 @@
-#include "whale_ops/cuda/reducer.h"
+#include "whale_ops/cuda/exchanger.h"
 
 #include <string>
 #include <utility>
@@ -10,8 +10,8 @@ size_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DT
 
 }  // namespace
 
-Status Reducer::open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Reducer>* reducer) {
-  std::unique_ptr<Reducer> made(new Reducer());
+Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
+  std::unique_ptr<Exchanger> made(new Exchanger());
   made->transport_ = std::move(transport);
   made->ordinal_ = ordinal;
   made->buffer_bytes_ = buffer_bytes;
@@ -20,18 +20,18 @@ Status Reducer::open(std::unique_ptr<DeviceTransport> transport, int ordinal, si
   // First in line: other ranks wait for its small kernels, and only this GPU for those of the computation.
   if (status.ok()) status = check(cudaStreamCreateWithPriority(&made->stream_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
   if (status.ok()) status = check(cudaMalloc(&made->buffer_, buffer_bytes), "cudaMalloc");
-  if (status.ok()) *reducer = std::move(made);
+  if (status.ok()) *exchanger = std::move(made);
   return status;
 }
 
-Reducer::~Reducer() {
+Exchanger::~Exchanger() {
   if (stream_ != nullptr) cudaStreamSynchronize(stream_);
   if (buffer_ != nullptr) cudaFree(buffer_);
   for (cudaEvent_t event : free_) cudaEventDestroy(event);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
 }
 
-Status Reducer::mark(void* stream, void** mark) {
+Status Exchanger::mark(void* stream, void** mark) {
   cudaEvent_t event = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -48,28 +48,45 @@ Status Reducer::mark(void* stream, void** mark) {
   return status;
 }
 
-void Reducer::release(void* mark) {
+void Exchanger::release(void* mark) {
   if (mark == nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   free_.push_back(static_cast<cudaEvent_t>(mark));
 }
 
-Status Reducer::launch(const DeviceReduction& what, void* mark) {
-  if (!is_supported(what.dtype, what.wire)) {
-    return Status::Error(Code::kInvalidArgument, "tensors cannot travel between GPUs in that dtype; give another dtype");
+Status Exchanger::launch(const DeviceOperation& what, void* mark) {
+  const bool reduces = what.kind == OpKind::kAllReduce;
+  if ((reduces || what.kind == OpKind::kReduceScatter) && !is_supported(what.dtype, reduces ? what.wire : what.dtype)) {
+    return Status::Error(Code::kInvalidArgument, "tensors cannot be added up between GPUs in that dtype; give another dtype");
   }
   const auto event = static_cast<cudaEvent_t>(mark);
   Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");
   if (status.ok()) status = check(cudaStreamWaitEvent(stream_, event, 0), "cudaStreamWaitEvent");
-  for (const DeviceReduction& chunk : in_chunks(what, bytes_of(what.dtype), static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
-    if (status.ok()) status = reduce(chunk);
+  if (status.ok()) status = copy(what.before);
+  if (reduces) {
+    for (const DeviceOperation& chunk : in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
+      if (status.ok()) status = all_reduce(chunk);
+    }
+  } else if (status.ok()) {
+    status = transport_->exchange(what, stream_);
   }
+  if (status.ok()) status = copy(what.after);
   const Status recorded = check(cudaEventRecord(event, stream_), "cudaEventRecord");
   return status.ok() ? recorded : status;
 }
 
+Status Exchanger::copy(const std::vector<DeviceCopy>& copies) {
+  Status status;
+  for (const DeviceCopy& one : copies) {
+    if (!status.ok() || one.width == 0 || one.rows == 0) continue;
+    status = check(cudaMemcpy2DAsync(one.to, one.to_pitch, one.from, one.from_pitch, one.width, one.rows, cudaMemcpyDeviceToDevice, stream_),
+                   "cudaMemcpy2DAsync");
+  }
+  return status;
+}
+
 // What follows on the stream uses the buffer when this has been unpacked.
-Status Reducer::reduce(const DeviceReduction& chunk) {
+Status Exchanger::all_reduce(const DeviceOperation& chunk) {
   std::vector<Span> inputs, outputs;
   int64_t count = 0;
   for (const DeviceTensor& tensor : chunk.tensors) {
@@ -78,18 +95,18 @@ Status Reducer::reduce(const DeviceReduction& chunk) {
     count += tensor.count;
   }
   Status status = check(pack(inputs, chunk.dtype, buffer_, chunk.wire, 1.0f, stream_), "the kernel that packs");
-  if (status.ok()) status = transport_->all_reduce(buffer_, count, chunk.wire, chunk.reduction, stream_);
+  if (status.ok()) status = transport_->all_reduce(chunk, buffer_, count, stream_);
   if (status.ok()) status = check(unpack(buffer_, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_), "the kernel that unpacks");
   return status;
 }
 
-Status Reducer::finished(void* mark, bool* yes) {
+Status Exchanger::finished(void* mark, bool* yes) {
   const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(mark));
   *yes = state == cudaSuccess;
   return state == cudaErrorNotReady ? Status::Ok() : check(state, "cudaEventQuery");
 }
 
-void Reducer::abandon() {
+void Exchanger::abandon() {
   transport_->abandon();
   cudaStreamSynchronize(stream_);
 }

@@ -1,0 +1,85 @@
+"""Which exchanges devices carry out, and what stays with the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from whale.ir.ops import EXCHANGES, ON_DEVICE
+from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.values import DType, Func, Shape, TensorType
+from whale.passes.exchange.on_devices import host_exchanges, on_devices
+
+pytestmark = pytest.mark.core
+X = TensorType("float32", (4,))
+HANDLE = Node("comm", "WhaleCommunicator", outputs=(TensorType("resource", ()),))
+
+
+def exchange(op: str, name: str = "moved", dtype: str = "float32", **attrs: object) -> Node:
+    """An exchange of `x`; a Send has no result, a Recv no operand."""
+    inputs = (Ref("comm"),) if op == "WhaleRecv" else (Ref("comm"), Ref("x"))
+    outputs = () if op == "WhaleSend" else (TensorType(dtype, (4,)),)
+    return Node(name, op, inputs, (), {"T": DType(dtype), "key": name, "ranks": (0, 1), **attrs}, outputs, "", True)
+
+
+def program(*nodes: Node, functions: dict[str, Program] | None = None) -> Program:
+    x = Node("x", "Placeholder", attrs={"dtype": DType("float32")}, outputs=(X,))
+    return Program("step", (HANDLE, x, *nodes), (), (), effects=(nodes[-1].name,), functions=functions or {})
+
+
+ALL = [
+    exchange("WhaleAllReduce", N=1, reduction="sum"),
+    exchange("WhaleAllGather", axis=0, sizes=(1, 3)),
+    exchange("WhaleReduceScatter", axis=0, sizes=(1, 3), reduction="sum"),
+    exchange("WhaleAllToAll", split_axis=0, split_sizes=(1, 3), concat_axis=1, concat_sizes=(1, 3)),
+    exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((4,)),)),
+    exchange("WhaleSend", peer=1),
+    exchange("WhaleRecv", peer=1),
+    exchange("WhaleAllGather", dtype="int64", axis=0, sizes=(1, 3)),
+]
+
+
+@pytest.mark.parametrize("node", ALL, ids=lambda n: f"{n.op} {n.attrs['T']}")
+def test_devices_carry_out_what_moves_tensors(node: Node) -> None:
+    before = program(node)
+    after = on_devices(before, "c", 1)
+    found = after.by_name["moved"]
+    assert found.op == ON_DEVICE[node.op] and found.outputs == node.outputs
+    assert found.inputs == node.inputs[1:], "it takes no handle"
+    assert (found.attrs["communicator"], found.attrs["rank"], found.attrs["key"]) == ("c", 1, "moved")
+    assert ("ranks" in found.attrs) == ("peer" not in node.attrs)
+    assert "comm" not in after.by_name, "nobody asks for the handle any more"
+    assert list(host_exchanges(before)) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (exchange("WhaleAllReduce", dtype="int32", N=1, reduction="sum"), "int32: devices add up floats"),
+        (exchange("WhaleAllGather", dtype="string", axis=0, sizes=(1, 3)), "no fixed size"),
+        (exchange("WhaleAllGather", axis=0, sizes=()), "only the run knows"),
+        (exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((None,)),)), "only the run knows"),
+        (exchange("WhaleAllReduce", N=1, reduction="sum", **{ON_HOST: True}), "in the host's memory"),
+        (exchange("WhaleRouteIds"), "rows by their ids"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_host_keeps_the_others_and_says_why(node: Node, why: str) -> None:
+    before = program(node)
+    assert on_devices(before, "c", 1) == before
+    (left,) = host_exchanges(before)
+    assert left.node == node and why in left.why
+
+
+def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
+    body = program(exchange("WhaleAllReduce", N=1, reduction="sum"))
+    inner = Node("inner", "WhaleCall", (Ref("x"),), (), {"f": Func("body")}, (X,), "", True)
+    call = Node("call", "WhaleCall", (Ref("x"),), (), {"f": Func("micro")}, (X,), "", True)
+    loop = Node("loop", "While", (Ref("x"),), (), {"body": Func("loop_body")}, (X,), "", True)
+    before = program(call, loop, functions={"micro": program(inner), "body": body, "loop_body": body})
+    after = on_devices(before, "c", 0)
+    assert {n.op for n in after.functions["body"].nodes} & (EXCHANGES | frozenset(ON_DEVICE.values())) == {
+        "WhaleDeviceAllReduce"
+    }
+    assert after.functions["loop_body"] == body
+    (left,) = host_exchanges(before)
+    assert (left.graph, left.why) == ("loop_body", "in a loop or a branch")

@@ -1,0 +1,147 @@
+"""Which exchanges go from accelerator to accelerator, when `communication.backend` names what carries them there.
+
+All that a rank's program itself does with tensors, and its micro-batches do: what is exchanged through the host is
+copied there and back. Decided last, for each rank's program by itself, from what is equal on all ranks of an exchange:
+kind, dtype, attributes.
+
+  on_devices       a rank's program with the ops of devices in the place of Whale's
+  host_exchanges   what stays with the host, and why
+  host_lines       the same of all ranks, in words, with its bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whale.ir.exchanged_bytes import rank_bytes
+from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, RANK_REDUCTIONS, ROW_EXCHANGES
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import ON_HOST, Node, Program
+from whale.ir.values import Func
+
+# Values of `communication.backend` that mean accelerators.
+DEVICE_BACKENDS = ("nccl", "cuda-ipc")
+# What accelerators add up.
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_UNSIZED = frozenset({"string", "resource", "variant"})  # elements have no fixed size
+_COMMUNICATOR = "WhaleCommunicator"
+
+
+@dataclass(frozen=True, slots=True)
+class HostExchange:
+    """An exchange through the host's memory.
+
+    Attributes:
+      graph: name of the function that holds it; "" is the program.
+      why: it cannot go from device to device.
+    """
+
+    graph: str
+    node: Node
+    why: str
+
+
+def on_devices(program: Program, comm: str, rank: int) -> Program:
+    """What ``rank`` runs, with its exchanges carried out by devices where they can.
+
+    Args:
+      comm: name of the communicator.
+    """
+    direct = _called_directly(program)
+
+    def of_graph(graph: Program) -> Program:
+        nodes = [_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes]
+        used = {ref.node for n in nodes for ref in n.inputs} | {name for n in nodes for name in n.controls}
+        used |= {ref.node for ref in graph.outputs} | set(graph.effects)
+        return graph.with_nodes(tuple(n for n in nodes if n.op != _COMMUNICATOR or n.name in used))
+
+    functions = {name: of_graph(body) if name in direct else body for name, body in program.functions.items()}
+    return replace(of_graph(program), functions=functions)
+
+
+def host_exchanges(program: Program) -> Iterator[HostExchange]:
+    """What a rank exchanges through the host's memory where devices carry out what they can.
+
+    Args:
+      program: what it runs, before `on_devices`.
+    """
+    direct = _called_directly(program)
+    for name, graph in {"": program, **program.functions}.items():
+        for node in graph.nodes:
+            if node.op in EXCHANGES:
+                why = _why_not(node) if name in direct or not name else "in a loop or a branch"
+                if why:
+                    yield HostExchange(name, node, why)
+
+
+def _called_directly(program: Program) -> frozenset[str]:
+    """Functions that only calls run, from the program on: those of micro-batches, of loops and branches none."""
+    functions: Mapping[str, Program] = program.functions
+    found: set[str] = set()
+    stack = [program]
+    while stack:
+        for node in stack.pop().nodes:
+            function = node.attrs.get("f") if node.op in CALLS else None
+            if isinstance(function, Func) and function.name in functions and function.name not in found:
+                found.add(function.name)
+                stack.append(functions[function.name])
+    return frozenset(found)
+
+
+def _why_not(node: Node) -> str:
+    """Why a device cannot carry out an exchange of a graph that is called directly; "": it can."""
+    if node.op not in EXCHANGES:
+        return "no exchange"
+    if node.op in ROW_EXCHANGES:
+        return "rows by their ids, of which only the run knows how many there are"
+    if node.op not in ON_DEVICE:
+        return "carried out by Horovod"
+    if node.attrs.get(ON_HOST):
+        return "offloaded: computed in the host's memory"
+    dtype = str(node.attrs["T"])
+    if node.op in RANK_REDUCTIONS and dtype not in _FLOATS:
+        return f"{dtype}: devices add up floats"
+    if dtype in _UNSIZED:
+        return f"{dtype}: elements have no fixed size"
+    if node.op == "WhaleAllGather" and not node.attrs.get("sizes"):
+        return "sizes that only the run knows"
+    if node.op == "WhaleBroadcast":
+        shapes = node.attrs.get("shapes", ())
+        if not shapes or any(s.dims is None or None in s.dims for s in shapes):
+            return "shapes that only the run knows"
+    return ""
+
+
+def _on_device(node: Node, comm: str, rank: int) -> Node:
+    """The same exchange by the op of devices, which takes no handle of the communicator."""
+    attrs = {**node.attrs, "communicator": comm, "rank": rank}
+    if node.op in ("WhaleSend", "WhaleRecv"):
+        attrs.pop("ranks", None)
+    return replace(node, op=ON_DEVICE[node.op], inputs=node.inputs[1:], attrs=attrs)
+
+
+def host_lines(programs: Sequence[Program]) -> list[str]:
+    """What all ranks together exchange through the host in a step, with its bytes, in lines for people.
+
+    Args:
+      programs: what every rank runs, before `on_devices`.
+    """
+    found: dict[tuple[str, str], list[int]] = {}  # by kind and reason: number, bytes whose number is known
+    for rank, program in enumerate(programs):
+        for one in host_exchanges(program):
+            graph = program.functions[one.graph] if one.graph else program
+            group = tuple(one.node.attrs.get("ranks") or range(len(programs)))
+            place = group.index(rank) if rank in group else 0
+            if place == 0 or "peer" in one.node.attrs:
+                found.setdefault((one.node.op.removeprefix("Whale"), one.why), [0, 0])[0] += 1
+            inputs = [graph.type_of(ref) for ref in one.node.inputs]
+            if all(t.is_static for t in (*inputs, *one.node.outputs) if t.dtype != "resource"):
+                moved = rank_bytes(one.node, inputs, place, len(group))
+                found.setdefault((one.node.op.removeprefix("Whale"), one.why), [0, 0])[1] += moved
+    if not found:
+        return ["From device to device: all exchanges"]
+    lines = ["From device to device: all exchanges but those through the host"]
+    for (kind, why), (count, moved) in sorted(found.items(), key=lambda row: -row[1][1]):
+        lines.append(f"  {human_bytes(moved):>10}  {count} {kind}: {why}")
+    return lines
