@@ -25,7 +25,7 @@ from whale.passes.facts.stages import has_stages
 from whale.runtime.compile import kept_steps
 from whale.runtime.compile.agree import all_take
 from whale.runtime.compile.call import callable_step
-from whale.runtime.compile.compile import bytes_under, compile_program, micro_batches_of, ready_step
+from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
 from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.input.equal_inputs import compared
@@ -46,6 +46,8 @@ from whale_ops.memory import trim
 class Step:
     """One compiled specialisation: what to call and with what, and how long making it took after tracing.
 
+    ``compiled``: what it was lowered from; None: an earlier run lowered it.
+
     ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
     """
 
@@ -54,6 +56,7 @@ class Step:
     plan: Callable[[], Plan]
     seconds: Mapping[str, float]
     gathers: bool
+    compiled: Compiled | None
 
     def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
         """What the lowered step takes of the tensors of a call."""
@@ -185,7 +188,7 @@ def _lowered(
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     kept_steps.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
-    return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context)
+    return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context, compiled)
 
 
 def _taken(
@@ -225,12 +228,13 @@ def _step(
     parts: Collection[str],
     seconds: Mapping[str, float],
     context: Context,
+    compiled: Compiled | None = None,
 ) -> Step:
     """A step whose calls are compared between the ranks, as far as that is asked for."""
     call = compared(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
     call = with_equal_replicas(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()
-    return Step(call, tied, plan, seconds, ready.gathers)
+    return Step(call, tied, plan, seconds, ready.gathers, compiled)
 
 
 def _in_scopes(captured: Captured, context: Context) -> Captured:
