@@ -78,7 +78,7 @@ def _optimality(first: int, count: int, levels: tuple[int, ...], verbose: bool) 
         model = one.model()
         start_s = time.monotonic()
         try:
-            limits = Limits(zero=0 if levels == (0,) else None, budget_s=float("inf"))
+            limits = Limits(zero=0 if levels == (0,) else None, budget_s=float("inf"), runnable=False)
             found_s = search(model, model.machines, one.batch, limits).evaluation.step_s
         except PlanError:
             found_s = float("inf")

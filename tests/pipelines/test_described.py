@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import whale as wh
+from cost_model.described.spread import Part, Spread, Stage
 from cost_model.machines import cluster
 from tests.pipelines.gpt_on_ranks import Sizes, trained
 from whale.errors import PlanError
+from whale.ir.mesh import chain
 from whale.planner import ask
 from whale.planner.report import planfile
 from whale.planner.run_described import Blocks, ranks_of, repeated
@@ -23,8 +26,8 @@ UNEQUAL = """
 name: unequal
 networks: {fabric: {type: infiniband-hdr-200}}
 hosts:
-  - {name: new, devices: [{type: v100-sxm2-16gb, count: NEW}], networks: {fabric: {nics: 1}}}
-  - {name: old, devices: [{type: p100-pcie-16gb, count: OLD}], networks: {fabric: {nics: 1}}}
+  - {name: new, devices: [{type: v100-sxm2-16gb, count: NEW}], networks: {fabric: {nics: 1}}, memory_gb: 64}
+  - {name: old, devices: [{type: p100-pcie-16gb, count: OLD}], networks: {fabric: {nics: 1}}, memory_gb: 64}
 """
 SIZES = Sizes()
 MODEL = "gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16"
@@ -33,8 +36,8 @@ nothing = contextlib.nullcontext
 
 def saved(path: Path, fixed: list[str], model: str = MODEL, devices: tuple[int, int] = (4, 4)) -> planfile.PlanFile:
     transformer, batch = ask.describe(model)
-    given = UNEQUAL.replace("NEW", str(devices[0])).replace("OLD", str(devices[1]))
-    plan = ask.plan(cluster.parse(given), batch, transformer, limits=ask.limits(fixed))
+    where = cluster.parse(UNEQUAL.replace("NEW", str(devices[0])).replace("OLD", str(devices[1])))
+    plan = ask.plan(where, batch, transformer, limits=ask.limits(fixed))
     planfile.save(plan, path)
     return plan
 
@@ -84,6 +87,33 @@ def test_a_described_plan_runs_as_one_device(
         assert plan.variables  # they lie split
 
 
+UNLIKE = Spread(
+    (
+        Stage(((0, 3),), (Part(0, 2, 1, 3), Part(1, 2, 1, 1))),
+        Stage(((3, 4),), (Part(0, 1, 2, 1), Part(1, 1, 2, 1))),
+    ),
+    micro_batches=4,
+    sequence_parallel=True,
+    zero=3,
+)
+
+
+def test_stages_may_be_unlike_in_all_that_a_stage_has(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """Layers, tensor-parallel ranks, rows of replicas; ZeRO over replicas of sharded tensors; the script has scopes."""
+    path = tmp_path / "plan.json"
+    planfile.save(msgspec.structs.replace(saved(path, []), spread=UNLIKE), path)
+    with ranks(path, **{"zero.min_bytes": 0}):
+        found, step = trained(SIZES, 2, wh.stage, wh.split, wh.function)
+        plan = next(iter(step._steps.values())).compiled.plan
+    for key, value in one_device.items():
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
+    first, second = plan, plan.others[0]
+    assert [level.size for level in chain(first)] == [2, 2] and [level.size for level in chain(second)] == [4]
+    assert [group.ranks for group in plan.stage_groups] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert [one.batch_inputs[0].placement.sizes for one in (first, second)] == [(2, 1, 1, 0), (1,) * 4]
+    assert all(any(level.variables for level in chain(one)) for one in (first, second))  # in parts
+
+
 def test_rows_are_shared_as_the_plan_says(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     big = "gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16"
@@ -98,7 +128,6 @@ def test_rows_are_shared_as_the_plan_says(one_device: dict[str, np.ndarray], tmp
         np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
 
 
-BESIDE_TENSORS = ["stages=1", "tensor=2", "data=4", "micro_batches=1", "zero=1"]
 STAGED = ["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"]
 
 
@@ -108,13 +137,8 @@ STAGED = ["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"]
         (MODEL.replace("layers=4", "layers=6"), STAGED, "given: 4 blocks of 6 weights.*expected: 6 layers"),
         (MODEL.replace("hidden=32", "hidden=64"), STAGED, "given: 12,288 elements.*query.*expected: 49,152: hidden=64"),
         (MODEL.replace("batch=16", "batch=32"), STAGED, "given: 16 rows in a batch\n  expected: 32"),
-        (
-            MODEL,
-            ["stages=1", "tensor=2", "data=4", "micro_batches=1", "zero=1"],
-            "ZeRO 1 over replicas that divide tensors.*--set zero=0",
-        ),
     ],
-    ids=["layers", "hidden", "rows", "zero-beside-tensors"],
+    ids=["layers", "hidden", "rows"],
 )
 def test_another_model_is_refused(model: str, fixed: list[str], said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
@@ -123,11 +147,19 @@ def test_another_model_is_refused(model: str, fixed: list[str], said: str, tmp_p
         trained(SIZES, 1, nothing, nothing, wh.function)
 
 
-def test_scopes_of_the_script_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spread", "said"),
+    [
+        (Spread((Stage(((0, 4),), (Part(0, 2, 2, 4), Part(1, 1, 4, 2))),), 1), "over 1 and 2 ranks.*--set tensor=N"),
+        (Spread((Stage(((0, 4),), (Part(0, 1, 4, 2), Part(1, 1, 4, 2))),), 1, offload="state"), "offload of state"),
+    ],
+    ids=["tensors", "offload"],
+)
+def test_what_cannot_run_is_refused(spread: Spread, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    saved(path, STAGED)
-    with ranks(path), pytest.raises(PlanError, match=r"(?s)for a program without scopes.*remove its scopes"):
-        trained(SIZES, 2, wh.stage, nothing, wh.function)
+    planfile.save(msgspec.structs.replace(saved(path, []), spread=spread), path)
+    with ranks(path), pytest.raises(PlanError, match=f"(?s)a program cannot run under what the plan has.*{said}"):
+        trained(SIZES, 1, nothing, nothing, wh.function)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

@@ -45,11 +45,25 @@ def plan():
 def test_nothing_is_faster_than_what_is_found_for_few_devices(seed):
     one = instance(seed)
     model = one.model()
-    found = search(model, model.machines, one.batch, Limits(zero=0, budget_s=60))
+    found = search(model, model.machines, one.batch, Limits(zero=0, budget_s=60, runnable=False))
     assert check(model, model.machines, found.spread, one.batch) == []
     best_s, better, _ = enumerate_best(one, 0, found.evaluation.step_s)
     assert better is None or found.evaluation.step_s <= 1.03 * best_s
     assert found.bound_s <= found.evaluation.step_s
+
+
+def test_replicas_of_a_stage_divide_tensors_alike_since_only_that_runs():
+    one = instance(7)
+    model = one.model()
+    stages = {
+        runnable: [
+            {part.tensor for part in stage.parts}
+            for spread, _ in search(model, model.machines, one.batch, Limits(zero=0, runnable=runnable)).others
+            for stage in spread.stages
+        ]
+        for runnable in (True, False)
+    }
+    assert max(map(len, stages[True])) == 1 < max(map(len, stages[False]))
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ class PlanSettings:
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
       fuse_updates: each rank updates many variables by one operation (see ``whale.lowering.updates``).
       mesh: axes that the user has given sizes, outermost first; (): none.
+      stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
     """
 
     size: int
@@ -156,6 +157,7 @@ class PlanSettings:
     dump: str = ""
     fuse_updates: bool = False
     mesh: tuple[Axis, ...] = ()
+    stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> PlanSettings:
         """These settings with some fields changed: ``settings.but(size=2, zero__level=1)``.

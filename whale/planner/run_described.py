@@ -18,7 +18,7 @@ from cost_model.described.spread import Part, Spread
 from cost_model.described.transformer import Transformer
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import Split, even_sizes
 from whale.ir.program import Program
 from whale.passes.facts.axes import batch_of
 from whale.passes.settings import PlanSettings
@@ -29,6 +29,7 @@ from whale.planner.report.planfile import PlanFile
 
 # The choice of activations by bytes stands for both ways in which a described layer is computed again.
 RECOMPUTE = {"none": "", "selective": "auto", "full": "auto"}
+OFFLOAD = {"none": "", "state": "optimizer", "all": "v0"}  # as `offload.level` calls it
 
 
 class Blocks(NamedTuple):
@@ -54,8 +55,11 @@ def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
     return best
 
 
-def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: str) -> Choice:
+def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: str, beside_host: bool) -> Choice:
     """How a plan of a described model spreads a normalised program.
+
+    Args:
+        beside_host: ranks compute on a device with a memory of its own.
 
     Raises:
         PlanError: the program has other layers or rows, or the plan has what no program can run under.
@@ -63,51 +67,52 @@ def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: st
     spread = plan.spread
     if found := "; ".join(plan.problems()):
         raise PlanError("the plan is not one of its model and cluster", given=path, found=found)
-    for what, action in _unable(spread):
+    for what, action in _unable(spread, beside_host):
         raise PlanError("a program cannot run under what the plan has", given=f"{path}: {what}", action=action)
     firsts = _first_weights(plan, program, path)
     _compare_rows(plan, program, settings, path)
     recomputes = sorted({RECOMPUTE[one] for one in spread.recomputes})
     stages = ranks_of(spread, Machines(plan.cluster))
-    shares: tuple[int, ...] = ()
-    if len(stages) == 1:
-        rows = [part.rows for part in spread.stages[0].parts for _ in range(part.replicas)]
-        if len(set(rows)) > 1:
-            by_rank = dict(zip(stages[0], (n * spread.micro_batches for n in rows)))
-            shares = tuple(by_rank[rank] for rank in sorted(by_rank))
-    ends = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(stages))]
+    tensors = tuple(stage.parts[0].tensor for stage in spread.stages)
     several = len(stages) > 1
+    ends = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(stages))]
     return Choice(
         f"as {path} says: {spread.summary()}",
-        shares=shares,
+        shares=_shares(spread, stages),
         stages=stages * spread.chunks if several else (),
         cuts=tuple(firsts[low] for low, _ in ends[1:]) if several else (),
         micro_batches=spread.micro_batches,
         zero=spread.zero,
         recompute=recomputes[-1],
-        tensor=spread.stages[0].parts[0].tensor,
+        offload=OFFLOAD[spread.offload],
+        tensors=tensors * spread.chunks if max(tensors) > 1 else (),
         sequence=spread.sequence_parallel,
         schedule=spread.schedule if several else "",
         predicted_s=plan.predicted.step_s,
     )
 
 
-def _unable(spread: Spread) -> Iterator[tuple[str, str]]:
+def _shares(spread: Spread, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Rows of a step for each rank, of whose group they are as even as can be; (): all stages have equal replicas."""
+    by_rank: dict[int, int] = {}
+    for stage, ranks in zip(spread.stages, stages):
+        rows = (n for p in stage.parts for _ in range(p.replicas) for n in even_sizes(p.rows, p.tensor))
+        by_rank.update(zip(ranks, (n * spread.micro_batches for n in rows)))
+    if all(len({part.rows for part in stage.parts}) == 1 for stage in spread.stages):
+        return ()
+    return tuple(by_rank[rank] for rank in sorted(by_rank))
+
+
+def _unable(spread: Spread, beside_host: bool) -> Iterator[tuple[str, str]]:
     """What of a spread cannot run, and what to do instead."""
-    parts = [part for stage in spread.stages for part in stage.parts]
-    tensors = sorted({part.tensor for part in parts})
-    if len(tensors) > 1:
-        yield f"tensors divided over {' and '.join(map(str, tensors))} ranks", "plan with --set tensor=N"
-    unequal = [i for i, stage in enumerate(spread.stages) if len({part.rows for part in stage.parts}) > 1]
-    if unequal and (len(spread.stages) > 1 or tensors != [1] or spread.micro_batches > 1):
-        yield (
-            f"replicas with unequal rows in stage {unequal[0]}, beside stages, divided tensors or micro-batches",
-            "plan with --set of another data, stages or micro_batch, so that the replicas of a stage have equal rows",
-        )
-    if spread.zero and tensors != [1] and any(stage.replicas > 1 for stage in spread.stages):
-        yield f"ZeRO {spread.zero} over replicas that divide tensors", "plan with --set zero=0, or --set tensor=1"
-    if spread.offload != "none":
-        yield f"offload of {spread.offload}", "plan with --set offload=none"
+    for number, stage in enumerate(spread.stages):
+        if len(tensors := sorted({part.tensor for part in stage.parts})) > 1:
+            yield (
+                f"replicas of stage {number} that divide tensors over {' and '.join(map(str, tensors))} ranks",
+                "plan with --set tensor=N",
+            )
+    if OFFLOAD[spread.offload] and not beside_host:
+        yield f"offload of {spread.offload}, where the host's memory is all there is", "plan with --set offload=none"
 
 
 def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:

@@ -262,7 +262,7 @@ def staged(program: Program, choice: Choice) -> Program:
         parts = ["auto_parallel"]
         if choice.stages:
             parts.append(f"stage_{number}(ranks={'+'.join(map(str, choice.stages[number]))})")
-        if choice.tensor > 1:
+        if choice.tensors:
             parts.append("split_0(sequence=1)" if choice.sequence else "split_0")
         scopes += ["/".join(parts)] * (high - low)
     at = levels(program)

@@ -119,12 +119,14 @@ def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Pro
     if chosen.weights:
         return scoped(program, chosen), settings.but(split__ranks=chosen.group)
     changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
-    if chosen.stages or chosen.tensor > 1:
+    if chosen.offload:
+        changed = changed.but(memory__offload=chosen.offload)
+    if chosen.stages or chosen.tensors:
         # What does not train is sent the values that it reads.
         if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
             return program, settings
-        return staged(program, chosen), changed.but(**_in_stages(chosen, settings))
-    if chosen.micro_batches:
+        program, changed = staged(program, chosen), changed.but(**_in_stages(chosen, settings))
+    elif chosen.micro_batches:
         changed = changed.but(time__micro_batches=chosen.micro_batches)
     if chosen.shares and not settings.batch.local:
         changed = changed.but(batch__shares=chosen.shares)
@@ -134,9 +136,14 @@ def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Pro
 def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
     """Settings of a choice that has stages, or divides tensors in all of the program."""
     found: dict[str, Any] = {"time__micro_batches": max(1, chosen.micro_batches)}
-    if chosen.tensor > 1:
-        ranks = max(map(len, chosen.stages)) if chosen.stages else settings.size
-        found["mesh"] = (Axis(DATA, ranks // chosen.tensor), Axis(TENSOR, chosen.tensor))
+    if chosen.tensors:
+        groups = chosen.stages or (tuple(range(settings.size)),)
+        meshes = {
+            ranks: (Axis(DATA, len(ranks) // tensor), Axis(TENSOR, tensor))
+            for ranks, tensor in zip(groups, chosen.tensors)
+        }
+        found["mesh"] = max(meshes.values(), key=lambda axes: axes[0].size * axes[1].size)
+        found["stage_meshes"] = meshes if len(set(meshes.values())) > 1 else {}
     if chosen.schedule:
         found["time__schedule"] = chosen.schedule
     return found

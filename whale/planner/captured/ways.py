@@ -2,6 +2,7 @@
 
     choices   ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
     scoped    the program as if the user had put `wh.split` around what a choice divides
+    without_scopes            the program as if the user had put nothing into one
     trains, updates, products    what a program does with its variables
 
 Pipelines are in `whale.planner.captured.pipelines`. The program's own layouts are then found as for any other program.
@@ -37,8 +38,9 @@ class Choice(msgspec.Struct, frozen=True):
             in the order of `whale.planner.captured.pipelines.chain`; micro_batches: of each rank's rows.
         zero: level to which the optimizer's state is divided.
         recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
-        tensor: ranks in a row, of each stage or of all, that divide all tensors together; sequence: they divide the
-            sequence of what lies between products as well.
+        offload: what lies in the host's memory, as ``offload.level``; "": as configured.
+        tensors: ranks in a row that divide all tensors together, of each stage, or one number where there are none;
+            (): tensors are whole. sequence: they divide the sequence of what lies between products as well.
         schedule: in which order stages run micro-batches; "": as configured.
         predicted_s: seconds of a step, once predicted; predicted_bytes: of the rank that holds most.
     """
@@ -53,7 +55,8 @@ class Choice(msgspec.Struct, frozen=True):
     micro_batches: int = 0
     zero: int = 0
     recompute: str = ""
-    tensor: int = 1
+    offload: str = ""
+    tensors: tuple[int, ...] = ()
     sequence: bool = False
     schedule: str = ""
     predicted_s: float = 0.0
@@ -77,6 +80,16 @@ def choices(program: Program, size: int) -> list[Choice]:
 def has_scopes(program: Program) -> bool:
     """Whether the user has put anything of the program into a scope."""
     return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
+
+
+def without_scopes(program: Program) -> Program:
+    """The program, nothing of which is in a scope."""
+    return replace(
+        program,
+        nodes=tuple(replace(n, scope="") for n in program.nodes),
+        variables=tuple(replace(v, scope="") for v in program.variables),
+        functions={name: without_scopes(body) for name, body in program.functions.items()},
+    )
 
 
 def trains(program: Program) -> bool:

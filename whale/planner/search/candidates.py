@@ -22,6 +22,7 @@ class Limits:
     `hurried`: only powers of two of rows, and stages that divide the layers, are looked at.
     `faster_than_s`: only spreads that are estimated to be faster are looked at.
     `exact_devices`: with at most so many, every assignment of devices to stages is looked at.
+    `runnable`: the replicas of a stage divide tensors over equally many ranks, as the runtime's meshes have them.
     """
 
     stages: int | None = None
@@ -35,6 +36,7 @@ class Limits:
     offload: Offload | None = None
     budget_s: float = 8.0
     exact_devices: int = 8
+    runnable: bool = True
     hurried: bool = False
     faster_than_s: float = float("inf")
 

@@ -143,6 +143,8 @@ class Families(Estimates):
                 units = [pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)]
                 if min(units) == 0:
                     continue
+                if limits.runnable and len(set(tensors)) > 1:
+                    continue
                 for stages in self.counts(min(units)):
                     if limits.stages not in (None, stages):
                         continue

@@ -61,6 +61,8 @@ def stage_options(
             continue
         best: dict[tuple[Part, ...], None] = {}
         for tensors in itertools.product(*(search.tensors(k) for k in chosen)):
+            if search.limits.runnable and len(set(tensors)) > 1:
+                continue
             if any(used[k] % t for k, t in zip(chosen, tensors)):
                 continue
             if any(used[k] // t > pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)):

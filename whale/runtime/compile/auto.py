@@ -16,11 +16,12 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Ground, Options, apply, best_way
-from whale.planner.captured.ways import Choice, has_scopes, trains
+from whale.planner.captured.ways import Choice, has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import choice_of
 from whale.runtime.compile.kept_plans import keep_choice, kept_choice
 from whale.runtime.compile.memory_plan import limit_bytes
+from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.progress import told
 from whale.runtime.compile.rates import measured_rates
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
@@ -48,7 +49,7 @@ def spread_program(
       PlanError: no way to spread the program can run, or fits into the ranks' memory.
       ClusterError: the profile that `cost_model.profile` names cannot be read, or does not describe these ranks.
     """
-    if settings.size == 1 or (has_scopes(program) and context.described is None):
+    if settings.size == 1 or has_scopes(program):
         return program, settings
     chosen = context.auto
     if chosen is None:
@@ -64,20 +65,21 @@ def spread_program(
     return apply(program, settings, chosen)
 
 
+def seen_by_plan(program: Program, context: Context) -> Program:
+    """A captured program as the run's plan takes it: that of a described model says itself what scopes would say."""
+    if context.described is None or not has_scopes(program):
+        return program
+    if context.auto is None and context.rank == 0:
+        log.info(f"`{program.name}` is spread as {context.described[1]} says, and not by the script's own scopes")
+    return without_scopes(program)
+
+
 def _as_described(
     program: Program, settings: PlanSettings, context: Context, described: tuple[PlanFile, str]
 ) -> Choice:
     """As the plan of a described model says; every rank finds the same, in the same program."""
     plan, path = described
-    if has_scopes(program):
-        raise PlanError(
-            "the plan of a described model is for a program without scopes",
-            op=program.name,
-            given=f"{path}, and {min(filter(None, (n.scope for n in program.nodes)), default='a scope')}",
-            expected="a script without wh.replica, wh.stage and wh.split",
-            action="run the script without --plan, or remove its scopes",
-        )
-    chosen = choice_of(plan, program, settings, path)
+    chosen = choice_of(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
         log.info(f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.4g} ms a step")
     return chosen

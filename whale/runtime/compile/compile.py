@@ -37,7 +37,7 @@ from whale.passes.settings import PlanSettings
 from whale.planner.captured.search import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
-from whale.runtime.compile.auto import spread_program
+from whale.runtime.compile.auto import seen_by_plan, spread_program
 from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.memory_plan import limit_bytes, options_text, refuse_what_does_not_fit
@@ -103,7 +103,8 @@ def compile_program(
     clock = _Clock(context)
     settings = _settings(program, context, variables)
     lying = settings.split.tiles
-    captured, program = program, normalise(program, settings)
+    captured = seen_by_plan(program, context)
+    program = normalise(captured, settings)
     clock.lap("normalise")
 
     def options(limit: float) -> str:

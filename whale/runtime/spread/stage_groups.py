@@ -61,17 +61,19 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What groups have in common that keep to one plan: how many ranks, and their shares of the rows (): even."""
+    """What groups have in common that keep to one plan: how many ranks, their axes, shares of the rows (): even."""
 
     size: int
+    mesh: tuple[Axis, ...]
     shares: tuple[int, ...]
 
 
 def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
     """The kind of a stage group: of shares for every rank of the run it has those of its own."""
-    shares = settings.batch.shares
+    shares, size = settings.batch.shares, len(group.ranks)
+    mesh = settings.stage_meshes.get(group.ranks) or mesh_of_size(settings, size)
     if len(shares) != settings.size:
-        return _Kind(len(group.ranks), shares)
+        return _Kind(size, mesh, shares)
     mine = tuple(shares[rank] for rank in group.ranks)
     if not any(mine):
         raise PlanError(
@@ -81,7 +83,7 @@ def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
             expected="a rank at least of each stage with rows",
             action="change replica.shares or the devices of the stages",
         )
-    return _Kind(len(group.ranks), mine)
+    return _Kind(size, mesh, mine)
 
 
 def _of_kinds(
@@ -95,9 +97,9 @@ def _of_kinds(
     of_kind = {
         kind: inside.but(
             size=kind.size,
-            mesh=mesh_of_size(settings, kind.size),
+            mesh=kind.mesh,
             split__ranks=0,
-            split__tiles=_known(settings, kind.size),
+            split__tiles=_known(settings, kind),
             batch__inputs=_shared_out(program, settings, kind),
             batch__shares=kind.shares,
         )
@@ -133,7 +135,7 @@ def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[
     asked = settings.batch
     if not kind.shares:
         return asked.inputs
-    mesh = {a.name: a.size for a in mesh_of_size(settings, kind.size)}
+    mesh = {a.name: a.size for a in kind.mesh}
     found = []
     for b in batch_inputs(program, len(asked.shares), asked.shares, asked.marked):
         rows = rows_of_ranks(sum(sizes_of(b)), kind.size, kind.shares, data_coordinates(mesh, kind.size))
@@ -159,9 +161,9 @@ def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
     return tuple(a for a in reversed(found) if a.size > 1) or (Axis(DATA, 1),)
 
 
-def _known(settings: PlanSettings, size: int) -> dict[str, Tiles]:
-    """The layouts of variables that earlier programs have fixed, as far as groups of so many ranks can have them."""
-    sizes = {size, *(a.size for a in mesh_of_size(settings, size))}
+def _known(settings: PlanSettings, kind: _Kind) -> dict[str, Tiles]:
+    """The layouts of variables that earlier programs have fixed, as far as groups of a kind can have them."""
+    sizes = {kind.size, *(a.size for a in kind.mesh)}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
 
