@@ -11,9 +11,9 @@ from tests.oracle.matrix import Run, Spread
 from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import case_named
 
-# Under `wh.split`: dense, convolution (grouped, with batch norm), attention, embedding, recurrent layers, losses over
-# the batch, norms of all gradients and of each weight, a session; over all ranks, and over groups of two. One of them
-# with the sequence divided between products.
+# Under `wh.split`: dense, convolution (grouped, with batch norm), attention, embedding, experts, classes with a margin,
+# recurrent layers, losses over the batch, norms of all gradients and of each weight, a session; over all ranks, and in
+# groups of two. One of them with the sequence divided between products.
 SPLIT = (
     ("mlp_clipped", "clipped", "split", Spread(3)),
     ("mlp_lamb", "lamb", "split", Spread(2, (5, 3))),
@@ -26,6 +26,8 @@ SPLIT = (
     ("gpt", "adam", "sequence:2", Spread(4)),
     ("embedding", "sgd", "split", Spread(3)),
     ("embedding", "adam", "split:2", Spread(4, (1, 3, 1, 3))),
+    ("experts", "adam", "split", Spread(2, (5, 3))),
+    ("margin", "sgd", "split", Spread(3)),
     ("lstm", "sgd", "split", Spread(2)),
     ("contrastive", "sgd", "split", Spread(2, (5, 3))),
     ("seeded_dropout", "sgd", "split:2", Spread(4)),

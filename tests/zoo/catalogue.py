@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import convolution, graphs, inputs, mlp, modules, more, normalization, recurrent, transformer
+from tests.zoo import convolution, giant, graphs, inputs, mlp, modules, more, normalization, recurrent, transformer
 from tests.zoo.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -13,6 +13,7 @@ CASES: tuple[Case, ...] = (
     *recurrent.CASES,
     *inputs.CASES,
     *modules.CASES,
+    *giant.CASES,
     *graphs.CASES,
     *more.MORE_CASES,
 )
