@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -214,8 +214,13 @@ def asked_for(ids: np.ndarray, words: int) -> int:
 
 def zipf(draw: np.random.Generator, words: int, count: int, exponent: float = 1.05) -> np.ndarray:
     """Numbers below ``words``, of which the first is drawn most often."""
-    weights = np.cumsum(np.arange(1, words + 1, dtype=np.float64) ** -exponent)
+    weights = _cumulated(words, exponent)
     return np.searchsorted(weights, draw.random(count) * weights[-1])
+
+
+@cache
+def _cumulated(words: int, exponent: float) -> np.ndarray:
+    return np.cumsum(np.arange(1, words + 1, dtype=np.float64) ** -exponent)
 
 
 def wanted(rows: int) -> int:
