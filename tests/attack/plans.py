@@ -89,7 +89,7 @@ def changed(tree: Any, generator: random.Random) -> Any:
 def made(config: dict[str, Any]) -> tuple[Plan, Program, PlanSettings]:
     """What a dry run of two ranks plans for the model's step."""
     found: list[tuple[Plan, Program, PlanSettings]] = []
-    with planning_run(2, lambda *seen: found.append(seen)):
+    with planning_run(2, lambda plan, program, settings, _: found.append((plan, program, settings))):
         wh.init(config)
         one_step()
     return found[0]

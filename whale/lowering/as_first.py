@@ -48,7 +48,12 @@ def is_alike(one: Program, other: Program) -> bool:
     if [v.type for v in one.variables] != [v.type for v in other.variables]:
         return False  # cut unevenly over an earlier axis
     same = all(
-        a.name == b.name and a.op == b.op and a.inputs == b.inputs and a.outputs == b.outputs and a.scope == b.scope
+        a.name == b.name
+        and a.op == b.op
+        and a.inputs == b.inputs
+        and a.controls == b.controls
+        and a.outputs == b.outputs
+        and a.scope == b.scope
         for a, b in zip(one.nodes, other.nodes)
     )
     return same and one.outputs == other.outputs and all(

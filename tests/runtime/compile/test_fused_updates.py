@@ -21,7 +21,7 @@ from whale.runtime.compile.compile import compile_program
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import current
 from whale.runtime.session import session
-from whale.runtime.spread.lower import with_memory
+from whale.runtime.spread.lower import shown_ranks, with_memory
 
 v1 = tf.compat.v1
 Start = Callable[..., None]
@@ -206,7 +206,8 @@ def test_a_plan_tells_of_them(ranks: Start) -> None:
         models = Models(tf.keras, ("adam",), "float64", contextlib.nullcontext)
         context = current("test")
         compiled = models.step._step(models.batch(0), {}).compiled
-        told.append(with_memory(compiled.program, compiled.plan, settings_of(context)))
+        settings = settings_of(context)
+        told.append(with_memory(compiled.plan, shown_ranks(compiled.program, compiled.plan, settings), settings))
         wh.shutdown()
     assert [plan.updates for plan in told] == [(1, 12), (0, 0)]
     assert plan_from_json(told[0].to_json()).updates == (1, 12)

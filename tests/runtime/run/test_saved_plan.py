@@ -42,7 +42,7 @@ __all__ = ["double", "speed"]
 def saved(path: Path, step: Callable[[], None], **config: Any) -> Plan:
     """What a dry run of two ranks plans for a step, written to a file."""
     plans: list[Plan] = []
-    with planning_run(2, lambda plan, program, settings: plans.append(plan)):
+    with planning_run(2, lambda plan, *_: plans.append(plan)):
         wh.init(config)
         step()
     plans[0].save(path)

@@ -46,7 +46,7 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
-from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, with_memory
+from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, shown_ranks, with_memory
 from whale.runtime.variables.stage_variables import Use
 
 
@@ -253,10 +253,12 @@ def _show(
     """Plans for the ranks of a dry run, which then sees the plan; what runs is planned for one rank."""
     assert context.dry is not None
     program, settings = _spread(program, settings, context, number, again, options)
-    plan = with_memory(program, made_plan(program, context, settings), settings)
+    plan = made_plan(program, context, settings)
+    ranks = shown_ranks(program, plan, settings)
+    plan = with_memory(plan, ranks, settings)
     if context.auto is not None:
         plan = replace(plan, choice=msgspec.json.encode(context.auto).decode())
-    context.dry.seen(plan, program, settings)
+    context.dry.seen(plan, program, settings, ranks)
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:

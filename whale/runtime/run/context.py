@@ -31,11 +31,12 @@ _T = TypeVar("_T")
 class DryRun:
     """A run that only plans: every program is planned for ``size`` ranks and runs on one.
 
-    ``seen`` gets the plan, the normalised program, and how it was planned. ``saved``: file of the plan to be under.
+    ``seen`` gets the plan, the normalised program, how it was planned, and what the first ranks run. ``saved``: file of
+    the plan to be under.
     """
 
     size: int
-    seen: Callable[[Plan, Program, PlanSettings], None]
+    seen: Callable[[Plan, Program, PlanSettings, Sequence[Program]], None]
     saved: str = ""
 
 

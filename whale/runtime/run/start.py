@@ -40,7 +40,9 @@ from whale.started import PROGRESS_VARIABLE, ProcessPlace, process_place
 
 
 @contextmanager
-def planning_run(size: int, seen: Callable[[Plan, Program, PlanSettings], None], saved: str = "") -> Iterator[None]:
+def planning_run(
+    size: int, seen: Callable[[Plan, Program, PlanSettings, Sequence[Program]], None], saved: str = ""
+) -> Iterator[None]:
     """An ``init`` inside makes a dry run, which ends with the scope."""
     process.dry = DryRun(size, seen, saved)
     try:

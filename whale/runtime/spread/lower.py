@@ -3,7 +3,7 @@
 make_any_plan      the plan of a normalised program: over one group of ranks, groups of them, or stages
 lower_ranks        what ranks run under a plan: local shapes, exchanges, micro-batches, offloaded variables
 planned_ranks      both, for a program that is only asked about; first_ranks: of a program as it was captured
-with_memory        the plan with the bytes that its ranks will hold
+shown_ranks        what the ranks of a plan run, for what is told of it; with_memory: the plan with their bytes
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.backends import give_to_horovod
 from whale.runtime.spread.mesh import lower_mesh, plan_program
-from whale.runtime.spread.micro_batches import in_micro_batches, own_rows
+from whale.runtime.spread.micro_batches import InTime, in_micro_batches, own_rows
 from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_groups
 
 _MOST_RANKS_SHOWN = 8
@@ -83,8 +83,8 @@ def lower_ranks(
         scores_bytes = settings.memory.scores_bytes * plan.micro_batches  # of the rows of all of them
         lowered = [in_blocks(in_blocks_if_large(p, scores_bytes)) for p in lowered]
         if plan.micro_batches > 1 and not plan.stage_groups:
-            own = own_rows(expanded, plan)
-            lowered = [in_micro_batches(p, plan, rank, settings, own) for p, rank in zip(lowered, ranks)]
+            own, known = own_rows(expanded, plan), list[InTime]()
+            lowered = [in_micro_batches(p, plan, rank, settings, own, known) for p, rank in zip(lowered, ranks)]
         if any(level.inner is not None for level in (plan, *plan.others)):
             keys = [r.key for one in (plan, *plan.others) for level in chain(one) for r in level.reshards]
             order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -128,17 +128,21 @@ def as_run(ranks: list[Program], settings: PlanSettings) -> list[Program]:
     return list(map(fuse_updates, ranks)) if settings.fuse_updates else ranks
 
 
-def with_memory(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
-    """``plan`` of a normalised program with the bytes that its ranks will hold; of many ranks, the first ones.
-
-    And with how many of the first rank's writes of variables are done together.
-    """
-    ranks = _shown(settings)
+def shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:
+    """What the ranks of a plan run; of many ranks, the first ones."""
     with no_garbage_collection():
-        lowered = as_run(lower_ranks(program, plan, settings, ranks), settings)
-        each = [step_bytes(one, rank, settings.size) for rank, one in zip(ranks, lowered)]
+        return as_run(lower_ranks(program, plan, settings, _shown(settings)), settings)
+
+
+def with_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:
+    """``plan`` with the bytes that its ranks will hold, and with how many of the first one's writes are done together.
+
+    Args:
+      ranks: what they run (``shown_ranks``).
+    """
+    each = [step_bytes(one, rank, settings.size) for rank, one in enumerate(ranks)]
     memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
-    return replace(plan, memory=memory, updates=written_together(lowered[0]))
+    return replace(plan, memory=memory, updates=written_together(ranks[0]))
 
 
 def _shown(settings: PlanSettings) -> range:

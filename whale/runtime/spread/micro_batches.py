@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
+from whale.lowering.as_first import is_alike
 from whale.lowering.emit import reshard_name
 from whale.lowering.in_turn import in_turn, rows_in_turn
 from whale.lowering.micro import roll
@@ -77,14 +79,30 @@ def own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
     return {(sizes[0] * prod(axes[level + 1 :]),) * size for sizes in brought for level, size in enumerate(axes)}
 
 
+@dataclass(frozen=True, slots=True)
+class InTime:
+    """What a rank runs, the rows that it has, and the plan of its micro-batches: of ranks alike, once."""
+
+    program: Program
+    rows: Mapping[str, Split]
+    plan: Plan
+    regions: Mapping[str, str]
+
+
 def in_micro_batches(
-    program: Program, plan: Plan, rank: int, settings: PlanSettings, own: Collection[tuple[int, ...]]
+    program: Program,
+    plan: Plan,
+    rank: int,
+    settings: PlanSettings,
+    own: Collection[tuple[int, ...]],
+    known: list[InTime],
 ) -> Program:
     """What ``rank`` runs, its rows cut into micro-batches that run one after the other.
 
     Args:
       program: what it runs on all its rows.
       own: see ``own_rows``.
+      known: of ranks of the same plan; this one's is added if none runs the same but for values.
 
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is through.
@@ -96,8 +114,10 @@ def in_micro_batches(
     if together is not program:
         rows = {name: rows_in_turn(cut.extent, plan.micro_batches) for name, cut in rows.items()}
     program = prepared(together)
-    time, regions = time_plan(
-        program, plan.micro_batches, rows, settings.batch.local_streams, settings.time.local_statistics
-    )
-    each = {name for name, region in regions.items() if region == EACH}
-    return roll(program, time, each)
+    one = next((one for one in known if one.rows == rows and is_alike(one.program, program)), None)
+    if one is None:
+        streams, statistics = settings.batch.local_streams, settings.time.local_statistics
+        one = InTime(program, rows, *time_plan(program, plan.micro_batches, rows, streams, statistics))
+        known.append(one)
+    each = {name for name, region in one.regions.items() if region == EACH}
+    return roll(program, one.plan, each)

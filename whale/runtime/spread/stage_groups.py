@@ -182,23 +182,43 @@ def lower_stage_groups(
         for at in reversed(_first_readers(plan.of(plan.stage_groups[0])) or [()]):  # the first ones may have no rows
             rows |= WholeInTime(expanded, whole_stages, 0, at, settings).rows
     stages = Stages(expanded, plan, settings, rows)
-    agreed: dict[int, Agreed] = {}  # of each stage group
+    in_turns = _InTime(expanded, stages, settings)
     parts = {number: stages.part(number) for number in sorted({stages.where(rank)[0] for rank in ranks})}
     programs = []
     for rank in ranks:
         number, at = stages.where(rank)
-        whole = None
-        if in_time:
-            readers = _first_readers(plan.of(plan.stage_groups[number]))
-            if number not in agreed and readers not in ([], [at]):
-                agreed[number] = Agreed.of([WholeInTime(expanded, stages, number, r, settings) for r in readers])
-            whole = WholeInTime(expanded, stages, number, at, settings, agreed.get(number, Agreed()))
+        whole = in_turns.whole(number, at) if in_time else None
         mine = rows or (whole.rows if whole else {})
         connected = connect(
             stages, stages.lowered(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
         )
         programs.append(whole.pipelined(connected, number) if whole else connected)
     return programs
+
+
+class _InTime:
+    """What coordinates would run in micro-batches if they had all stages, once for those that run the same."""
+
+    def __init__(self, expanded: Program, stages: Stages, settings: PlanSettings):
+        self.expanded, self.stages, self.settings = expanded, stages, settings
+        self._agreed: dict[int, Agreed] = {}  # by the number of a plan
+        self._known: dict[tuple[int, tuple[int, ...]], WholeInTime] = {}
+
+    def whole(self, number: int, at: tuple[int, ...]) -> WholeInTime:
+        """That of the coordinates ``at`` in the mesh of a stage group."""
+        group = self.stages.plan.stage_groups[number]
+        levels = self.stages.levels(number)
+        readers = _first_readers(self.stages.plan.of(group))
+        one = (0,) * len(at) if levels.is_like_first(at) else at
+        if (group.plan, one) not in self._known:
+            agreed = Agreed()
+            if readers not in ([], [at]):
+                if group.plan not in self._agreed:
+                    some = [WholeInTime(self.expanded, self.stages, number, r, self.settings) for r in readers]
+                    self._agreed[group.plan] = Agreed.of(some)
+                agreed = self._agreed[group.plan]
+            self._known[group.plan, one] = WholeInTime(self.expanded, self.stages, number, one, self.settings, agreed)
+        return self._known[group.plan, one]
 
 
 def _first_readers(plan: Plan) -> list[tuple[int, ...]]:

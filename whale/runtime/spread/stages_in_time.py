@@ -11,6 +11,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.schedule import credits, live_micro_batches, schedule
 from whale.lowering.ahead import ahead
+from whale.lowering.as_first import is_alike
 from whale.lowering.micro import Call, roll
 from whale.passes.facts.stages import stage_of, stages_of
 from whale.passes.in_time.micro_batches import EACH, time_plan
@@ -18,8 +19,10 @@ from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_r
 from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 from whale.rules.structure.communication import ROWS
-from whale.runtime.spread.micro_batches import batch_rows
+from whale.runtime.spread.micro_batches import InTime, batch_rows
 from whale.runtime.spread.stages import Stages
+
+_TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class WholeInTime:
         at = at or (0,) * len(mesh.axes)
         self.mine, self.position, self.settings = plan.of(plan.stage_groups[number]), levels.position(at), settings
         self.numbers, self.agreed = {stage: i for i, stage in enumerate(stages_of(expanded))}, agreed
+        self._known: list[InTime] = []
         whole = self._prepared(levels.with_own_rows(levels.program(at), expanded, at))
         time, regions = self._planned(whole, {})
         each = {name for name, region in regions.items() if region == EACH}
@@ -92,11 +96,15 @@ class WholeInTime:
             are not alike; a tensor is cut otherwise by its sender than by its receiver.
         """
         program = self._prepared(program)
-        received: dict[str, Split] = {}
-        for node in program.nodes:
-            if node.op in ("WhaleRecv", "Const") and node.attrs.get(ROWS):
-                received[node.name] = _as_split(node)
-        time, regions = self._planned(program, received)
+        travels = (node for node in program.nodes if node.op in _TRAVELS and node.attrs.get(ROWS))
+        cuts = {node.name: _as_split(node) for node in travels}
+        # Ranks of a stage mostly run the same but for values.
+        one = next((one for one in self._known if one.rows == cuts and is_alike(one.program, program)), None)
+        if one is None:
+            received = {name: cut for name, cut in cuts.items() if program.by_name[name].op != "WhaleSend"}
+            one = InTime(program, cuts, *self._planned(program, received))
+            self._known.append(one)
+        time, regions = one.plan, one.regions
         for node in program.nodes:
             if node.op == "WhaleSend" and node.attrs.get(ROWS):
                 wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]

@@ -34,7 +34,7 @@ from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.lower import first_ranks, make_any_plan, with_memory
+from whale.runtime.spread.lower import first_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
 from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan, rank_programs
 from whale.runtime.tools.what_if import compared, read_what_if
@@ -62,7 +62,8 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
     marked = bool(settings.memory.recompute)
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
-    return with_memory(program, make_any_plan(program, settings), settings)
+    found = make_any_plan(program, settings)
+    return with_memory(found, shown_ranks(program, found, settings), settings)
 
 
 @dataclass(frozen=True)
@@ -260,10 +261,12 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
     planned: list[Planned] = []
     seen: dict[str, None] = {}
 
-    def stop(plan: Plan, program: Program, settings: PlanSettings) -> None:
+    def stop(plan: Plan, program: Program, settings: PlanSettings, ranks: Sequence[Program]) -> None:
         # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
         if plan.batch_inputs or (plan.choice and trains(program)):
-            planned.append(Planned(program, replace(plan, script=(os.path.abspath(script), *args)), settings))
+            planned.append(
+                Planned(program, replace(plan, script=(os.path.abspath(script), *args)), settings, tuple(ranks))
+            )
             raise _Planned
         seen[program.name] = None
 

@@ -20,11 +20,15 @@ from whale.runtime.spread.lower import as_run, lower_ranks
 
 @dataclass(frozen=True)
 class Planned:
-    """A normalised program, its plan, and how it was planned."""
+    """A normalised program, its plan, and how it was planned.
+
+    ``ranks`` are the programs of the first ranks, where they are known already.
+    """
 
     program: Program
     plan: Plan
     settings: PlanSettings
+    ranks: tuple[Program, ...] = ()
 
 
 def rank_programs(planned: Planned) -> list[Program]:
@@ -34,8 +38,11 @@ def rank_programs(planned: Planned) -> list[Program]:
       PlanError: the plan lacks a strategy or a reshard.
     """
     program, plan, settings = planned.program, planned.plan, planned.settings
+    known = planned.ranks
+    if len(known) != plan.ranks:
+        known = tuple(as_run(lower_ranks(program, plan, settings, range(plan.ranks)), settings))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
-    return [inline(r) for r in as_run(lower_ranks(program, plan, settings, range(plan.ranks)), settings)]
+    return [inline(r) for r in known]
 
 
 def predict_plan(
