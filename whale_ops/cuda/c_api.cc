@@ -1,5 +1,6 @@
 // What this library offers to the core, and a C ABI for tests/whale_ops/device/cuda_rank.py: one rank with one GPU, its own computation's stream,
 // and host exchanges by callback. Functions of the latter return a status code (core/base/types.h); whale_cuda_last_error() is the message.
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -56,7 +57,7 @@ using WhaleCudaGather = int (*)(const void* mine, size_t bytes, void* all);
 
 // Layout shared with tests/whale_ops/device/cuda_rank.py. Tensors lie in the host's memory; all ranks are the group.
 struct WhaleCudaOperation {
-  int32_t kind, root, dtype, wire, reduction;
+  int32_t kind, root, dtype, wire, reduction, repeats;
   float scale;
   int64_t element_bytes, largest, tensors_size, counts_size;
   void** inputs;  // of each tensor
@@ -65,11 +66,19 @@ struct WhaleCudaOperation {
   const int64_t* output_counts;
   const int64_t* counts;  // as in whale::DeviceOperation
   const int64_t* recv_counts;
+  double seconds;  // of one of `repeats`, from the first one's start to the last one's end; filled in
 };
 
 WHALE_EXPORT const char* whale_cuda_last_error() { return last_error.c_str(); }
 
 WHALE_EXPORT int whale_cuda_devices(int* count) { return report(::count(count)); }
+
+WHALE_EXPORT int whale_cuda_device_name(int device, char* name, size_t bytes) {
+  cudaDeviceProp properties = {};
+  const Status status = whale::cuda::check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  std::snprintf(name, bytes, "%s", properties.name);
+  return report(status);
+}
 
 // `transport`: "nccl" or "cuda-ipc".
 WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int device, size_t buffer_bytes, WhaleCudaGather gather, void** handle) {
@@ -86,7 +95,7 @@ WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int 
 }
 
 // Tensors are copied to the device, exchanged there, and copied back, all on streams.
-WHALE_EXPORT int whale_cuda_run(void* handle, const WhaleCudaOperation* operation) {
+WHALE_EXPORT int whale_cuda_run(void* handle, WhaleCudaOperation* operation) {
   using whale::cuda::check;
   auto* rank = static_cast<Rank*>(handle);
   whale::DeviceOperation what;
@@ -119,10 +128,13 @@ WHALE_EXPORT int whale_cuda_run(void* handle, const WhaleCudaOperation* operatio
     void* output = place(nullptr, operation->output_counts[i]);
     what.tensors.push_back({input, output, what.kind == whale::OpKind::kRecv ? operation->output_counts[i] : operation->input_counts[i]});
   }
+  if (status.ok()) status = check(cudaStreamSynchronize(rank->computation), "cudaStreamSynchronize");
   void* mark = nullptr;
   if (status.ok()) status = rank->device->mark(rank->computation, &mark);
-  if (status.ok()) status = rank->device->launch(what, mark);
+  const int64_t start_ns = whale::now_ns();
+  for (int i = 0; i < operation->repeats && status.ok(); ++i) status = rank->device->launch(what, mark);
   for (bool finished = false; status.ok() && !finished;) status = rank->device->finished(mark, &finished);
+  operation->seconds = static_cast<double>(whale::now_ns() - start_ns) * 1e-9 / operation->repeats;
   rank->device->release(mark);
   for (int64_t i = 0; i < operation->tensors_size && status.ok(); ++i) {
     const size_t bytes = static_cast<size_t>(operation->output_counts[i]) * what.element_bytes;

@@ -1,11 +1,13 @@
 """One rank of test_cuda.py: `python -m tests.whale_ops.device.cuda_rank LIBRARY TRANSPORT RANK SIZE DEVICE FD`.
 
 Needs no TensorFlow and no MPI: the ranks meet through a socket (file descriptor FD) whose other end the test holds.
+With ``rates`` behind all it measures all-reduces, and the first rank prints a line of JSON: seconds by bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import numpy as np
 from whale_ops._native import DTYPES, KINDS, REDUCTIONS
 
 BUFFER_BYTES = 1 << 20  # less than the tensors have: they travel in parts
+RATED_BYTES = [1 << 16, 1 << 20, 1 << 24, 1 << 26]
 GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 COUNTS = (1, 0, 1000, 257, 300_001)  # of the tensors that travel together
 # dtype, dtype on the wire, reduction, scale
@@ -48,13 +51,14 @@ class Operation(ctypes.Structure):
     """WhaleCudaOperation of whale_ops/cuda/c_api.cc."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "root", "dtype", "wire", "reduction")),
+        *((name, ctypes.c_int32) for name in ("kind", "root", "dtype", "wire", "reduction", "repeats")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int64) for name in ("element_bytes", "largest", "tensors_size", "counts_size")),
         ("inputs", ctypes.POINTER(ctypes.c_void_p)),
         ("outputs", ctypes.POINTER(ctypes.c_void_p)),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("input_counts", "output_counts", "counts")),
         ("recv_counts", ctypes.POINTER(ctypes.c_int64)),
+        ("seconds", ctypes.c_double),
     ]
 
 
@@ -91,6 +95,7 @@ def operation(
     scale: float = 1.0,
     root: int = 0,
     largest: int = 0,
+    repeats: int = 1,
 ) -> Operation:
     """Arrays must outlive what is made of them."""
 
@@ -106,6 +111,7 @@ def operation(
         DTYPES[dtype],
         DTYPES[wire or dtype],
         REDUCTIONS[reduction],
+        repeats,
         scale,
         dtype_of(dtype).itemsize,
         largest,
@@ -152,7 +158,7 @@ def other(kind: str, dtype: str, even: bool, rank: int, size: int) -> tuple[Oper
 
 def main() -> None:
     path, transport = sys.argv[1:3]
-    rank, size, device, descriptor = map(int, sys.argv[3:])
+    rank, size, device, descriptor = map(int, sys.argv[3:7])
     library, meeting = ctypes.CDLL(path), socket.socket(fileno=descriptor)
     library.whale_cuda_last_error.restype = ctypes.c_char_p
 
@@ -173,8 +179,20 @@ def main() -> None:
             raise SystemExit(f"rank {rank}: {library.whale_cuda_last_error().decode()}")
 
     handle = ctypes.c_void_p()
-    limit = ctypes.c_size_t(BUFFER_BYTES)
+    limit = ctypes.c_size_t(max(RATED_BYTES) if sys.argv[7:] else BUFFER_BYTES)
     check(library.whale_cuda_open(transport.encode(), rank, size, device, limit, gather, ctypes.byref(handle)))
+    if sys.argv[7:] == ["rates"]:
+        seconds = {}
+        for size_bytes in RATED_BYTES:
+            tensor, result = np.ones((2, size_bytes // 4), np.float32)
+            for repeats in (3, 20):  # the first ones make what the others use again
+                one = operation("AllReduce", "float32", [tensor], [result], repeats=repeats)
+                check(library.whale_cuda_run(handle, ctypes.byref(one)))
+            seconds[size_bytes] = one.seconds
+        library.whale_cuda_close(handle)
+        if rank == 0:
+            print(json.dumps(seconds), flush=True)
+        return
     for _ in range(3):  # buffers and events are used again
         for case, (dtype, wire, reduction, scale) in enumerate(CASES):
             tensors = inputs(rank, case)

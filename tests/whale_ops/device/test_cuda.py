@@ -47,14 +47,15 @@ def relay(ends: list[socket.socket]) -> None:
             end.sendall(b"".join(parts))
 
 
-def run(library: Path, transport: str, ranks: int, gpus: int) -> None:
+def run(library: Path, transport: str, ranks: int, gpus: int, *more: str) -> list[str]:
+    """What the ranks print, each a process with a GPU."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(ranks)]
     processes = []
     for rank, (_, theirs) in enumerate(pairs):
         worker = [sys.executable, "-m", "tests.whale_ops.device.cuda_rank", str(library), transport]
         numbers = [str(n) for n in (rank, ranks, rank % gpus, theirs.fileno())]
         process = subprocess.Popen(
-            [*worker, *numbers],
+            [*worker, *numbers, *more],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,11 +66,14 @@ def run(library: Path, transport: str, ranks: int, gpus: int) -> None:
         theirs.close()
     threading.Thread(target=relay, args=([ours for ours, _ in pairs],), daemon=True).start()
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        return [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert outputs == [f"rank {rank}: all right\n" for rank in range(ranks)]
+
+
+def check(library: Path, transport: str, ranks: int, gpus: int) -> None:
+    assert run(library, transport, ranks, gpus) == [f"rank {rank}: all right\n" for rank in range(ranks)]
 
 
 def test_it_compiles_and_loads(library: Path) -> None:
@@ -92,11 +96,11 @@ def test_ranks_that_share_a_gpu_exchange_through_its_memory(library: Path, ranks
     gpus = devices(library)
     if gpus == 0:
         pytest.skip("no GPU here: the kernels and the CUDA IPC transport were compiled and not run")
-    run(library, "cuda-ipc", ranks, 1)
+    check(library, "cuda-ipc", ranks, 1)
 
 
 def test_ranks_with_a_gpu_each_exchange_through_nccl(library: Path) -> None:
     gpus = devices(library)
     if gpus == 0:
         pytest.skip("no GPU here: the NCCL transport was compiled and not run")
-    run(library, "nccl", min(gpus, 4), gpus)
+    check(library, "nccl", min(gpus, 4), gpus)

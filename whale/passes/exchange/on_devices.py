@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from whale.ir.exchanged_bytes import rank_bytes
 from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, RANK_REDUCTIONS, ROW_EXCHANGES
 from whale.ir.plan_text import human_bytes
-from whale.ir.program import ON_HOST, Node, Program
+from whale.ir.program import ON_HOST, Node, Program, Ref
 from whale.ir.values import Func
 
 # Values of `communication.backend` that mean accelerators.
@@ -51,13 +51,44 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
     direct = _called_directly(program)
 
     def of_graph(graph: Program) -> Program:
-        nodes = [_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes]
+        return graph.with_nodes(tuple(_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes))
+
+    functions = {name: of_graph(body) if name in direct else body for name, body in program.functions.items()}
+    return _without_handles(replace(of_graph(program), functions=functions), direct)
+
+
+def _without_handles(program: Program, direct: frozenset[str]) -> Program:
+    """``program`` whose calls pass no handle of a communicator that the function has no use for any more.
+
+    TensorFlow would place the call, and all that the function computes, where the handle is: on the host.
+    """
+    functions = dict(program.functions)
+    kept: dict[str, list[int]] = {}  # operands that remain, of each function that loses some
+    for name in direct:
+        body = functions[name]
+        used = {ref.node for node in body.nodes for ref in node.inputs} | {ref.node for ref in body.outputs}
+        gone = {i for i in body.inputs if i not in used and body.type_of(Ref(i)).dtype == "resource"}
+        if gone:
+            kept[name] = [k for k, i in enumerate(body.inputs) if i not in gone]
+            nodes = tuple(node for node in body.nodes if node.name not in gone)
+            functions[name] = replace(body, nodes=nodes, inputs=tuple(i for i in body.inputs if i not in gone))
+
+    def of_node(node: Node) -> Node:
+        function = node.attrs.get("f") if node.op in CALLS else None
+        if not isinstance(function, Func) or function.name not in kept:
+            return node
+        inputs = [node.inputs[k] for k in kept[function.name]]
+        types = [node.attrs["Tin"][k] for k in kept[function.name]]
+        return replace(node, inputs=tuple(inputs), attrs={**node.attrs, "Tin": tuple(types)})
+
+    def of_graph(graph: Program) -> Program:
+        nodes = tuple(map(of_node, graph.nodes))
         used = {ref.node for n in nodes for ref in n.inputs} | {name for n in nodes for name in n.controls}
         used |= {ref.node for ref in graph.outputs} | set(graph.effects)
         return graph.with_nodes(tuple(n for n in nodes if n.op != _COMMUNICATOR or n.name in used))
 
-    functions = {name: of_graph(body) if name in direct else body for name, body in program.functions.items()}
-    return replace(of_graph(program), functions=functions)
+    shorter = replace(of_graph(program), functions={name: of_graph(body) for name, body in functions.items()})
+    return _without_handles(shorter, direct) if kept else shorter  # callers may have got them as operands, too
 
 
 def host_exchanges(program: Program) -> Iterator[HostExchange]:

@@ -1,0 +1,166 @@
+"""What works of GPUs' exchanges on this machine, a line for each part: ``make gpu``, or ``python -m tests.gpu``.
+
+Without a GPU the parts are compiled, and tested with the host's memory as device. With one they are tested on it, and
+what all-reduces take is written into docs/gpu.md. Ends with 1 where a part fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from whale.errors import CommError
+from whale_ops import build_cuda
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- measured: python -m tests.gpu -->", "<!-- end -->"
+WAITING = "waiting for a GPU"
+_DEVICE = "tests/whale_ops/device"
+
+
+class Failed(Exception):
+    """A part does not work; the text says what was seen."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The library, if it could be compiled, and the GPUs that it finds."""
+
+    library: Path | None
+    compiled: str
+    gpus: tuple[str, ...] = ()
+
+
+def look() -> Machine:
+    """Compiles the library, and asks it for the GPUs.
+
+    Raises:
+      Failed: it does not compile.
+    """
+    nvcc = build_cuda.find_nvcc()
+    if nvcc is None:
+        return Machine(None, "not compiled: no nvcc (pip install nvidia-cuda-nvcc nvidia-cuda-cccl)")
+    try:
+        library = build_cuda.build()
+    except CommError as error:
+        raise Failed(str(error)) from error
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"release ([\d.]+)", said)
+    loaded, count = ctypes.CDLL(str(library)), ctypes.c_int(0)
+    compiled = f"compiled by nvcc {version[1] if version else '?'}, {_nccl_of(library)}"
+    names = []
+    if loaded.whale_cuda_devices(ctypes.byref(count)) == 0:
+        for device in range(count.value):
+            name = ctypes.create_string_buffer(256)
+            loaded.whale_cuda_device_name(device, name, ctypes.c_size_t(len(name)))
+            names.append(name.value.decode())
+    return Machine(library, compiled, tuple(names))
+
+
+def _nccl_of(library: Path) -> str:
+    return "with NCCL" if b"libnccl.so" in library.read_bytes() else "without NCCL (pip install nvidia-nccl-cu12)"
+
+
+def tested(*files: str) -> None:
+    """Runs tests of pytest.
+
+    Raises:
+      Failed: one fails.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Failed(done.stdout[-2000:] + done.stderr[-500:])
+
+
+def rates(machine: Machine) -> str:
+    """Measures all-reduces between ranks and writes the page's table; what was measured in words.
+
+    Raises:
+      Failed: a rank says something else.
+    """
+    from tests.whale_ops.device.test_cuda import run
+
+    assert machine.library is not None
+    gpus = len(machine.gpus)
+    kinds = {"cuda-ipc": 2, **({"nccl": min(gpus, 8)} if gpus > 1 else {})}
+    rows = []
+    for transport, ranks in kinds.items():
+        said = run(machine.library, transport, ranks, gpus if transport == "nccl" else 1, "rates")
+        try:
+            seconds = {int(size): float(s) for size, s in json.loads(said[0]).items()}
+        except ValueError as error:
+            raise Failed("".join(said)[-2000:]) from error
+        on = f"{ranks} GPUs" if transport == "nccl" else f"{ranks} ranks on one GPU"
+        rows += [_row(transport, on, ranks, size, s) for size, s in seconds.items()]
+    date = datetime.datetime.now(datetime.timezone.utc).date()
+    title = (
+        f"All-reduces of float32 on {machine.gpus[0]}, {date}. Bus bandwidth as of nccl-tests: 2(n-1)/n of the bytes."
+    )
+    head = ["| transport | ranks | bytes | us | GB/s |", "|---|---|---|---|---|"]
+    PAGE.write_text(with_table(PAGE.read_text(), [title, "", *head, *rows]))
+    return f"measured on {gpus} {machine.gpus[0]}: docs/gpu.md"
+
+
+def _row(transport: str, on: str, ranks: int, size_bytes: int, seconds: float) -> str:
+    rate = 2 * (ranks - 1) / ranks * size_bytes / seconds * 1e-9
+    return f"| {transport} | {on} | {size_bytes} | {1e6 * seconds:.1f} | {rate:.2f} |"
+
+
+def with_table(page: str, lines: list[str]) -> str:
+    """The page with other lines between its marks."""
+    before, rest = page.split(BEGIN)
+    return "\n".join([before + BEGIN, *lines, END]) + rest.split(END)[1]
+
+
+def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(what it is, what tries it and says how)."""
+
+    def by_tests(outcome: str, *files: str) -> Callable[[], str]:
+        def run() -> str:
+            tested(*files)
+            return outcome
+
+        return run
+
+    def on_gpus(run: Callable[[], str]) -> Callable[[], str]:
+        return run if machine.gpus else lambda: WAITING
+
+    fake = "tested with the fake device"
+    where = f"tested on {len(machine.gpus)} {machine.gpus[0]}" if machine.gpus else ""
+    yield "the library for GPUs", lambda: machine.compiled
+    yield "kernels", by_tests("tested as host code, element by element", f"{_DEVICE}/test_kernels.py")
+    yield "exchanges of ops in groups, order of starts", by_tests(fake, f"{_DEVICE}/test_device.py")
+    yield "programs: groups, stages, micro-batches, ZeRO", by_tests(fake, "tests/runtime/run/test_device_exchange.py")
+    yield "CUDA IPC and NCCL between ranks", on_gpus(by_tests(where, f"{_DEVICE}/test_cuda.py"))
+    yield "programs on GPUs against one device", on_gpus(by_tests(where, "tests/distributed/test_gpu.py"))
+    yield "rates of all-reduces", on_gpus(lambda: rates(machine))
+
+
+def main() -> int:
+    """Tries all parts; 1 where one fails."""
+    failed, lines = 0, []
+    try:
+        machine = look()
+    except Failed as error:
+        machine, failed = Machine(None, f"FAILED\n{error}"), 1
+    for what, run in parts(machine):
+        try:
+            outcome = run()
+        except Failed as error:
+            outcome, failed = f"FAILED\n{error}", 1
+        lines.append(f"{what + ':':50} {outcome}")
+        print(lines[-1], flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
