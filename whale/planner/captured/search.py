@@ -36,6 +36,7 @@ from whale.planner.captured.ways import Choice, choices, scoped, trains
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
+STATE_DIVIDED = ", optimizer's state divided"
 RECOMPUTE = "auto"  # which activations, where memory is too small for all (see whale.passes.memory.recompute)
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 # An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
@@ -98,12 +99,38 @@ class Search:
     """What was looked at, in the order of looking, and in words what cannot be, with the reason.
 
     Attributes:
+      end_s: on the clock, after which only a first way is looked at.
       is_whole: whether there was time for every way.
     """
 
+    ground: Ground
+    end_s: float
     found: list[Way] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_whole: bool = True
+
+    def to_beat_s(self) -> float:
+        """What takes as long or longer is not taken."""
+        fitting = [way.seconds for way in self.found if way.bytes <= self.ground.limit_bytes]
+        return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
+
+    def look(self, program: Program, settings: PlanSettings, choice: Choice) -> None:
+        """Predicts one way."""
+        if self.found and time.monotonic() > self.end_s:
+            self.lost.append(f"{choice.name}: not looked at, the time is over")
+            self.is_whole = False
+            return
+        try:
+            self.found.append(predicted(program, settings, choice, self.ground, self.to_beat_s()))
+        except WhaleError as error:
+            self.lost.append(f"{choice.name}: cannot run: {error.message}")
+
+    def full(self) -> Iterator[Choice]:
+        """What does not fit and is faster than all that fits, fastest first, while that is so."""
+        full = [way for way in self.found if way.bytes > self.ground.limit_bytes]
+        for way in sorted(full, key=lambda w: w.seconds):
+            if way.seconds < self.to_beat_s():
+                yield way.choice
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
@@ -155,7 +182,8 @@ def best_way(
     """(the fastest choice by prediction, of those that fit into memory; what was found, line by line; whether there was
     time for every way).
 
-    What does not fit, and is faster than all that fits, is also looked at with its activations computed again.
+    What does not fit, and is faster than all that fits, is also looked at with state and weights divided, and with its
+    activations computed again.
 
     Args:
       stages: only pipelines of so many; 0: any way.
@@ -163,41 +191,57 @@ def best_way(
     Raises:
       PlanError: no way can run, or none fits into the ranks' memory; says by how much, and what would make it fit.
     """
-    search, limit = Search(), ground.limit_bytes
-    end_s = time.monotonic() + BUDGET_S
-
-    def to_beat_s() -> float:
-        fitting = [way.seconds for way in search.found if way.bytes <= limit]
-        return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
-
-    def look(program: Program, settings: PlanSettings, choice: Choice) -> None:
-        if search.found and time.monotonic() > end_s:
-            search.lost.append(f"{choice.name}: not looked at, the time is over")
-            search.is_whole = False
-            return
-        try:
-            search.found.append(predicted(program, settings, choice, ground, to_beat_s()))
-        except WhaleError as error:
-            search.lost.append(f"{choice.name}: cannot run: {error.message}")
-
-    for choice, bound_s in _looked_at(program, settings, ground, stages):
-        if choice.alone and settings.batch.local:
-            search.lost.append(f"{choice.name}: every rank is given its own rows only")
-        elif bound_s >= to_beat_s():
-            search.lost.append(f"{choice.name}: {1e3 * bound_s:.2f} ms at least")
-        else:
-            look(program, settings, choice)
-    fastest_s = to_beat_s()
-    full = sorted((w for w in search.found if w.bytes > limit and w.seconds < fastest_s), key=lambda w: w.seconds)
-    if full and ground.again is not None and not settings.memory.recompute:
-        changed = settings.but(memory__recompute=RECOMPUTE)
-        less = ground.again(changed)
-        for way in full:
-            name = f"{way.choice.name}, activations computed again"
-            look(less, changed, msgspec.structs.replace(way.choice, name=name, recompute=RECOMPUTE))
+    search = Search(ground, time.monotonic() + BUDGET_S)
+    looked_at = _looked_at(program, settings, ground, stages)
+    # Stages take longest to plan. What is found without them, with less held, says how fast they have to be.
+    for staged_ones in (False, True):
+        for choice, bound_s in (one for one in looked_at if bool(one[0].stages) == staged_ones):
+            if choice.alone and settings.batch.local:
+                search.lost.append(f"{choice.name}: every rank is given its own rows only")
+            elif bound_s >= search.to_beat_s():
+                search.lost.append(f"{choice.name}: {1e3 * bound_s:.2f} ms at least")
+            else:
+                search.look(program, settings, choice)
+        _look_at_leaner(search, program, settings)
     best = _best(search, ground)
     chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=best.bytes)
     return chosen, list(_told(best, search, ground)), search.is_whole
+
+
+def _look_at_leaner(search: Search, program: Program, settings: PlanSettings) -> None:
+    """Ways that do not fit, with state (and weights, where there are no stages) divided, and with activations computed
+    again."""
+    for choice in list(search.full()):
+        replicas = len(choice.stages[0]) if choice.stages else settings.size
+        level = 1 if choice.stages else 3
+        plain = not (choice.alone or choice.weights or choice.recompute)
+        if plain and choice.zero < level and _may_divide_state(program, settings, replicas, level):
+            what = "weights and optimizer's" if level == 3 else "optimizer's"
+            name = f"{choice.name.removesuffix(STATE_DIVIDED)}, {what} state divided"
+            if name not in {way.choice.name for way in search.found}:
+                search.look(program, settings, msgspec.structs.replace(choice, name=name, zero=level))
+    if search.ground.again is None or settings.memory.recompute:
+        return
+    full = [choice for choice in search.full() if not choice.recompute]
+    if full:
+        changed = settings.but(memory__recompute=RECOMPUTE)
+        less = search.ground.again(changed)
+        seen = {way.choice.name for way in search.found}
+        for choice in full:
+            name = f"{choice.name}, activations computed again"
+            if name not in seen and choice in search.full():
+                search.look(less, changed, msgspec.structs.replace(choice, name=name, recompute=RECOMPUTE))
+
+
+def _may_divide_state(program: Program, settings: PlanSettings, ranks: int, level: int) -> bool:
+    """Whether the run leaves it free where state lies, and a level divides more over so many ranks than a lower one."""
+    if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
+        return False
+    known = known_along(settings.split.tiles, "", alone=True)
+    state, more = (
+        state_at_rest(program, ranks, settings.zero.min_bytes, (), known, weights) for weights in (False, level == 3)
+    )
+    return bool(more) if level == 1 else len(more) > len(state)
 
 
 def _best(search: Search, ground: Ground) -> Way:
@@ -276,10 +320,8 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
         speeds = _speeds(program, settings, ground)
         if not settings.batch.local and not settings.batch.shares:
             found[1:1] = _by_speed(program, settings, ground, rows, speeds)
-    if settings.zero.level == 0 and not settings.exchange.wire_dtype:
-        known = known_along(settings.split.tiles, "", alone=True)
-        if state_at_rest(program, settings.size, settings.zero.min_bytes, (), known, False):
-            found.append(Choice("data parallel, optimizer's state divided", zero=1))
+    if _may_divide_state(program, settings, settings.size, 1):
+        found.append(Choice(f"data parallel{STATE_DIVIDED}", zero=1))
     if not settings.batch.local:
         price = rated_machine(ground.rates).operations[0]
 

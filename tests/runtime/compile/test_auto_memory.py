@@ -1,0 +1,82 @@
+"""`auto_parallel` where memory binds: what is looked at besides, in which order, and that it runs as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import whale as wh
+from tests.oracle.metric import difference, limit
+from tests.runtime.compile.test_auto import FREE_LINK, Deep, speed
+from tests.runtime.layouts.test_split import double
+from whale.errors import PlanError
+from whale.planner.captured import search
+from whale.planner.captured.ways import Choice
+from whale.runtime.compile import auto
+from whale.runtime.run import context
+
+__all__ = ["double", "speed"]
+
+
+class Looked:
+    """Ways in the order in which they were predicted; memory is what `limit_bytes` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.ways: list[search.Way] = []
+        self.limit_bytes = 1e15
+        predict = search.predicted
+
+        def predicted(program: Any, settings: Any, choice: Choice, ground: Any, needed_s: float) -> search.Way:
+            self.ways.append(predict(program, settings, choice, ground))
+            return self.ways[-1]
+
+        monkeypatch.setattr(search, "predicted", predicted)
+        monkeypatch.setattr(auto, "limit_bytes", lambda *_: (self.limit_bytes, "for the test"))
+
+
+@pytest.fixture
+def looked(speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Looked:
+    speed(FREE_LINK)
+    choices = search.choices
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
+    return Looked(monkeypatch)
+
+
+def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., None], looked: Looked) -> None:
+    rows = 8
+    ranks(4, auto_parallel=True, **{"zero.min_bytes": 0})
+    looked.limit_bytes = 1.0
+    deep = Deep(wh.function, 8)
+    with pytest.raises(PlanError, match="in no way"):
+        deep.step.plan(*deep.batch(0, rows))
+    wh.shutdown()
+    without = [bool(way.choice.stages) for way in looked.ways]
+    assert without == sorted(without) and any(without)  # stages last: they take longest to plan
+    held = {way.choice.zero: way.bytes for way in looked.ways if not way.choice.stages and not way.choice.recompute}
+    assert held[3] < held[1] < held[0]
+    looked.limit_bytes = (held[3] + held[1]) / 2
+    ranks(4, auto_parallel=True, **{"zero.min_bytes": 0})
+    deep = Deep(wh.function, 8)
+    worst = difference(Deep(depth=8).train(rows), deep.train(rows), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and chosen.zero == 3 and not chosen.stages
+
+
+def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callable[..., None], looked: Looked) -> None:
+    asked = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "zero.min_bytes": 0}
+    ranks(4, auto_parallel=True, **asked)
+    deep = Deep(wh.function, 8)
+    deep.step.plan(*deep.batch(0))
+    wh.shutdown()
+    (plain,) = looked.ways
+    assert plain.choice.stages and not plain.choice.zero
+    looked.limit_bytes = 0.95 * plain.bytes
+    ranks(4, auto_parallel=True, **asked)
+    deep = Deep(wh.function, 8)
+    worst = difference(Deep(depth=8).train(), deep.train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    chosen = context.current().auto
+    assert chosen is not None and chosen.zero == 1 and chosen.stages == plain.choice.stages
