@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from cost_model.captured.graph import MAY_BE_FUSED
 from cost_model.captured.machine import Machine, Rates, measured_machine, rated_machine
 from cost_model.captured.predict import rank_seconds, step_seconds
 from cost_model.captured.table import Table
@@ -310,6 +311,7 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
     """
     found = choices(program, settings.size)
     lasting: list[tuple[Choice, float]] = []
+    alone_s = 0.0  # that all of the step takes at least, in one rank's hands
     try:
         batch = batch_of(program, settings)
     except PlanError:
@@ -334,7 +336,9 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
         alike = every and ground.profile is None and not unequal(ground.rates)
         least = least_seconds(program, seconds, ground.rates[0].start_s, settings.size) if alike else lambda _: 0.0
         lasting = [(one, least(one)) for one in every]
-    lasting = [(one, 0.0) for one in found] + lasting
+        if ground.profile is None and not unequal(ground.rates):
+            alone_s = sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
+    lasting = [(one, alone_s if one.alone else 0.0) for one in found] + lasting
     if not stages:
         return lasting
     if not (lasting := [one for one in lasting if len(one[0].stages) == stages]):
