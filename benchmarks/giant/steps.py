@@ -21,6 +21,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="steps of a round")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the groups are stopped, and have to be ended
     known = ["experts", *OPTIMIZERS]
     wanted = options.only.split(",") if options.only else known
     if not set(wanted) <= set(known):
