@@ -116,7 +116,9 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
         data = Path(path).read_bytes()
         if planfile.is_spread(data):
             described = planfile.loads(data, path)
-            _compare_ranks(path, described.spread.ranks, ranks)
+            devices = described.cluster.device_count
+            again = f"with --set of stages, data and tensor that use {ranks} of the {devices} devices"
+            _compare_ranks(path, described.spread.ranks, ranks, again)
             return described
         plan = plan_from_json(data)
     except (OSError, ValueError) as error:
@@ -127,7 +129,7 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
             expected="a file that `whale plan -o FILE` wrote, on every host",
             action="correct the path, or make the plan again",
         ) from error
-    _compare_ranks(path, plan.ranks, ranks)
+    _compare_ranks(path, plan.ranks, ranks, f"with -np {ranks}")
     saved = SavedPlan(path, plan)
     try:
         _ = saved.choice
@@ -142,11 +144,11 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
     return saved
 
 
-def _compare_ranks(path: str, planned: int, ranks: int) -> None:
+def _compare_ranks(path: str, planned: int, ranks: int, again: str) -> None:
     if planned != ranks:
         raise PlanError(
             "the saved plan is for another number of ranks",
             given=f"{path}: {planned} ranks, of which {ranks} run",
             expected=f"{planned} ranks",
-            action=f"start {planned} ranks, or make the plan again with -np {ranks}",
+            action=f"start {planned} ranks, or make the plan again {again}",
         )
