@@ -108,7 +108,9 @@ void carry_out(const std::vector<Entry*>& members, int only = -1) {
   for (size_t rank = 0; rank < size; ++rank) {
     const DeviceOperation& what = members[rank]->what;
     if (only >= 0 && static_cast<int>(rank) != only) continue;
-    for (size_t i = 0; i < results[rank].size(); ++i) std::memcpy(what.tensors[i].output, results[rank][i].data(), results[rank][i].size());
+    for (size_t i = 0; i < results[rank].size(); ++i) {
+      if (!results[rank][i].empty()) std::memcpy(what.tensors[i].output, results[rank][i].data(), results[rank][i].size());
+    }
     for (const auto& one : what.after) copy(one);
   }
 }
