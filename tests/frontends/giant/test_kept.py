@@ -93,15 +93,13 @@ def test_other_ranks_go_on_and_what_is_exported_serves(tmp_path: Path) -> None:
         cut = [p for p in wh.function(model.step).plan(*model.batch(0)).variables.values() if isinstance(p, Split)]
         assert len(cut) >= 4  # the table, the classes, and the experts' two layers
         path = wh.CheckpointManager(model.checkpoint, tmp_path / "kept", 1).save()
-    for count in (3,):
-        with ranks(Line("kept", Kept, 0, count)):
-            other = Kept(SPREAD)
-            wh.CheckpointManager(other.checkpoint, tmp_path / "kept", 1).restore(path)
-            found = trained(other, wh.function, 2, 2)
-            for one, value in zip(expected, found, strict=True):
-                assert np.max(np.abs(one - value)) <= LIMIT * max(1e-3, np.max(np.abs(one)))
-            if count == 2:
-                wh.export(wh.function(other.predict), tmp_path / "served", tf.TensorSpec([ROWS], tf.int32))
+    with ranks(Line("kept", Kept, 0, 3)):
+        other = Kept(SPREAD)
+        wh.CheckpointManager(other.checkpoint, tmp_path / "kept", 1).restore(path)
+        found = trained(other, wh.function, 2, 2)
+        for one, value in zip(expected, found, strict=True):
+            assert np.max(np.abs(one - value)) <= LIMIT * max(1e-3, np.max(np.abs(one)))
+        wh.export(wh.function(other.predict), tmp_path / "served", tf.TensorSpec([ROWS], tf.int32))
     served = tf.saved_model.load(str(tmp_path / "served")).signatures["serving_default"]
     ids, _ = alone.batch(7)
     (logits,) = served(ids).values()
