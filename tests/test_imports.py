@@ -88,7 +88,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
     + ("lay_out", "order"),
     "whale.passes.normalise": ("folding", "*"),
     "whale.planner": ("described", "search", "captured", "report", "run_described", "ask", "why", "offers"),
-    "whale.runtime": ("ranks", "variables", "run", "input", "described", "spread", "compile", "function", "checkpoint")
+    "whale.runtime": (
+        "ranks",
+        "variables",
+        "elastic",
+        "run",
+        "input",
+        "described",
+        "spread",
+        "compile",
+        "function",
+        "checkpoint",
+    )
     + ("session", "tools", "measure"),
     "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl", "launch")
     + ("on_ray",),

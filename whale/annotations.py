@@ -116,7 +116,8 @@ class stage(ContextDecorator):
     Its forward, backward and update run on those ranks, which hold its variables; what it reads of other stages is
     sent. Stages form a graph: what is read where decides, so there may be skip connections, shared variables and
     towers. With R times as many ranks as stages, rank r * stages + s runs stage s of replica r, and the batch is
-    divided over the replicas. With fewer ranks than stages, stage s is on rank s modulo the number of ranks.
+    divided over the replicas; with other numbers the first stages have one rank more. With fewer ranks than stages,
+    stage s is on rank s modulo the number of ranks.
 
     Args:
       devices: its ranks, or a slice of ``wh.cluster``; None: as above. To be given for all stages or for none. In

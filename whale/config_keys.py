@@ -184,7 +184,15 @@ KEYS: tuple[Key, ...] = (
         "elastic",
         "bool",
         False,
-        "ranks go on in their processes when others are killed, frozen or lost; steps that hold every variable whole",
+        "ranks go on in their processes when others are killed, frozen or lost",
+    ),
+    Key(
+        "elastic.redundancy",
+        "str",
+        "memory",
+        "with elastic: memory = what one rank alone holds of variables is also on another one, sent after each step; "
+        "replicas = only what several ranks hold outlives one of them",
+        choices=("memory", "replicas"),
     ),
     Key(
         "elastic.rebalance",

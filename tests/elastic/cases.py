@@ -15,6 +15,8 @@ import numpy as np
 
 SCRIPT = Path(__file__).parent / "script.py"
 MODES = ("loop", "shard", "save", "fit", "arrays")
+# Under which ranks hold parts of variables: of a rank and the one with its copies, one may go at a time.
+PARTS = ("zero1", "zero3", "stages", "split", "mesh", "zero1+shard", "zero3+save", "stages+shard", "stages+save")
 _STEPS = 12
 _LIMIT_S = 300.0
 
@@ -40,13 +42,16 @@ def drawn(seed: int, count: int) -> list[Case]:
     """Cases with ``count`` faults together."""
     rng, cases, total = random.Random(seed), [], 0
     while total < count:
-        mode, ranks = rng.choice(MODES), rng.randint(2, 5)
+        mode = rng.choice(rng.choice([MODES, PARTS]))
+        ranks = 4 if mode == "mesh" else rng.randint(2, 5)
         gone = rng.sample(range(ranks), rng.randint(1, ranks - 1))
         steps = [rng.randrange(_STEPS) for _ in gone]
-        if rng.random() < 0.3:
+        if mode in PARTS:
+            steps = rng.sample(range(_STEPS), len(gone))
+        elif rng.random() < 0.3:
             steps = [steps[0]] * len(steps)  # at once
-        kinds = [rng.choice(["kill", "kill", "late", "stop"]) for _ in gone]
-        if mode == "save":
+        kinds = [rng.choice(["kill", "kill", "late", "stop", *["copy"] * (mode in PARTS)]) for _ in gone]
+        if mode.endswith("save"):
             steps = [step + rng.choice([0, 101]) for step in steps]
         faults = [f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds)]
         if rng.random() < 0.2:

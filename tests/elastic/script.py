@@ -1,11 +1,14 @@
 """A training script whose ranks are taken away: `script.py MODE RESULT FAULTS`; writes what it has trained to RESULT.
 
 MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a checkpoint after every step), "fit" and
-"arrays" (Keras, with a dataset or with arrays).
+"arrays" (Keras, with a dataset or with arrays). In "zero1", "zero3", "stages", "split" and "mesh" (2 x tensor ranks)
+ranks hold parts of variables; these stand beside others: "zero3+save".
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
-"slow": from that step on it needs longer for each of its rows.
+"slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
+sent.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,9 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.ranks import balance
+from whale.runtime.elastic import balance
+from whale.runtime.elastic.generations import Generations
 
-BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 5
+BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 12
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
 
 
@@ -38,6 +42,8 @@ class Faults:
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
         elif kind == "slow":
             slow_down()
+        elif kind == "copy":
+            setattr(Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind is not None:
             os.kill(os.getpid(), _SIGNALS[kind])
 
@@ -59,10 +65,26 @@ def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, ids, y)).shuffle(64, seed=3).batch(BATCH)
 
 
+SMALL: dict[str, object] = {"zero.min_bytes": 1}
+CONFIGURED: dict[str, dict[str, object]] = {
+    "zero1": {"zero.level": 1, **SMALL},
+    "zero3": {"zero.level": 3, **SMALL},
+    "mesh": {"mesh": "data=2"},
+}
+
+
+def scopes(kinds: set[str]):
+    """(around the first layer, around the second one) of a mode's program."""
+    if "stages" in kinds:
+        return wh.stage, wh.stage
+    return wh.replica, wh.split if kinds & {"split", "mesh"} else wh.replica
+
+
 class Net:
     """A table, a normalisation with statistics over the batch, a count that the loss reads: all that can be written."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: set[str]) -> None:
+        self.scopes = scopes(kinds)
         rng = np.random.default_rng(0)
         self.table = tf.Variable(rng.normal(size=(9, 4)), name="table")
         self.w = tf.Variable(rng.normal(size=(4, WIDTH)), name="w")
@@ -77,10 +99,13 @@ class Net:
         """One step of SGD with momentum; the loss before it."""
         self.count.assign_add(1)
         with tf.GradientTape() as tape:
-            h = (x + tf.gather(self.table, ids)) @ self.w
-            mean = tf.reduce_mean(h, 0)
+            with self.scopes[0]():
+                h = (x + tf.gather(self.table, ids)) @ self.w
+                mean = tf.reduce_mean(h, 0)
+            with self.scopes[1]():
+                out = tf.tanh(h - mean) @ self.v
             scale = 1 + 1 / tf.cast(self.count.read_value(), tf.float64)
-            loss = scale * tf.reduce_mean((tf.tanh(h - mean) @ self.v - y) ** 2)
+            loss = scale * tf.reduce_mean((out - y) ** 2)
         self.mean.assign(0.9 * self.mean + 0.1 * mean)
         for v, momentum, g in zip(self.trained, self.momenta, tape.gradient(loss, self.trained)):
             momentum.assign(0.9 * momentum + tf.convert_to_tensor(g))
@@ -92,13 +117,13 @@ class Net:
         return [v.numpy() for v in (*self.trained, *self.momenta, self.mean, self.count)]
 
 
-def loop(mode: str, folder: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
+def loop(kinds: set[str], folder: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
     """Trains in a loop of the script's."""
     losses: list[float] = []
-    with wh.replica():
-        net, batches = Net(), wh.shard(data()) if mode == "shard" else data()
+    with contextlib.nullcontext() if kinds & {"stages", "split", "mesh"} else wh.replica():
+        net, batches = Net(kinds), wh.shard(data()) if "shard" in kinds else data()
         saved = tf.train.Checkpoint(**{v.name.partition(":")[0]: v for v in (*net.trained, net.mean, net.count)})
-        manager = wh.CheckpointManager(saved, folder, 3) if mode == "save" else None
+        manager = wh.CheckpointManager(saved, folder, 3) if "save" in kinds else None
         for _ in range(EPOCHS):
             for batch in batches:
                 faults.strike(len(losses))
@@ -141,9 +166,10 @@ def main() -> None:
     """One rank, or one device."""
     mode, result, text = sys.argv[1:]
     several = "WHALE_RANK" in os.environ
-    wh.init({"elastic": several})
+    kinds = set(mode.split("+"))
+    wh.init({"elastic": several, **{k: v for kind in kinds & {*CONFIGURED} for k, v in CONFIGURED[kind].items()}})
     faults = Faults(text if several else "", wh.rank())
-    losses, values = fit(mode, faults) if mode in ("fit", "arrays") else loop(mode, f"{result}.saved", faults)
+    losses, values = fit(mode, faults) if mode in ("fit", "arrays") else loop(kinds, f"{result}.saved", faults)
     if wh.rank() == 0:
         np.savez(result, np.asarray(losses), *values)
         print(f"trained on {wh.size()} ranks")

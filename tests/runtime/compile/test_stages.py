@@ -197,12 +197,11 @@ def test_devices_are_those_that_the_script_names(ranks: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "count", "message"), [(3, 4, "cannot be shared among the stages"), (3, 2, "cannot be shared")]
+    ("stages", "count", "groups"), [(3, 4, [(0, 3), (1,), (2,)]), (3, 2, [(0,), (1,)]), (2, 3, [(0, 2), (1,)])]
 )
-def test_ranks_that_make_no_whole_pipelines(ranks: Start, stages: int, count: int, message: str) -> None:
-    ranks(count)
-    with pytest.raises(PlanError, match=message):
-        wh.function(Chain(wh.stage, stages).losses)(*batch(0))
+def test_ranks_that_make_no_whole_pipelines(ranks: Start, stages: int, count: int, groups: list) -> None:
+    plan = assert_equals_one_device(ranks, lambda stage: Chain(stage, stages), count)
+    assert [group.ranks for group in plan.stage_groups] == groups
 
 
 def test_a_stage_inside_a_stage(ranks: Start) -> None:

@@ -77,8 +77,9 @@ def _entered_as(stage: str) -> int:
 def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> tuple[StageGroup, ...]:
     """The ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
 
-    Stages without ``devices`` share the ranks: with R times as many ranks as stages, rank r * stages + s has stage s,
-    and there are R replicas. With fewer ranks than stages, stage s is on rank s % size. Where the mesh has an axis
+    Stages without ``devices`` share the ranks: with S stages, stage s is on every S-th rank from s on. With R times as
+    many ranks there are R replicas; with others the first stages have one rank more. With fewer ranks than stages,
+    stage s is on rank s % size. Where the mesh has an axis
     ``stage``, stage s is on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a
     row.
 
@@ -108,16 +109,9 @@ def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> t
         )
     elif mesh:
         ranks = _along_mesh(stages, size, mesh)
-    elif size % len(stages) == 0 or len(stages) % size == 0:
+    else:
         count = len(stages)
         ranks = [tuple(range(s, size, count)) if count <= size else (s % size,) for s in range(count)]
-    else:
-        raise PlanError(
-            "the ranks cannot be shared among the stages",
-            given=f"{len(stages)} stages, {size} ranks",
-            expected="a multiple of the number of stages, or devices for each stage",
-            action="change the number of ranks, or give devices to every wh.stage",
-        )
     together: dict[tuple[int, ...], list[str]] = {}
     for stage, mine in zip(stages, ranks):
         together.setdefault(mine, []).append(stage)

@@ -73,16 +73,20 @@ def callable_step(
                 action="compute the gradient inside the function that wh.function decorates",
             )
         try:
-            context.variables.settle()
+            assigned = context.variables.settle()
             if outside is not None and outside.written:
                 refuse_lone_writes(context, what)
             context.variables.before(uses, context)
-            if elastic is not None:
-                return elastic.step(lambda: tf_ctx.call_function(name, tensors + fixed, outputs), pack, early, watched)
-            if not several:
+
+            def run() -> Any:
                 results = tf_ctx.call_function(name, tensors + fixed, outputs)
                 context.variables.after(uses)
-                return pack(results)
+                return results
+
+            if elastic is not None:
+                return elastic.step(run, pack, early, watched, assigned)
+            if not several:
+                return pack(run())
             context.variables.follow()
             results = tf_ctx.call_function(name, tensors + fixed, outputs)
             context.variables.after(uses)

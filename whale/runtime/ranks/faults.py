@@ -16,7 +16,9 @@ def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
     A failure in any other op of this rank is told to the other ranks first, which would wait for it otherwise.
     """
     text = error.message or ""
-    if "{{node whale/" in text or "whale/" in getattr(error.node_def, "name", "") or "Whale" in text:
+    # A receive keeps the name of what it receives; TensorFlow says what it was before it made it an internal error.
+    unavailable = isinstance(error, tf.errors.UnavailableError) or "originally returned UnavailableError" in text
+    if unavailable or "{{node whale/" in text or "whale/" in getattr(error.node_def, "name", "") or "Whale" in text:
         sentence = re.sub(
             r"\s*\[\[\{\{node .*|\s*\[Op:.*|^.*?\{\{function_node [^}]*\}\}\s*", "", text, flags=re.S
         ).strip()

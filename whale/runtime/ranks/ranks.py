@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from whale.config import Config
 from whale.runtime.ranks.common_seeds import CommonSeeds
@@ -20,6 +20,7 @@ TURN_TIMEOUT_S = 3600.0
 WRITE_TIMEOUT_S = 3600.0
 # How long ranks wait for the first one's plan, or for what it says of one that does not fit.
 PLAN_TIMEOUT_S = 600.0
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -53,6 +54,18 @@ class Ranks:
     def rank(self) -> int:
         """The first rank of this process."""
         return self.ranks[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this rank goes on when others are gone."""
+        return False
+
+    def survived(self, call: Callable[[], _T]) -> _T:
+        """What a call that exchanges something returns, made again where this rank goes on without others.
+
+        That is something that ``whale.runtime.ranks.plain.pack`` takes, since another rank may have been told it.
+        """
+        return call()
 
     @property
     def between_processes(self) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
+import tensorflow as tf
 
 from whale.errors import CommError
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
@@ -37,6 +41,18 @@ def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> No
             expected="the same variables in the same order on every rank",
             action="read variables on every rank, whatever the rank does with the value",
         )
+
+
+def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """What ``now`` reads of a variable with all ranks, or what is read of it when some of them are gone meanwhile.
+
+    Args:
+      now: reads it as it lies now; afterwards it may be an ordinary variable, which is read as such.
+    """
+    if not ranks.goes_on:
+        return now()
+    reads = iter((now,))
+    return tf.constant(ranks.survived(lambda: next(reads, variable.read_value)().numpy()))
 
 
 def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.planner.report.planfile import PlanFile
-from whale.runtime.ranks.balance import Watched
+from whale.runtime.elastic.balance import Watched
 from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.run.meaning import Meaning
@@ -76,7 +76,12 @@ class GoesOn(Protocol):
         """What counts the steps of a program of this rank under a plan."""
 
     def step(
-        self, run: Callable[[], Any], pack_results: Callable[[Any], Any], early: Sequence[Any], watched: Watched | None
+        self,
+        run: Callable[[], Any],
+        pack_results: Callable[[Any], Any],
+        early: Sequence[Any],
+        watched: Watched | None,
+        assigned: Mapping[int, Any],
     ) -> Any:
         """Takes a step."""
 
@@ -91,8 +96,8 @@ class GoesOn(Protocol):
     def share_again(self, dataset: Any) -> None:
         """Has a dataset be divided among those that are left."""
 
-    def check(self, uses: dict[str, Use], names: dict[str, str]) -> None:
-        """Raises PlanError for a variable of which some rank does not hold all."""
+    def check(self, uses: Mapping[str, Use], names: Mapping[str, str], given: str) -> None:
+        """A program is about to divide variables so."""
 
 
 @dataclass
@@ -183,11 +188,13 @@ class Context(Ranks):
             call = self.trace.steps(call, name, number)
         return call if self.meter is None else self.meter.steps(call, plan())
 
-    def survived(self, call: Callable[[], _T]) -> _T:
-        """What a call that exchanges something returns, made again where this rank goes on without others.
+    @property
+    def goes_on(self) -> bool:
+        """Whether this rank goes on when others are gone."""
+        return self.elastic is not None
 
-        That is something that ``whale.runtime.ranks.plain.pack`` takes, since another rank may have been told it.
-        """
+    def survived(self, call: Callable[[], _T]) -> _T:
+        """What a call that exchanges something returns, made again where this rank goes on without others."""
         return call() if self.elastic is None else self.elastic.through(lambda *_: call())
 
     @property

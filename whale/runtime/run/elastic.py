@@ -2,32 +2,38 @@
 
 A step's updates wait for all of its exchanges (whale/lowering/updates/last.py), so each rank that is left has taken the
 step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
-meet on a communicator of their own. Who has taken the step gives the others its results and the variables; where
-nobody has, all take it again. Programs are compiled anew for as many ranks as are left.
+meet on a communicator of their own. Where every variable is whole everywhere, who has taken the step gives the others
+its results and the variables. Where ranks hold parts, the parts that are gone come from who keeps copies of them
+(whale/runtime/elastic/generations.py), and if the step is not whole with these, all take it again, those that had
+taken it too. Programs are compiled anew for as many ranks as are left.
 """
 
 from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
 from whale.capture.sharded import ShardedTensor
-from whale.errors import ClusterError, CommError, ConfigError, PlanError
+from whale.errors import ClusterError, CommError, ConfigError
 from whale.ir.layout import Split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.passes.facts.batch import rows_of_ranks
-from whale.runtime.ranks.balance import Balance, Watched
+from whale.runtime.elastic.allowed import divides, fitting, host_of, hosts_left, refuse, refuse_plan
+from whale.runtime.elastic.balance import Balance, Watched
+from whale.runtime.elastic.calls import Calls
+from whale.runtime.elastic.generations import Generations
+from whale.runtime.elastic.meeting import Said, catch_up, gathered, hear_returned
+from whale.runtime.elastic.recovery import Alone, Recovered, become_whole, recover
 from whale.runtime.ranks.connect import as_configured
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
@@ -41,17 +47,14 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class _Said:
-    """What a rank that is left says of itself: calls made and steps taken, and what it knows of by now."""
+class _Agreed:
+    """What the ranks that are left have agreed on, before any of them acts on it."""
 
-    calls: int
-    steps: int
-    variables: int
-    programs: int
-    elements: int
-    host: str
-    divisions: int
-    shares: list[int]
+    number: int
+    members: tuple[int, ...]
+    said: Sequence[Said]
+    me: int
+    recovered: Recovered | None
 
 
 class Elastic:
@@ -63,7 +66,8 @@ class Elastic:
     """
 
     def __init__(self, context: Context) -> None:
-        _refuse(context)
+        refuse(context)
+        context.variables.keeps_first = True
         self._context: weakref.ref[Context] = weakref.ref(context)
         self.number = self.divisions = 0
         self._balance = Balance() if context.config["elastic.rebalance"] else None
@@ -71,21 +75,21 @@ class Elastic:
         self._name = context.comm_name
         self._started = self._members = tuple(range(context.size))
         self._me = context.rank
-        self._calls = 0  # those that exchanged something, a step or not
-        self._steps = 0
+        self._calls = Calls(self._again)
+        self._at = self._calls.at
         self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
-        self._results: Any = None  # of the latest step
         self._pack: Callable[[Any], Any] = lambda results: results
-        self._returned: Any = None  # by the latest call that was no step
-        self._drawn: list[Any] = []  # batches of the call that goes on, for when it is made again
-        self._drawn_again = 0
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self._inside = False
+        self._generations: Generations | None = None
+        self._agreed: _Agreed | None = None
+        self._done = 0  # number of the latest agreement that this rank has acted on
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
         """What counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay so."""
         run = self._run
-        if self._balance is None or not plan.batch_inputs or run.saved is not None or run.described is not None:
+        fixed = run.saved is not None or run.described is not None or self._generations is not None
+        if self._balance is None or not plan.batch_inputs or fixed:
             return None
         placement = plan.batch_inputs[0].placement
         return Watched(placement.sizes, program) if isinstance(placement, Split) else None
@@ -96,6 +100,7 @@ class Elastic:
         pack_results: Callable[[Any], Any],
         early: Sequence[Any],
         watched: Watched | None = None,
+        assigned: Mapping[int, tf.Tensor] | None = None,
     ) -> Any:
         """Takes a step.
 
@@ -103,12 +108,18 @@ class Elastic:
           run: gives its flat results.
           early: (handle, dtype) of variables that it writes before its exchanges have come to their end.
           watched: counts it.
+          assigned: handle's number -> whole value that the script gave to a variable of which ranks hold parts.
         """
+        step, generations = self._at.steps + 1, self._generations if self._run.comms else None
+        if generations is not None:
+            generations.before(step, assigned or {})
         self._kept = [(handle, gen_resource_variable_ops.read_variable_op(handle, dtype)) for handle, dtype in early]
         self._pack = pack_results
         results = run() if watched is None else watched.take(run)
         self._kept, self._watched = [], watched
-        self._results, self._steps = results, self._steps + 1
+        self._at.results, self._at.steps = results, step
+        if generations is not None:
+            generations.after(step)
         return pack_results(results)
 
     def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
@@ -122,27 +133,30 @@ class Elastic:
         """
         if self._inside:
             return take(args, kwargs)
-        self._inside, self._drawn, self._drawn_again = True, [], 0
-        calls, steps = self._calls, self._steps
+        self._inside = True
+        self._calls.begin()
+        calls, steps = self._at.calls, self._at.steps
         try:
             while True:
                 try:
+                    self._calls.redo()
                     result = take(args, kwargs)
                     break
                 except CommError as error:
                     self._go_on(error)
-                if self._steps > steps:  # by itself before a later exchange failed, or by another rank
-                    result = self._pack(self._results)
+                if self._calls.undone is None and self._at.steps > steps:  # by itself, or by another rank
+                    result = self._pack(self._at.results)
                     break
-                if self._calls > calls:
-                    return self._returned  # type: ignore[no-any-return]
-                args, kwargs = tf.nest.map_structure(self._again, (args, kwargs))
-                self._drawn_again = 0
+                if self._at.calls > calls:
+                    return self._at.returned  # type: ignore[no-any-return]
+                args, kwargs = self._calls.once_more(args, kwargs)
+            if self._generations is not None and self._at.steps > steps:
+                self._calls.took(take, args, kwargs)
         finally:
-            self._inside, self._drawn = False, []
-        self._calls = calls + 1
-        self._returned = result if self._steps == steps else None
-        if self._steps > steps and self._balance is not None and self._watched is not None and self._run.comms:
+            self._inside = False
+        self._at.calls = calls + 1
+        self._at.returned = result if self._at.steps == steps else None
+        if self._at.steps > steps and self._balance is not None and self._watched is not None and self._run.comms:
             self._look(self._balance, self._watched)
         return result
 
@@ -172,31 +186,32 @@ class Elastic:
 
     def drawn(self, draw: Callable[[], _T]) -> _T:
         """A batch that a step reads itself: the next one, or the same when the call is made again."""
-        if self._drawn_again < len(self._drawn):
-            self._drawn[self._drawn_again] = tf.nest.map_structure(
-                self._again, self._drawn[self._drawn_again], expand_composites=True
-            )
-        else:
-            self._drawn.append(draw())
-        self._drawn_again += 1
-        return self._drawn[self._drawn_again - 1]  # type: ignore[no-any-return]
+        return self._calls.drawn(draw)
 
     def share_again(self, dataset: Any) -> None:
         """Has a dataset of which each rank reads its rows be divided among those that are left (``divide_again``)."""
         self._datasets.add(dataset)
 
-    def check(self, uses: dict[str, Use], names: dict[str, str]) -> None:
-        """Raises PlanError for a variable of which some rank does not hold all."""
-        size = self._run.size
-        for node, use in uses.items():
-            if use.tiles is not None or len(use.ranks) < size:
-                raise PlanError(
-                    "ranks can go on without another one only if each of them holds every variable whole",
-                    variable=names.get(node, node),
-                    given="elastic, and a plan under which it lies split, or on some ranks only",
-                    expected="replicas: no stages, no split scopes, no zero.level, no offload",
-                    action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
-                )
+    def check(self, uses: Mapping[str, Use], names: Mapping[str, str], given: str = "") -> None:
+        """A program is about to divide variables so. Collective where it is the first that does.
+
+        Args:
+          given: a variable of which the script says how it lies, "" if there is none.
+
+        Raises:
+          PlanError: what one rank alone holds of them would be gone with it.
+          CommError: a rank is gone.
+        """
+        context = self._run
+        if not divides(uses, context.size) or not context.comms:
+            return
+        copies = context.config["elastic.redundancy"] == "memory"
+        refuse_plan(uses, names, context.size, given, copies)
+        if self._generations is None:
+            of = host_of(context.config["communication.emulate_hosts"])
+            host = str(of[context.rank]) if of else socket.gethostname()
+            said = context.comms[0].allgather_bytes("whale/elastic/hosts", host.encode(), TURN_TIMEOUT_S)
+            self._generations = Generations(context, context.variables, [one.decode() for one in said], copies)
 
     # -- a rank is gone
 
@@ -227,89 +242,101 @@ class Elastic:
             gen_resource_variable_ops.assign_variable_op(handle, value)
         self._kept = []
         me = members.index(self._me)
-        if len(members) == 1:
-            context.watch.look_after(None)  # type: ignore[union-attr]
-            self._begin_anew(None, me, members, [self._mine()])
-            return
-        meeting = whale_ops.survivors(f"{self._name}/{number}", members, 2 * number - 1, share_memory=False)
-        context.watch.look_after(meeting, members)  # type: ignore[union-attr]
-        mine = pack(tuple(vars(self._mine()).values()))
-        purpose = "going on with the ranks that are left"
-        said = [_Said(*unpack(one)) for one in meeting.allgather_bytes("whale/elastic", mine, TURN_TIMEOUT_S, purpose)]
-        self._catch_up(meeting, said, me)
-        hosts = _hosts(context, members)
-        share = context.config["communication.shared_memory"]
-        comm = whale_ops.survivors(f"{self._name}.{number}", members, 2 * number, share_memory=share, hosts=hosts)
-        context.watch.look_after(comm, members)  # type: ignore[union-attr]
-        meeting.leave(0.0)
-        as_configured(comm, context.config)
-        if context.trace is not None:
-            comm.trace_start(context.trace.descriptor)
-        self._begin_anew(comm, me, members, said)
+        meeting: Any = Alone()
+        if len(members) > 1:
+            meeting = whale_ops.survivors(f"{self._name}/{number}", members, 2 * number - 1, share_memory=False)
+        context.watch.look_after(meeting if len(members) > 1 else None, members)  # type: ignore[union-attr]
+        done = max(int(one) for one in gathered(meeting, str(self._done).encode()))
+        if done > self._done:  # others have acted on what was agreed before one more was gone
+            assert self._agreed is not None and self._agreed.number == done
+            self._act(self._agreed)
+        said = [Said(*unpack(one)) for one in gathered(meeting, pack(tuple(vars(self._mine()).values())))]
+        recovered = None
+        if self._generations is not None and all(one.keeps for one in said):
+            taken = min(one.steps for one in said)
+            recovered = recover(meeting, self._generations, self._at.steps, taken)
+        if recovered is None or not recovered.back:
+            hear_returned(meeting, said, me, self._at)
+        if recovered is None:
+            catch_up(meeting, said, me, self._at, context.variables.known)
+        self._agreed = _Agreed(number, members, said, me, recovered)
+        gathered(meeting, b"")  # everybody has all that it needs
+        self._act(self._agreed)
+        comm = None
+        if len(members) > 1:
+            hosts = hosts_left(context.config["communication.emulate_hosts"], members)
+            share = context.config["communication.shared_memory"]
+            comm = whale_ops.survivors(f"{self._name}.{number}", members, 2 * number, share_memory=share, hosts=hosts)
+            context.watch.look_after(comm, members)  # type: ignore[union-attr]
+            meeting.leave(0.0)
+            as_configured(comm, context.config)
+            if context.trace is not None:
+                comm.trace_start(context.trace.descriptor)
+        self._connect(comm)
 
-    def _mine(self) -> _Said:
+    def _mine(self) -> Said:
         context = self._run
         known = len(context.variables.known)
         shares = list(context.config["replica.shares"])
         host = socket.gethostname()
-        return _Said(self._calls, self._steps, known, context.programs, context.elements, host, self.divisions, shares)
+        keeps = self._generations is not None and bool(self._generations.begun)
+        return Said(
+            self._at.calls,
+            self._at.steps,
+            known,
+            context.programs,
+            context.elements,
+            host,
+            self.divisions,
+            shares,
+            keeps,
+        )
 
-    def _begin_anew(
-        self, comm: whale_ops.Communicator | None, me: int, members: Sequence[int], said: Sequence[_Said]
-    ) -> None:
+    def _act(self, agreed: _Agreed) -> None:
         """The run is one of the ranks that are left; what was compiled for more is compiled again."""
-        context = self._run
+        context, said, me, members = self._run, agreed.said, agreed.me, agreed.members
+        recovered, generations = agreed.recovered, self._generations
+        if recovered is not None and generations is not None:
+            self._calls.go_back(recovered.steps, generations.rewritten)
+        become_whole(context.variables.holdings(context.size), recovered)
+        self._generations = None
         here = [rank for rank, one in enumerate(said) if one.host == said[me].host]
         context.place = replace(
             context.place, rank=me, size=len(members), local_rank=here.index(me), local_size=len(here)
         )
         context.size, context.ranks = len(members), (me,)
-        context.comms = () if comm is None else (comm,)
-        context.comm_name = "" if comm is None else comm.name
         context.programs = max(one.programs for one in said)
         context.elements = max(one.elements for one in said)
-        context.variables = VariableOwner()
+        context.variables = VariableOwner(keeps_first=True)
         context.auto = context.saved = context.described = None
+        if changes := fitting(context.config, len(members)):
+            context.config = context.config.but(changes)
         last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
         self.divisions, self._watched = last.divisions, None
         if last.shares:
             self._divide([share for rank, share in zip(self._members, last.shares) if rank in members])
-        self._members = tuple(members)
+        self._members, self._done = members, agreed.number
         context.compiled_for.clear()
+        if me == 0:
+            steps = max(one.steps for one in said)
+            what = (
+                "the last of which they take again"
+                if recovered is not None and recovered.back
+                else "none of which is lost"
+            )
+            if recovered is not None and recovered.joined:
+                what += f"; {recovered.joined} variables are put together from parts and copies of parts"
+            log.info(f"{len(members)} ranks go on after {steps} steps, {what}")
+
+    def _connect(self, comm: whale_ops.Communicator | None) -> None:
+        context = self._run
+        context.comms = () if comm is None else (comm,)
+        context.comm_name = "" if comm is None else comm.name
         if comm is None and context.outside is not None:  # nobody is left with whom this rank could differ
             context.outside.take_back()
             context.outside = None
         for dataset in list(self._datasets):
             dataset.divide_again()
-        if me == 0:
-            steps = max(one.steps for one in said)
-            log.info(f"{len(members)} ranks go on after {steps} steps, none of which is lost")
-
-    def _catch_up(self, meeting: whale_ops.Communicator, said: Sequence[_Said], me: int) -> None:
-        """What the latest call of the rank that has made most returned, and the step that it took, for the others."""
-        calls, steps = max(one.calls for one in said), max(one.steps for one in said)
-        if min(one.calls for one in said) < calls - 1 or min(one.steps for one in said) < steps - 1:
-            raise ClusterError(
-                "the ranks that are left are at different steps",
-                given=f"(calls made, steps taken) by each: {[(one.calls, one.steps) for one in said]}",
-                expected="at most one between them, since every step exchanges something",
-                action="start again from a checkpoint: `whale run --max-restarts`",
-            )
-        if any(one.calls < calls for one in said):
-            first = next(rank for rank, one in enumerate(said) if one.calls == calls)
-            returned = _sent(meeting, first, self._returned if me == first else None)
-            if said[me].calls < calls and said[me].steps == steps:
-                self._returned, self._calls = returned, calls
-        if any(one.steps < steps for one in said):
-            first = next(rank for rank, one in enumerate(said) if one.steps == steps)
-            known = self._run.variables.known[: min(one.variables for one in said)]
-            results = _sent(meeting, first, [t.numpy() for t in self._results or ()])
-            for variable in known:
-                value = _sent(meeting, first, variable.numpy())
-                if said[me].steps < steps:
-                    variable.assign(np.asarray(value))
-            if said[me].steps < steps:
-                self._results, self._steps = [tf.constant(value) for value in results], steps
 
     def _rows(self, rows: int) -> tuple[int, ...]:
         return rows_of_ranks(rows, self._run.size, self._run.config["replica.shares"])
@@ -332,12 +359,6 @@ class Elastic:
         return iterator.read_again(position)[leaf]
 
 
-def _sent(meeting: whale_ops.Communicator, first: int, value: Any) -> Any:
-    """The value of rank ``first`` of a meeting, on every rank of it."""
-    data = pack(value) if meeting.rank == first else None
-    return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))
-
-
 def refuse_session(context: Context) -> None:
     """Raises ConfigError where a session is made in a run that is to go on when ranks are gone."""
     if context.elastic is not None:
@@ -347,30 +368,3 @@ def refuse_session(context: Context) -> None:
             expected="steps of wh.function or of Keras",
             action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
         )
-
-
-def _refuse(context: Context) -> None:
-    config = context.config
-    wrong = ""
-    if context.place.launcher != "whale run" or not context.between_processes:
-        wrong = f"{context.size} ranks started by {context.place.launcher}"
-    elif config["batch.mode"] == "local":
-        wrong = 'batch.mode "local": the rows that a rank brings are gone with it'
-    elif config["mesh"] or config["split.ranks"]:
-        wrong = "a mesh of so many ranks"
-    elif config["communication.backend"] != "whale":
-        wrong = f"communication.backend {config['communication.backend']!r}, whose ranks do not go on"
-    if wrong:
-        raise ConfigError(
-            "this run cannot go on when ranks are gone",
-            given=f"elastic, and {wrong}",
-            expected="several processes of `whale run`, Whale's own exchanges, and batches of all ranks",
-            action="change that, or leave elastic out and use `whale run --max-restarts`",
-        )
-
-
-def _hosts(context: Context, members: Sequence[int]) -> tuple[int, ...]:
-    """How many of the members are on each emulated host."""
-    of = [host for host, count in enumerate(context.config["communication.emulate_hosts"]) for _ in range(count)]
-    left = [of[rank] for rank in members] if of else []
-    return tuple(left.count(host) for host in dict.fromkeys(left))

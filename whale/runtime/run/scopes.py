@@ -152,8 +152,8 @@ def _ranks(devices: Iterable[int]) -> str:
 
 
 def _checked(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
-    """The ranks; raises PlanError for devices that are none of them."""
-    if devices is None:
+    """The ranks; raises PlanError for devices that are none of them. None: those that are left choose anew."""
+    if devices is None or context.left:
         return None
     size = context.planned_size
     ranks = _numbered(kind, devices, context)

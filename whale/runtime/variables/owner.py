@@ -22,6 +22,7 @@ from whale.runtime.variables.compared import held, refuse_differences
 from whale.runtime.variables.deferred import forget, make_whole
 from whale.runtime.variables.first_values import agreed_initials, broadcast_values
 from whale.runtime.variables.given_tiles import given_tiles
+from whale.runtime.variables.holdings import Holding
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, hold_nothing
@@ -55,9 +56,13 @@ class _Entry:
 
 
 class VariableOwner:
-    """The variables of a run. A variable is known by its handle, which is kept alive with it."""
+    """The variables of a run. A variable is known by its handle, which is kept alive with it.
 
-    def __init__(self) -> None:
+    ``keeps_first``: it remembers what parts were made of.
+    """
+
+    def __init__(self, keeps_first: bool = False) -> None:
+        self.keeps_first = keeps_first
         self._entries: dict[int, _Entry] = {}
         self._split: list[Parts] = []
         self._homes: dict[int, Home] = {}
@@ -164,7 +169,8 @@ class VariableOwner:
         else:
             hold_nothing(c.variable._handle, c.variable.dtype)
         self._entries[id(c.handle)] = _Entry(c, ())
-        self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
+        home = self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
+        home.first = initial if self.keeps_first else None
 
     def _refuse_elsewhere(self, c: CapturedVariable, use: Use | None) -> None:
         """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
@@ -215,6 +221,8 @@ class VariableOwner:
             if not in_turns or turn == context.rank:
                 device = HOST_DEVICE if on_host else None
                 self._split.append(Parts(c, tiles, context, initial, use.place if use else (), device))
+                if not self.keeps_first:
+                    self._split[-1].first = None
             if in_turns:
                 context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, _TURN.format(c.name))
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
@@ -265,10 +273,14 @@ class VariableOwner:
                 if key in self._homes:
                     self._homes[key].after(use)
 
-    def settle(self) -> None:
-        """Cuts whole values that were assigned to split variables since the last step."""
-        for parts in self._split:
-            parts.settle()
+    def settle(self) -> dict[int, tf.Tensor]:
+        """Cuts whole values that were assigned to split variables since the last step: handle's number -> value."""
+        return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
+
+    def holdings(self, size: int) -> list[Holding]:
+        """What each of ``size`` ranks holds of the known variables, in the same order everywhere."""
+        homes = self._homes
+        return [Holding(e.variable, e.handle, e.parts, homes.get(key), size) for key, e in self._entries.items()]
 
     def holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
         """The ranks that have the present value of a variable that programs of this run use."""

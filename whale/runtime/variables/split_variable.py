@@ -22,7 +22,7 @@ from whale.capture.captured import CapturedVariable
 from whale.ir.layout import Split
 from whale.ir.mesh import Tiles, coordinates_of
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.ranks.together import read_together
+from whale.runtime.ranks.together import read_surviving, read_together
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
 from whale.runtime.variables.partial_initializers import Initial, own_memory
 
@@ -41,6 +41,7 @@ class Parts:
       tiles: how the variable is cut, and over which axes of the mesh.
       group: the ranks that have the parts, if they are those of a stage; empty: all ranks. In groups in a row, where
         they are more than the parts.
+      first: what they were made of, as long as somebody may want that again.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Parts:
         self.name, self.tiles, self.group = captured.name, tiles, group
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: dict[int, tf.Variable] = {}  # by rank
+        self.first: Initial | tf.Tensor | None = initial
         if initial is None:
-            self.settle()
+            self.first = self.settle()
         else:
             with tf.device(device):
                 for rank, place in self._own():
@@ -70,7 +72,19 @@ class Parts:
             hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
+        self._kind = kind
         self._variable.__class__ = _split_class(kind)
+
+    def leave(self) -> None:
+        """The variable is an ordinary one again, which holds nothing; the parts are gone with their last reader."""
+        self._variable.__class__ = self._kind
+        del self._variable._whale_parts
+        self._parts.clear()
+
+    @property
+    def key(self) -> int:
+        """Number (``id``) of the variable's handle."""
+        return id(self._handle)
 
     @property
     def dtype(self) -> tf.DType:
@@ -108,14 +122,15 @@ class Parts:
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
         return whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts.values())
 
-    def settle(self) -> None:
-        """Cuts the whole value into parts, if the variable itself has one."""
+    def settle(self) -> tf.Tensor | None:
+        """Cuts the whole value into parts, if the variable itself has one, and returns it."""
         whole = self._held()
         if whole is None:
-            return
+            return None
         for rank, place in self._own():
             self._set(rank, cut(whole, self.tiles, place))
         hold_nothing(self._handle, whole.dtype)
+        return whole
 
     def _set(self, rank: int, part: tf.Tensor) -> None:
         if rank in self._parts:
@@ -145,6 +160,10 @@ class Parts:
             size = len(cut.sizes)
             parts = [_joined(parts[i : i + size], cut) for i in range(0, len(parts), size)]
         return parts[0]
+
+    def read(self) -> tf.Tensor:
+        """The global value, for a script that reads it; collective between processes."""
+        return read_surviving(self._context, self._variable, self.whole)
 
     def bring_home(self) -> None:
         """The whole value into the variable itself, until the next step. Collective between processes."""
@@ -264,7 +283,7 @@ def _split_class(kind: type) -> type:
 
     def read(self: Any, no_copy: bool = False) -> Any:
         if tf.executing_eagerly():
-            return self._whale_parts.whole()
+            return self._whale_parts.read()
         return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
 
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,8 @@ import whale_ops
 from whale.ir.mesh import Tiles
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.ranks.together import read_together
+from whale.runtime.ranks.together import read_surviving, read_together
+from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
@@ -45,6 +46,7 @@ class Home:
     Attributes:
       ranks: those ranks; None: all.
       held: whether the variable itself has a value here, be it the present one or not.
+      first: what it was made of, as long as somebody may want that again.
     """
 
     def __init__(
@@ -58,11 +60,18 @@ class Home:
     ):
         self.name, self.variable, self.copies, self.context = name, variable, tuple(copies), context
         self.ranks, self.held = ranks, held
+        self.first: Initial | None = None
         self._empty: set[int] = set()  # copies that hold nothing, by position
+        kind: type = type(variable)
+        self._kind = kind
         if context.between_processes:
             variable._whale_home = self
-            kind: type = type(variable)
             variable.__class__ = _homed_class(kind)
+
+    def leave(self) -> None:
+        """The variable is an ordinary one again, with the value that it has here."""
+        self.variable.__class__ = self._kind
+        del self.variable._whale_home
 
     def of_position(self, position: int) -> Any:
         """The variable of this process's rank number ``position``."""
@@ -196,9 +205,17 @@ def _homed_class(kind: type) -> type:
     """``kind`` for a variable of a stage; graphs that read it are built as ever."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
-        if tf.executing_eagerly():
-            _read_by_script(self._whale_home)
-        return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+        def now() -> Any:
+            return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+
+        def with_others() -> Any:
+            _read_by_script(home)
+            return now()
+
+        home = self._whale_home
+        if not tf.executing_eagerly() or home.ranks is None:
+            return now()
+        return read_surviving(home.context, self, with_others)
 
     def given(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from whale.ir.program import Node, Program, Ref
-from whale.runtime.ranks.balance import STEPS, Balance, Watched, chained_s, divided
+from whale.runtime.elastic.balance import STEPS, Balance, Watched, chained_s, divided
 from whale.runtime.ranks.plain import pack
 
 pytestmark = pytest.mark.core

@@ -1,0 +1,104 @@
+"""Calls that are made again when ranks are gone, and configurations of those that are left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from whale.config import Config
+from whale.errors import PlanError
+from whale.ir.layout import split
+from whale.ir.mesh import one_axis
+from whale.runtime.elastic.allowed import divides, fitting, hosts_left, refuse_plan
+from whale.runtime.elastic.calls import Calls
+from whale.runtime.variables.stage_variables import Use
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "changes"),
+    [
+        ({"mesh": "data=2,tensor=2"}, 2, {"mesh": "tensor=2"}),
+        ({"mesh": "stage=2,data=4"}, 6, {"mesh": "stage=2,data=3"}),
+        ({"mesh": "data=2,tensor=2"}, 3, {"mesh": ""}),
+        ({"mesh": "expert=4"}, 3, {"mesh": "expert=3"}),
+        ({"split.ranks": 2}, 3, {"split.ranks": 0}),
+        ({"split.ranks": 2}, 4, {}),
+        ({}, 3, {}),
+    ],
+)
+def test_what_of_a_configuration_is_for_the_ranks_that_are_left(given: dict, size: int, changes: dict) -> None:
+    assert fitting(Config(given), size) == changes
+
+
+def test_hosts_of_those_that_are_left() -> None:
+    assert hosts_left((2, 1, 2), (0, 3, 4)) == (1, 2)
+    assert hosts_left((), (0, 1)) == ()
+
+
+def test_parts_that_one_rank_alone_has_need_copies() -> None:
+    everywhere = Use(frozenset(range(4)), True)
+    halves = Use(frozenset(range(4)), True, tiles=one_axis(split(0, (3, 3))))
+    quarters = Use(frozenset(range(4)), True, tiles=one_axis(split(0, (2, 2, 2, 2))))
+    stage = Use(frozenset({1}), True)
+    assert [divides({"v": use}, 4) for use in (everywhere, halves, quarters, stage)] == [False, True, True, True]
+    for use in (everywhere, halves):
+        refuse_plan({"v": use}, {}, 4, "", copies=False)
+    for use in (quarters, stage):
+        refuse_plan({"v": use}, {}, 4, "", copies=True)
+        with pytest.raises(PlanError, match="gone with the one rank that holds it"):
+            refuse_plan({"v": use}, {"v": "w"}, 4, "", copies=False)
+    with pytest.raises(PlanError, match="LayoutMap"):
+        refuse_plan({"v": halves}, {}, 4, "kernel", copies=True)
+
+
+class _Script:
+    """A script whose calls take steps: each adds its batch to a sum, and the script doubles a rate after each."""
+
+    def __init__(self) -> None:
+        self.calls = Calls(lambda value: value)
+        self.rate, self.total = tf.Variable(1.0), 0.0
+        self.seen: list[float] = []
+
+    def take(self, args: Any, kwargs: Any) -> float:
+        batch = self.calls.drawn(lambda: float(len(self.seen) + 1))
+        self.seen.append(batch)
+        self.total += float(self.rate) * batch
+        self.calls.at.steps += 1
+        return self.total
+
+    def call(self) -> None:
+        self.calls.begin()
+        self.calls.redo()
+        self.take((), {})
+        self.calls.took(self.take, (), {})
+        self.calls.at.calls += 1
+
+
+def test_a_step_of_an_earlier_call_is_taken_again_before_the_next_one() -> None:
+    script = _Script()
+    script.call()
+    before = script.total
+    script.call()
+    script.calls.begin()  # the third call, in which it hears that somebody is gone
+    script.calls.go_back(1, lambda: [(script.rate, tf.constant(3.0))])
+    script.total = before
+    assert (script.calls.at.steps, script.calls.at.calls) == (1, 1)
+    script.calls.redo()
+    assert script.seen == [1.0, 2.0, 2.0]  # with the batch that it had drawn
+    assert (script.total, float(script.rate)) == (3.0, 3.0)  # the script's value is there after it, not before
+    assert (script.calls.at.steps, script.calls.at.calls, script.calls.undone) == (2, 2, None)
+    script.calls.redo()
+    assert script.seen == [1.0, 2.0, 2.0]
+
+
+def test_a_step_of_the_same_call_is_simply_taken_again() -> None:
+    script = _Script()
+    script.call()
+    script.calls.begin()
+    script.take((), {})
+    script.calls.go_back(1, list)
+    assert script.calls.undone is None and script.calls.at.steps == 1

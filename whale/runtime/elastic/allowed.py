@@ -1,0 +1,100 @@
+"""Which runs can go on when ranks are gone, and what of their configuration is for so many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whale.config import Config
+from whale.errors import ConfigError, PlanError
+from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.variables.stage_variables import Use
+
+
+def refuse(ranks: Ranks) -> None:
+    """Raises ConfigError for a run that cannot."""
+    config = ranks.config
+    wrong = ""
+    if ranks.place.launcher != "whale run" or not ranks.between_processes:
+        wrong = f"{ranks.size} ranks started by {ranks.place.launcher}"
+    elif config["batch.mode"] == "local":
+        wrong = 'batch.mode "local": the rows that a rank brings are gone with it'
+    elif config["offload.level"]:
+        wrong = f"offload.level {config['offload.level']!r}"
+    elif config["communication.backend"] != "whale":
+        wrong = f"communication.backend {config['communication.backend']!r}, whose ranks do not go on"
+    if wrong:
+        raise ConfigError(
+            "this run cannot go on when ranks are gone",
+            given=f"elastic, and {wrong}",
+            expected="several processes of `whale run`, Whale's own exchanges, and batches of all ranks",
+            action="change that, or leave elastic out and use `whale run --max-restarts`",
+        )
+
+
+def divides(uses: Mapping[str, Use], size: int) -> bool:
+    """Whether a program has variables of which some rank does not hold all."""
+    return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
+
+
+def refuse_plan(uses: Mapping[str, Use], names: Mapping[str, str], size: int, given: str, copies: bool) -> None:
+    """Raises PlanError for a plan that gives ranks parts of variables which would be gone with them.
+
+    Args:
+      given: a variable of which the script says how it lies, "" if there is none.
+      copies: whether another rank keeps copies.
+    """
+    if given:
+        raise PlanError(
+            "a LayoutMap says how variables lie over so many ranks",
+            variable=given,
+            given="elastic",
+            expected="a layout that Whale chooses, which it can choose again for fewer ranks",
+            action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+        )
+    if copies:
+        return
+    for node, use in uses.items():
+        holders = len(use.place or range(size)) // use.tiles.count if use.tiles is not None else len(use.ranks)
+        if holders == 1 and (use.tiles is not None or use.writes):
+            raise PlanError(
+                "a part of a variable would be gone with the one rank that holds it",
+                variable=names.get(node, node),
+                given='elastic with elastic.redundancy "replicas", and a plan that gives a part to one rank',
+                expected='elastic.redundancy "memory", which keeps a copy on another rank, or replicas of each part',
+                action='leave elastic.redundancy out, or set it to "memory"',
+            )
+
+
+def fitting(config: Config, size: int) -> dict[str, Any]:
+    """What is to be changed of a configuration when ``size`` ranks are left: a mesh, or ranks of a split scope.
+
+    The data axis (the first one, where none is named so) takes the ranks that are left if the others divide them.
+    Else axes have no sizes: those that the program names share the ranks.
+    """
+    changes: dict[str, Any] = {}
+    if config["split.ranks"] and size % config["split.ranks"]:
+        changes["split.ranks"] = 0
+    if config["mesh"]:
+        sizes = {
+            name.strip(): int(count) for name, _, count in (part.partition("=") for part in config["mesh"].split(","))
+        }
+        grows = "data" if "data" in sizes else next(iter(sizes))
+        others = math.prod(count for name, count in sizes.items() if name != grows)
+        fits = size % others == 0
+        sizes[grows] = size // others
+        changes["mesh"] = ",".join(f"{name}={count}" for name, count in sizes.items() if count > 1) if fits else ""
+    return changes
+
+
+def hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
+    """How many of the members are on each emulated host, of so many ranks each."""
+    of = host_of(emulated)
+    left = [of[rank] for rank in members] if of else []
+    return tuple(left.count(host) for host in dict.fromkeys(left))
+
+
+def host_of(emulated: Sequence[int]) -> list[int]:
+    """The number of each rank's emulated host; empty if there are none."""
+    return [host for host, count in enumerate(emulated) for _ in range(count)]

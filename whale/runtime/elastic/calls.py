@@ -1,0 +1,115 @@
+"""Calls that exchange something, kept so that they can be made again, by the ranks that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Progress:
+    """How far a rank has come.
+
+    Attributes:
+      calls: made that exchanged something, a step or not; steps: taken.
+      results: of the latest step; returned: by the latest call that was no step.
+    """
+
+    calls: int = 0
+    steps: int = 0
+    results: Any = None
+    returned: Any = None
+
+
+@dataclass
+class Step:
+    """A call that took a step, for when the ranks go back to before it.
+
+    Attributes:
+      number: of the step.
+      take, args, kwargs: what was called, with what; drawn: batches that it read itself.
+      rewritten: values that the script has given to variables since.
+    """
+
+    number: int
+    take: Callable[[Any, Any], Any]
+    args: Any
+    kwargs: Any
+    drawn: list[Any]
+    rewritten: Sequence[tuple[tf.Variable, tf.Tensor]] = ()
+
+
+@dataclass
+class Calls:
+    """This rank's calls.
+
+    Attributes:
+      again: of a tensor or of a part of a batch, what takes its place when a call is made again.
+      undone: the step that an earlier call took, and of which nothing is left.
+    """
+
+    again: Callable[[Any], Any]
+    at: Progress = field(default_factory=Progress)
+    undone: Step | None = None
+    _last: Step | None = None
+    _steps_before: int = 0  # the call that goes on
+    _drawn: list[Any] = field(default_factory=list)  # batches of that call
+    _drawn_again: int = 0
+
+    def begin(self) -> None:
+        """A call is about to be made."""
+        self._drawn, self._drawn_again, self._steps_before = [], 0, self.at.steps
+
+    def once_more(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """It is about to be made again; with what."""
+        self._drawn_again = 0
+        return tf.nest.map_structure(self.again, (args, kwargs))  # type: ignore[no-any-return]
+
+    def took(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
+        """It has taken a step, which may have to be taken again."""
+        self._last = Step(self.at.steps, take, args, kwargs, self._drawn)
+
+    def drawn(self, draw: Callable[[], _T]) -> _T:
+        """A batch that a step reads itself: the next one, or the same when the call is made again."""
+        if self._drawn_again < len(self._drawn):
+            known = self._drawn[self._drawn_again]
+            self._drawn[self._drawn_again] = tf.nest.map_structure(self.again, known, expand_composites=True)
+        else:
+            self._drawn.append(draw())
+        self._drawn_again += 1
+        return self._drawn[self._drawn_again - 1]  # type: ignore[no-any-return]
+
+    def go_back(self, steps: int, rewritten: Callable[[], Sequence[tuple[tf.Variable, tf.Tensor]]]) -> None:
+        """The variables are as after ``steps`` steps, at most one less than were taken.
+
+        Args:
+          rewritten: gives (variable, value) to which the script has given values since the latest step.
+        """
+        if self.at.steps > steps:
+            if self.undone is None and self.at.steps == self._steps_before:  # an earlier call took it
+                assert self._last is not None
+                self.undone, self.undone.rewritten = self._last, rewritten()
+                self.at.calls -= 1
+            self.at.steps = steps
+
+    def redo(self) -> None:
+        """Takes the step again of which nothing is left, if there is one."""
+        step = self.undone
+        if step is None:
+            return
+        if self.at.steps < step.number:
+            mine, self._drawn, self._drawn_again = self._drawn, step.drawn, 0
+            try:
+                step.args, step.kwargs = tf.nest.map_structure(self.again, (step.args, step.kwargs))
+                step.take(step.args, step.kwargs)
+            finally:
+                step.drawn, self._drawn, self._drawn_again = self._drawn, mine, 0
+        self.undone, self._last = None, step
+        self.at.calls += 1
+        for variable, value in step.rewritten:
+            variable.assign(value)

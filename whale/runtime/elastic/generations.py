@@ -1,0 +1,216 @@
+"""What ranks held before and after their latest steps, each its own pieces and those of another: none is lost with it.
+
+A rank that is gone takes pieces with it which nobody else has. So after each step every rank sends such pieces to
+another one, on another host where there is one. The others may be a step apart when it goes. Then those that are ahead
+go back, for which each keeps what it held before the step; that is free until the step writes, and then as much memory
+as the rank's own pieces.
+
+Moment        a rank's pieces at one moment
+Copies        of pieces of other ranks, after a number of steps
+Generations   the last two of each
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+import whale_ops
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.variables.holdings import Holding
+from whale.runtime.variables.owner import VariableOwner
+
+
+@dataclass(frozen=True)
+class Moment:
+    """This rank's pieces.
+
+    Attributes:
+      holdings: of all variables known then.
+      values: the piece of each, None where this rank has none.
+      assigned: handle's number -> the whole value of which the script had it cut just before.
+    """
+
+    holdings: Sequence[Holding]
+    values: Sequence[tf.Tensor | None]
+    assigned: Mapping[int, tf.Tensor]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a variable is not whole everywhere."""
+        return not all(holding.is_everywhere for holding in self.holdings)
+
+
+class Copies:
+    """Of the pieces that some other ranks alone had. ``packed``: (rank, dtype) -> their elements in a row."""
+
+    def __init__(self, holdings: Sequence[Holding], packed: Mapping[tuple[int, tf.DType], tf.Tensor]) -> None:
+        self._holdings, self._packed = holdings, packed
+
+    def pieces(self) -> Iterator[tuple[int, int, tf.Tensor]]:
+        """(number of the holding, of the piece, the piece)."""
+        for (rank, dtype), row in self._packed.items():
+            begin = 0
+            for i, piece, shape in _lone(self._holdings, rank, dtype):
+                count = math.prod(shape)
+                yield i, piece, tf.reshape(row[begin : begin + count], shape)
+                begin += count
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the variables lie; what reads this rank's pieces, and what also sends them to the rank that keeps copies."""
+
+    holdings: Sequence[Holding]
+    read: Callable[[], Any]
+    exchange: Callable[[], Any]
+
+
+class Generations:
+    """The latest moments and copies of this rank.
+
+    Args:
+      hosts: of every rank, the name of its host.
+      copies: whether pieces are sent; otherwise only what several ranks have outlives one of them.
+
+    Attributes:
+      rank: this one, of ``ranks``.
+      begun, taken: number of a step -> what this rank held when it began, and when it was taken.
+      copies: number of steps -> pieces of other ranks after so many.
+    """
+
+    def __init__(self, ranks: Ranks, variables: VariableOwner, hosts: Sequence[str], copies: bool) -> None:
+        self.ranks, self._variables, self.rank = ranks, variables, ranks.rank
+        self._keepers = tuple(_keeper(rank, hosts) for rank in range(ranks.size)) if copies else ()
+        self.begun: dict[int, Moment] = {}
+        self.taken: dict[int, Moment] = {}
+        self.copies: dict[int, list[Copies]] = {}
+        self._layouts: dict[Any, _Layout] = {}
+        self._latest: Any = None
+
+    def before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
+        """Step number ``step`` is about to begin; collective where the variables lie otherwise than before.
+
+        Args:
+          assigned: handle's number -> whole value of which the pieces were just cut.
+        """
+        before, layout = self._latest, self._layout()
+        if self._latest != before:
+            self._copied(step - 1, layout)
+        self.begun[step] = Moment(layout.holdings, self._by_place(layout.read(), layout), assigned)
+        self.begun.pop(step - 2, None)
+
+    def after(self, step: int) -> None:
+        """It was taken; collective."""
+        layout = self._layout()
+        for holding in layout.holdings:
+            holding.forget_first()
+        self.taken.clear()
+        self.taken[step] = Moment(layout.holdings, self._copied(step, layout), {})
+        self.copies.pop(step - 2, None)
+
+    def now(self) -> Moment:
+        """What this rank holds; not collective."""
+        holdings = self._variables.holdings(self.ranks.size)
+        values = _by_place(_present(holdings, self.rank), holdings, self.rank)
+        given = {holding.key: whole for holding in holdings if (whole := holding.assigned()) is not None}
+        return Moment(holdings, values, given)
+
+    def rewritten(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """(variable, value) of those to which the script has given a value since the latest step was taken."""
+        step, taken = max(self.taken.items(), key=lambda item: item[0])
+        now, found = self.begun.get(step + 1) or self.now(), []
+        for holding, before, after in zip(taken.holdings, taken.values, now.values):
+            if (given := now.assigned.get(holding.key)) is not None:
+                found.append((holding.variable, given))
+            elif holding.is_everywhere and not _are_equal(before, after):
+                found.append((holding.variable, after))
+        return found
+
+    def _layout(self) -> _Layout:
+        """How the variables lie now."""
+        holdings, rank = self._variables.holdings(self.ranks.size), self.rank
+        self._latest = tuple((holding.key, holding.holders) for holding in holdings)
+        if self._latest not in self._layouts:
+            read = tf.function(lambda: _present(holdings, rank), autograph=False)
+            exchange = tf.function(lambda: self._exchanged(holdings), autograph=False)
+            made = _Layout(holdings, read.get_concrete_function(), exchange.get_concrete_function())
+            self._layouts[self._latest] = made
+        return self._layouts[self._latest]
+
+    def _by_place(self, values: Sequence[tf.Tensor], layout: _Layout) -> list[tf.Tensor | None]:
+        return _by_place(values, layout.holdings, self.rank)
+
+    def _copied(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
+        """Sends copies; this rank's own pieces."""
+        try:
+            values, rows = layout.exchange()
+        except tf.errors.OpError as error:
+            raise_comm_error(error, self.ranks)
+            raise
+        packed = dict(zip(self._kept(layout.holdings), rows))
+        self.copies.setdefault(steps, []).append(Copies(layout.holdings, packed))
+        return self._by_place(values, layout)
+
+    def _exchanged(self, holdings: Sequence[Holding]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """In a graph: this rank's pieces, and those of the ranks for which it keeps copies."""
+        ops, rank = whale_ops.ops(), self.rank
+        values = _present(holdings, rank)
+        if not self._keepers:
+            return values, []
+        comm = ops.whale_communicator(communicator=self.ranks.comm_name, rank=rank)
+        mine = _by_place(values, holdings, rank)
+        for dtype in _dtypes(holdings, rank):
+            row = tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in _lone(holdings, rank, dtype)], 0)
+            key = f"whale/copies/{rank}/{dtype.name}"
+            ops.whale_send(comm=comm, input=row, key=key, peer=self._keepers[rank])
+        found = []
+        for other, dtype in self._kept(holdings):
+            count = sum(math.prod(shape) for *_, shape in _lone(holdings, other, dtype))
+            key = f"whale/copies/{other}/{dtype.name}"
+            found.append(ops.whale_recv(comm=comm, key=key, peer=other, shape=[count], T=dtype))
+        return values, found
+
+    def _kept(self, holdings: Sequence[Holding]) -> list[tuple[int, tf.DType]]:
+        """(rank, dtype) of what this rank keeps for others."""
+        of = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
+        return [(rank, dtype) for rank in of for dtype in _dtypes(holdings, rank)]
+
+
+def _are_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
+    return before is None or after is None or np.array_equal(before.numpy(), after.numpy())
+
+
+def _keeper(rank: int, hosts: Sequence[str]) -> int:
+    """The rank that keeps copies for a rank: the next one on another host, or the next one."""
+    others = [(rank + i) % len(hosts) for i in range(1, len(hosts))]
+    return next((other for other in others if hosts[other] != hosts[rank]), others[0])
+
+
+def _dtypes(holdings: Sequence[Holding], rank: int) -> list[tf.DType]:
+    """Those of the pieces that a rank alone has."""
+    return list(dict.fromkeys(holding.dtype for holding in holdings if holding.alone(rank) is not None))
+
+
+def _lone(holdings: Sequence[Holding], rank: int, dtype: tf.DType) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """(number of the holding, of the piece, its shape) of the pieces of a dtype that a rank alone has."""
+    for i, holding in enumerate(holdings):
+        if holding.dtype == dtype and (piece := holding.alone(rank)) is not None:
+            yield i, piece, holding.shape(piece)
+
+
+def _present(holdings: Sequence[Holding], rank: int) -> list[tf.Tensor]:
+    own = [holding for holding in holdings if holding.piece(rank) is not None]
+    return [gen_resource_variable_ops.read_variable_op(holding.handle(rank), holding.dtype) for holding in own]
+
+
+def _by_place(values: Sequence[tf.Tensor], holdings: Sequence[Holding], rank: int) -> list[tf.Tensor | None]:
+    left = iter(values)
+    return [next(left) if holding.piece(rank) is not None else None for holding in holdings]

@@ -1,0 +1,78 @@
+"""What ranks that are left say to each other before they go on, and how one that is a step behind catches up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import ClusterError
+from whale.runtime.elastic.calls import Progress
+from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+
+
+@dataclass
+class Said:
+    """What a rank that is left says of itself: calls made and steps taken, and what it knows of by now."""
+
+    calls: int
+    steps: int
+    variables: int
+    programs: int
+    elements: int
+    host: str
+    divisions: int
+    shares: list[int]
+    keeps: bool  # whether what it held before and after its latest steps is known
+
+
+def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> None:
+    """What the latest call of the rank that has made most returned, for the others; collective.
+
+    Raises:
+      ClusterError: ranks are further apart than one call.
+    """
+    calls, steps = max(one.calls for one in said), max(one.steps for one in said)
+    if min(one.calls for one in said) < calls - 1 or min(one.steps for one in said) < steps - 1:
+        raise ClusterError(
+            "the ranks that are left are at different steps",
+            given=f"(calls made, steps taken) by each: {[(one.calls, one.steps) for one in said]}",
+            expected="at most one between them, since every step exchanges something",
+            action="start again from a checkpoint: `whale run --max-restarts`",
+        )
+    if any(one.calls < calls for one in said):
+        first = next(rank for rank, one in enumerate(said) if one.calls == calls)
+        returned = sent(meeting, first, at.returned if me == first else None)
+        if said[me].calls < calls and said[me].steps == steps:
+            at.returned, at.calls = returned, calls
+
+
+def catch_up(meeting: Any, said: Sequence[Said], me: int, at: Progress, known: Sequence[tf.Variable]) -> None:
+    """The step that some ranks have taken, for the others: its results, and the variables after it; collective."""
+    steps = max(one.steps for one in said)
+    if any(one.steps < steps for one in said):
+        first = next(rank for rank, one in enumerate(said) if one.steps == steps)
+        common = known[: min(one.variables for one in said)]
+        results = sent(meeting, first, [t.numpy() for t in at.results or ()])
+        for variable in common:
+            value = sent(meeting, first, variable.numpy())
+            if said[me].steps < steps:
+                variable.assign(np.asarray(value))
+        if said[me].steps < steps:
+            at.results, at.steps = [tf.constant(value) for value in results], steps
+
+
+def gathered(meeting: Any, data: bytes) -> list[bytes]:
+    """What every rank of a meeting says."""
+    purpose = "going on with the ranks that are left"
+    return list(meeting.allgather_bytes("whale/elastic", data, TURN_TIMEOUT_S, purpose))
+
+
+def sent(meeting: Any, first: int, value: Any) -> Any:
+    """The value of rank ``first`` of a meeting, on every rank of it."""
+    data = pack(value) if meeting.rank == first else None
+    return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))

@@ -1,0 +1,168 @@
+"""What the ranks that are left hold between them, brought together: the variables after as many steps as can be had.
+
+All of them make the same decisions, of what each has said to all. The latest step counts if each of them has taken it
+and every piece of it is there, on who had it or on who keeps the copy; else they go back to before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+import whale_ops
+from whale.errors import ClusterError
+from whale.runtime.elastic.generations import Generations, Moment
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+from whale.runtime.variables.holdings import Holding
+
+_Said = Sequence[set[tuple[int, int]]]  # by rank of the meeting: (variable, piece) that it has
+WHOLE = -1  # of a value that every rank has, in place of a piece's number
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Whole values of variables after ``steps`` steps, in the order in which they came to be known.
+
+    ``back``: some ranks had taken one more; ``joined``: how many variables were put together from parts and copies.
+    """
+
+    steps: int
+    values: Sequence[tf.Tensor]
+    back: bool
+    joined: int
+
+
+class Alone:
+    """A meeting of one rank."""
+
+    rank, size, name = 0, 1, ""
+
+    def allgather_bytes(self, key: str, data: bytes, timeout_s: float, purpose: str = "") -> list[bytes]:
+        """The data."""
+        return [data]
+
+
+def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, steps: int, taken: int) -> Recovered:
+    """The variables as the ranks of a meeting can have them; collective.
+
+    Args:
+      steps: that this rank has taken; taken: the fewest that any of them has.
+
+    Raises:
+      ClusterError: pieces are gone with all ranks that had them.
+      CommError: one more rank is gone.
+    """
+    latest = unpack(max(meeting.allgather_bytes("whale/elastic/steps", pack(steps), TURN_TIMEOUT_S), key=unpack))
+    missing: list[str] = []
+    for wanted in [latest] * (taken == latest) + [latest - 1]:
+        found, moment = _available(generations, wanted, wanted < latest)
+        mine = pack((len(moment.holdings), list(found)))
+        every = [unpack(one) for one in meeting.allgather_bytes("whale/elastic/pieces", mine, TURN_TIMEOUT_S)]
+        count, said = min(known for known, _ in every), [set(keys) for _, keys in every]
+        missing = _missing(said, moment, count)
+        if not missing:
+            try:
+                values = _exchanged(meeting, found, said, moment, count)
+                joined = sum(bool(_needs(said, moment, i)) for i in range(count))
+                return Recovered(wanted, values, wanted < latest, joined)
+            except tf.errors.OpError as error:
+                raise_comm_error(error, generations.ranks)
+                raise
+    raise ClusterError(
+        "parts of variables are gone with all ranks that had them",
+        variable=missing[0],
+        given=f"{len(missing)} variables of which nobody left has every part",
+        expected="at most one of a rank and the one that keeps its copies gone between two steps",
+        action="start again from a checkpoint: `whale run --max-restarts`",
+    )
+
+
+def become_whole(holdings: Sequence[Holding], recovered: Recovered | None) -> None:
+    """Every variable is an ordinary one again: with the value that was recovered, or as before any step."""
+    values = () if recovered is None else recovered.values
+    for i, holding in enumerate(holdings):
+        if i >= len(values):
+            holding.be_new()
+        elif recovered is not None and (recovered.back or holding.has_parts):
+            holding.be_whole(values[i])
+
+
+def _available(generations: Generations, steps: int, back: bool) -> tuple[dict[tuple[int, int], tf.Tensor], Moment]:
+    """(variable, piece) -> piece after so many steps, on this rank; and what the script has left on it then."""
+    rank = generations.rank
+    moment = generations.begun.get(steps + 1) or generations.now()
+    # Nothing is kept of a step that was taken when its copies could not be sent: it is what there is now.
+    after = moment if back else generations.taken.get(steps, moment)
+    found = {
+        (i, piece): value
+        for i, (holding, value) in enumerate(zip(after.holdings, after.values))
+        if value is not None and (piece := holding.piece(rank)) is not None
+    }
+    for copies in generations.copies.get(steps, ()):
+        found.update({(i, piece): value for i, piece, value in copies.pieces()})
+    found.update({(i, WHOLE): m for i, h in enumerate(after.holdings) if (m := moment.assigned.get(h.key)) is not None})
+    known = min(len(after.holdings), len(moment.holdings))
+    return {key: value for key, value in found.items() if key[0] < known}, Moment(
+        moment.holdings[:known], moment.values[:known], moment.assigned
+    )
+
+
+def _held(said: _Said, key: tuple[int, int]) -> list[int]:
+    """The ranks of the meeting that have something."""
+    return [rank for rank, keys in enumerate(said) if key in keys]
+
+
+def _needs(said: _Said, moment: Moment, i: int) -> list[int]:
+    """The pieces of a variable that have to be sent; [] if everybody has all of it."""
+    pieces = range(len(moment.holdings[i].holders))
+    whole = len(_held(said, (i, WHOLE))) == len(said) or (len(pieces) == 1 and len(_held(said, (i, 0))) == len(said))
+    return [] if whole else list(pieces)
+
+
+def _missing(said: _Said, moment: Moment, count: int) -> list[str]:
+    """Names of the variables of which not every piece is there."""
+    return [
+        moment.holdings[i].variable.name
+        for i in range(count)
+        if any(not _held(said, (i, piece)) for piece in _needs(said, moment, i))
+    ]
+
+
+def _exchanged(
+    meeting: whale_ops.Communicator | Alone,
+    found: dict[tuple[int, int], tf.Tensor],
+    said: _Said,
+    moment: Moment,
+    count: int,
+) -> list[tf.Tensor]:
+    """The whole values of the first variables."""
+    ops, values = whale_ops.ops(), []
+    comm = ops.whale_communicator(communicator=meeting.name, rank=meeting.rank) if meeting.size > 1 else None
+    for i in range(count):
+        holding = moment.holdings[i]
+        pieces = []
+        for piece in _needs(said, moment, i):
+            root, mine = _held(said, (i, piece))[0], found.get((i, piece))
+            if comm is None:
+                pieces.append(mine)
+                continue
+            (value,) = ops.whale_broadcast(
+                comm=comm,
+                inputs=[tf.zeros((0,), holding.dtype) if mine is None else mine],
+                key=f"whale/elastic/{i}/{piece}",
+                root=root,
+                shapes=[],
+                ranks=[],
+            )
+            pieces.append(value)
+        if (i, WHOLE) in found:
+            values.append(found[i, WHOLE])
+        elif pieces:
+            values.append(holding.assembled(pieces))
+        else:  # one piece, which a rank may have for another one
+            values.append(found[i, 0] if moment.values[i] is None else moment.values[i])
+    return values

@@ -1,0 +1,118 @@
+"""What each rank holds of the variables that programs use, piece by piece; and how a variable becomes whole again.
+
+A piece is what one rank computes with: a tile of a variable that lies split, or all of one that does not. Which rank
+has which piece follows from the plans, so every rank knows it of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+from whale.runtime.variables.deferred import defer
+from whale.runtime.variables.partial_initializers import Initial
+from whale.runtime.variables.split_variable import Parts
+from whale.runtime.variables.stage_variables import Home
+
+
+class Holding:
+    """One variable.
+
+    Attributes:
+      key: number (``id``) of its handle.
+      holders: of each piece, the ranks that have it.
+      is_everywhere: whether every rank has all of it.
+    """
+
+    def __init__(self, variable: Any, handle: Any, parts: Parts | None, home: Home | None, size: int):
+        self.variable, self.key = variable, id(handle)
+        self._handle, self._parts, self._home = handle, parts, home
+        everyone = tuple(range(size))
+        if parts is not None:
+            self.holders = tuple(parts.holders(place) for place in range(parts.tiles.count))
+        else:
+            self.holders = (everyone if home is None or home.ranks is None else tuple(sorted(home.ranks)),)
+        self.is_everywhere = self.holders == (everyone,)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the variable lies split, or is that of a stage."""
+        return self._parts is not None or self._home is not None
+
+    @property
+    def dtype(self) -> tf.DType:
+        """Of its elements."""
+        return self.variable.dtype
+
+    def piece(self, rank: int) -> int | None:
+        """The number of the piece that a rank has; None: it has none."""
+        return next((piece for piece, ranks in enumerate(self.holders) if rank in ranks), None)
+
+    def alone(self, rank: int) -> int | None:
+        """The number of the piece that a rank has, and no other rank; None: there is none."""
+        return next((piece for piece, ranks in enumerate(self.holders) if ranks == (rank,)), None)
+
+    def handle(self, rank: int) -> Any:
+        """Of the memory in which this process's rank has its piece."""
+        return self._handle if self._parts is None else self._parts.of_rank(rank).handle
+
+    def shape(self, piece: int) -> tuple[int, ...]:
+        """Of a piece."""
+        whole = tuple(self.variable.shape)
+        return whole if self._parts is None else tuple(self._parts.tiles.local_shape(whole, piece))
+
+    def assigned(self) -> tf.Tensor | None:
+        """The whole value that a script has given to a variable that lies split, and that no step has cut yet."""
+        if self._parts is None or not self._parts.is_assigned:
+            return None
+        return gen_resource_variable_ops.read_variable_op(self._handle, self.dtype)
+
+    def assembled(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The whole value, of all pieces in order."""
+        if self._parts is None:
+            return pieces[0]
+        shape = tuple(self.variable.shape)
+        whole = np.empty(shape, self.dtype.as_numpy_dtype)
+        for place, piece in enumerate(pieces):
+            for region in self._parts.tiles.regions(shape, place):
+                to, of = _slices(region.begin, region.size), _slices(region.start, region.size)
+                whole[to] = piece.numpy()[of]
+        return tf.constant(whole)
+
+    def be_whole(self, value: tf.Tensor) -> None:
+        """The variable is an ordinary one, as before any program used it, and has this value."""
+        self._leave()
+        gen_resource_variable_ops.assign_variable_op(self._handle, value)
+
+    def be_new(self) -> None:
+        """The variable is as it was before any program used it. No step has changed it."""
+        first = self._first
+        self._leave()
+        if isinstance(first, Initial):
+            defer(self.variable, first)
+        elif first is not None:
+            gen_resource_variable_ops.assign_variable_op(self._handle, first)
+
+    @property
+    def _first(self) -> Initial | tf.Tensor | None:
+        owner = self._parts or self._home
+        return None if owner is None else owner.first
+
+    def forget_first(self) -> None:
+        """A step has changed it."""
+        for owner in (self._parts, self._home):
+            if owner is not None:
+                owner.first = None
+
+    def _leave(self) -> None:
+        for owner in (self._parts, self._home):
+            if owner is not None:
+                owner.leave()
+
+
+def _slices(begin: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(b, b + s) for b, s in zip(begin, size))
