@@ -75,7 +75,7 @@ class Elastic:
         self._name = context.comm_name
         self._started = self._members = tuple(range(context.size))
         self._me = context.rank
-        self._calls = Calls(self._again)
+        self._calls = Calls(lambda value: _rows_again(self._run, value))
         self._at = self._calls.at
         self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
         self._pack: Callable[[Any], Any] = lambda results: results
@@ -151,7 +151,7 @@ class Elastic:
                     return self._at.returned  # type: ignore[no-any-return]
                 args, kwargs = self._calls.once_more(args, kwargs)
             if self._generations is not None and self._at.steps > steps:
-                self._calls.took(take, args, kwargs)
+                self._calls.took(_in_scopes(self._run, take), args, kwargs)
         finally:
             self._inside = False
         self._at.calls = calls + 1
@@ -338,25 +338,38 @@ class Elastic:
         for dataset in list(self._datasets):
             dataset.divide_again()
 
-    def _rows(self, rows: int) -> tuple[int, ...]:
-        return rows_of_ranks(rows, self._run.size, self._run.config["replica.shares"])
 
-    def _again(self, value: Any) -> Any:
-        """The rows of a batch that are this rank's now."""
-        if type(value) is not ShardedTensor:
+def _in_scopes(context: Context, take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``take`` in the scopes that are entered now, wherever the script is when it is called."""
+    entered = list(context.scopes)
+
+    def inside(args: Any, kwargs: Any) -> Any:
+        around, context.scopes[:] = list(context.scopes), entered
+        try:
+            return take(args, kwargs)
+        finally:
+            context.scopes[:] = around
+
+    return inside
+
+
+def _rows_again(context: Context, value: Any) -> Any:
+    """The rows of a batch that are this rank's now."""
+    if type(value) is not ShardedTensor:
+        return value
+    if len(value.sizes) == context.size:
+        rows = sum(value.sizes)
+        if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):
             return value
-        known = len(value.sizes) == self._run.size
-        if known and (value.source is None or value.sizes == self._rows(sum(value.sizes))):
-            return value
-        if value.source is None:
-            raise ClusterError(
-                "rows of a batch that a rank read are gone with it",
-                given="a wh.ShardedTensor that was made by the script",
-                expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
-                action="take batches of wh.shard(dataset)",
-            )
-        iterator, position, leaf = value.source
-        return iterator.read_again(position)[leaf]
+    if value.source is None:
+        raise ClusterError(
+            "rows of a batch that a rank read are gone with it",
+            given="a wh.ShardedTensor that was made by the script",
+            expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
+            action="take batches of wh.shard(dataset)",
+        )
+    iterator, position, leaf = value.source
+    return iterator.read_again(position)[leaf]
 
 
 def refuse_session(context: Context) -> None:

@@ -109,7 +109,7 @@ class VariableOwner:
         placed = {c.node: _in_one_part(c) for c in captured if c.node in on_host}
         placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
-            self._refuse_elsewhere(c, uses.get(c.node))
+            _refuse_elsewhere(self._entries.get(id(c.handle)), c, uses.get(c.node))
         new = [c for c in captured if id(c.handle) not in self._entries]
         initials = agreed_initials(new, context)
         if context.between_processes:
@@ -171,19 +171,6 @@ class VariableOwner:
         self._entries[id(c.handle)] = _Entry(c, ())
         home = self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
         home.first = initial if self.keeps_first else None
-
-    def _refuse_elsewhere(self, c: CapturedVariable, use: Use | None) -> None:
-        """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
-        entry = self._entries.get(id(c.handle))
-        if entry is not None and entry.parts is not None and entry.parts.group:
-            if use is None or use.place != entry.parts.group:
-                raise PlanError(
-                    "a variable that is sharded over the ranks of a stage is used outside of it",
-                    op=c.name,
-                    given="zero.level",
-                    expected="steps with the same stages, or programs that do not use it",
-                    action="leave zero.level out, or use the variable under the same wh.stage",
-                )
 
     def _move_to_host(self, captured: Sequence[CapturedVariable]) -> None:
         """Forgets what earlier programs had beside the accelerator's memory, so that it is taken in again."""
@@ -367,6 +354,19 @@ class VariableOwner:
         """The ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
+
+
+def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: Use | None) -> None:
+    """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
+    if entry is not None and entry.parts is not None and entry.parts.group:
+        if use is None or use.place != entry.parts.group:
+            raise PlanError(
+                "a variable that is sharded over the ranks of a stage is used outside of it",
+                op=c.name,
+                given="zero.level",
+                expected="steps with the same stages, or programs that do not use it",
+                action="leave zero.level out, or use the variable under the same wh.stage",
+            )
 
 
 def _in_one_part(c: CapturedVariable) -> Tiles:
