@@ -130,6 +130,7 @@ class Bags:
     Args:
       form: of the ids: "dense", "ragged", "sparse".
       optimizer: made when the variables are; None: plain gradient descent.
+      folder: where tables lie in files.
       dynamic: ids are any numbers, and ``words`` the slots; `slots` has who has which.
     """
 
@@ -137,12 +138,21 @@ class Bags:
         self, scopes: Scopes, dtype: Any, form: str = "dense", combiner: str | None = "mean", weighted: bool = False,
         sharded: str | None = "rows", optimizer: Callable[[], Any] | None = None, tables: int = 3, words: int = 40,
         width: int = 8, batch: int = 16, each: int = 3, dynamic: bool = False, evict: str = "lru",
+        folder: str | None = None,
     ) -> None:  # fmt: skip
         self.form, self.combiner, self.weighted, self.words, self.dynamic = form, combiner, weighted, words, dynamic
         self.rows, self.each, self.width = batch, each, width
         self.layers = [
             wh.layers.Embedding(
-                words, width, combiner, max_ids=each, sharded=sharded, dtype=dtype.name, dynamic=dynamic, evict=evict
+                words,
+                width,
+                combiner,
+                max_ids=each,
+                sharded=sharded,
+                dtype=dtype.name,
+                dynamic=dynamic,
+                evict=evict,
+                folder=folder,
             )
             for _ in range(tables)
         ]

@@ -18,8 +18,9 @@ from whale.annotations import replica, split
 from whale.errors import ProgramError
 from whale.frontends.giant.vocabulary import ABSENT, EVICTS, Vocabulary, drawn, tensor_of, write
 from whale.runtime.run.context import running
+from whale.runtime.variables.in_files import keep_in_files
 
-_ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict"
+_ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder"
 _HASHES = (1 << 63) - 1
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is looked up that is divided
@@ -61,6 +62,8 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
       embeddings_initializer: of the table; of a dynamic one uniform, zeros or a constant.
       dynamic: whether ids are given slots.
       evict: who makes room: "lru" (last used longest ago) or "lfu" (used least often).
+      folder: of a local disk; over ranks a sharded table, and a lazy optimizer's state of its shape, lie in files there
+        instead of memory.
 
     Raises:
       ProgramError: arguments or inputs that fit no table.
@@ -69,7 +72,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     def __init__(
         self, input_dim: int, output_dim: int, combiner: str | None = None, max_ids: int | None = None,
         sharded: str | None = None, embeddings_initializer: Any = "uniform", dynamic: bool = False,
-        evict: str = "lru", **more: Any,
+        evict: str = "lru", folder: str | None = None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(**more)
         _check(input_dim > 0 < output_dim, f"input_dim={input_dim}, output_dim={output_dim}", "positive sizes")
@@ -78,7 +81,8 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         self.input_dim, self.output_dim, self.combiner = input_dim, output_dim, combiner
         _check(not dynamic or sharded != "rows", "dynamic=True, sharded='rows'", "columns, whole or None")
         _check(evict in EVICTS, f"evict={evict!r}", " or ".join(EVICTS))
-        self.max_ids, self.sharded, self.grows, self.evict = max_ids, sharded, dynamic, evict
+        _check(folder is None or sharded != "whole", f"folder={folder!r}, sharded='whole'", "rows, columns or None")
+        self.max_ids, self.sharded, self.grows, self.evict, self.folder = max_ids, sharded, dynamic, evict, folder
         self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
         self._starts = _first_rows(self.embeddings_initializer) if dynamic else None
         self.vocabulary: Vocabulary | None = None
@@ -89,9 +93,15 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         if self.grows:
             self.vocabulary = Vocabulary(self._add_state, self.input_dim, self.evict)
             rows = self.vocabulary.slots + 1
-        self.embeddings = self.add_weight(
-            name="embeddings", shape=(rows, self.output_dim), initializer=self.embeddings_initializer, autocast=False
-        )
+        with self._table_scope():  # a run then makes the parts only
+            self.embeddings = self.add_weight(
+                name="embeddings",
+                shape=(rows, self.output_dim),
+                initializer=self.embeddings_initializer,
+                autocast=False,
+            )
+        if self.folder is not None:
+            keep_in_files(tensor_of(self.embeddings), self.folder)
         if self.vocabulary is not None:
             tensor_of(self.embeddings)._whale_fresh = self.vocabulary.fresh  # for lazy optimizers
         self.built = True

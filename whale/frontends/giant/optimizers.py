@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.frontends.giant.vocabulary import tensor_of, write
+from whale.runtime.variables.in_files import folder_of, keep_in_files
 
 
 class _Rows:
@@ -165,6 +166,12 @@ def lazy(optimizer: Any) -> Any:
 
     def built(variables: Sequence[Any]) -> None:
         build(variables)
+        for i, variable in enumerate(variables):
+            folder = folder_of(tensor_of(variable))
+            for states in vars(optimizer).values() if folder else ():
+                if isinstance(states, list) and len(states) > i and states is not optimizer._trainable_variables:
+                    if getattr(states[i], "shape", None) == variable.shape and hasattr(states[i], "assign"):
+                        keep_in_files(tensor_of(states[i]), folder)
         if not firsts and any(_fresh_of(v) is not None for v in variables):
             firsts.update(_first_state(optimizer))
 

@@ -17,8 +17,10 @@ from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
 from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import (
     assign_regions,
+    lies_in_files,
     lies_split,
     own_regions,
+    pieces,
     restored_by_pieces,
     slice_spec,
     spec_of,
@@ -90,6 +92,9 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         if deferred_of(variable) is not None:
             for key in keys:
                 restore_from(variable, partial(read_region, path, key, tuple(variable.shape.as_list()), variable.dtype))
+        elif lies_in_files(variable):
+            for key in keys:
+                _restore_pieces(variable, path, key, context)
         elif lies_split(variable):
             waiting += [(variable, key) for key in keys]
     for group in _in_groups(waiting, context):
@@ -103,6 +108,14 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
         read = dict(zip(((key, region) for _, key, region in wanted), values))
         for variable, key in group:
             assign_regions(variable, [(p, read[key, p]) for p in own_regions(variable, context)], context)
+
+
+def _restore_pieces(variable: Any, path: str, key: str, context: Context) -> None:
+    shape = tuple(variable.shape.as_list())
+    for region in own_regions(variable, context):
+        for piece in pieces(region, variable.dtype):
+            value = read_region(path, key, shape, variable.dtype, piece.begin, piece.size)
+            assign_regions(variable, [(piece, value)], context)
 
 
 def read_region(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -40,7 +40,7 @@ from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import seen_by_plan, spread_program
 from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.kept_steps import Ready
-from whale.runtime.compile.memory_plan import limit_bytes, options_text, refuse_what_does_not_fit
+from whale.runtime.compile.memory_plan import beside_files, limit_bytes, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
@@ -85,6 +85,7 @@ def compile_program(
     variables: Mapping[str, Tiles] = MappingProxyType({}),
     marked: Callable[[], Program] | None = None,
     movable: bool = False,
+    in_files: Collection[str] = (),
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
 
@@ -93,6 +94,7 @@ def compile_program(
       variables: how variables lie that earlier programs have fixed, by handle node.
       marked: captures the program with its gradients marked; None: it cannot.
       movable: variables may be brought to lie otherwise before the program runs.
+      in_files: variables that take no memory, by handle node.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -148,6 +150,7 @@ def compile_program(
     ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
     if settings.exchange.backend in DEVICE_BACKENDS and context.size > 1:
         ranks = tuple(on_devices(one, context.comm_name, rank) for one, rank in zip(ranks, context.ranks))
+    lowered = [beside_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)
@@ -304,6 +307,7 @@ def bytes_under(
     context: Context,
     local: Mapping[str, tuple[int, ...]],
     variables: Mapping[str, Tiles],
+    in_files: Collection[str],
 ) -> dict[str, int]:
     """By category, the bytes that the step of a captured program takes on the first rank here; not collective."""
     settings = _settings(program, context, variables)
@@ -313,7 +317,7 @@ def bytes_under(
         again = partial(normalise, captured)
         program, settings = spread_program(program, settings, context, 0, again, lambda _: "")
     lowered = as_run(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
-    return step_bytes(lowered[0], context.rank, context.size)
+    return step_bytes(beside_files(lowered[0], in_files), context.rank, context.size)
 
 
 def compile_alone(program: Program, context: Context) -> Program:

@@ -7,8 +7,8 @@ micro-batches, recomputation, mixed precision and `zero.level` are in it by them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from whale.config import Config
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
+from whale.ir.values import TensorType
 from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
@@ -56,6 +57,12 @@ class _Rank(msgspec.Struct):
     @property
     def fits(self) -> bool:
         return self.bytes <= self.limit
+
+
+def beside_files(program: Program, in_files: Collection[str]) -> Program:
+    """A rank's program as its memory sees it: variables that lie in files, by handle node, take none."""
+    variables = (replace(v, type=TensorType(v.type.dtype, ())) if v.node in in_files else v for v in program.variables)
+    return replace(program, variables=tuple(variables)) if in_files else program
 
 
 def refuse_what_does_not_fit(

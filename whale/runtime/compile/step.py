@@ -13,7 +13,7 @@ import msgspec
 import tensorflow as tf
 
 import whale_ops
-from whale.capture.captured import Captured, Traced
+from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import Drawing, ShardedTensor
 from whale.capture.signature import Arguments
@@ -39,6 +39,7 @@ from whale.runtime.spread.micro_batches import keeps_own_rows
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
 from whale.runtime.variables.given_tiles import given_tiles, refuse_other_tiles
+from whale.runtime.variables.in_files import folder_of
 from whale_ops.memory import trim
 
 
@@ -167,8 +168,9 @@ def _lowered(
         context.stages_seen |= staged
     layouts = context.variables.layouts(captured.variables)
     compiled = compile_program(
-        captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program
-    )
+        captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program,
+        in_files=_in_files(captured.variables),
+    )  # fmt: skip
     uses = uses_of(compiled.program, compiled.plan)
     if context.elastic is not None:
         given = next((c.name for c in captured.variables if given_tiles(c) is not None), "")
@@ -192,6 +194,10 @@ def _lowered(
     return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context, compiled)
 
 
+def _in_files(variables: Iterable[CapturedVariable]) -> frozenset[str]:
+    return frozenset(v.node for v in variables if folder_of(v.variable))
+
+
 def _taken(
     trace: Trace,
     ready: Ready,
@@ -208,7 +214,7 @@ def _taken(
 
     def predicted() -> dict[str, int]:
         program = _in_scopes(trace.read(), context).program
-        return bytes_under(program, plan(), context, {} if ready.gathers else local, here)
+        return bytes_under(program, plan(), context, {} if ready.gathers else local, here, _in_files(tied.variables))
 
     kept_steps.remember(ready, plan, predicted, context)
     with span(context.trace, "send variables", "compile"):

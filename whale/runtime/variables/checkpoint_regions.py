@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import tensorflow as tf
 
 from whale.ir.mesh import Region, Tiles
 from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.variables.in_files import written
 
+_PIECE_BYTES = 64 << 20
 _by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restores_by_regions", default=False)
 
 
@@ -56,7 +60,7 @@ def holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
 def region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
     """The region's values now, whatever later steps do, from a rank of this process."""
     variable._whale_parts.settle()
-    part = variable._whale_parts.of_rank(rank).read_value()
+    part = variable._whale_parts.value_of(rank)
     if tuple(part.shape) == region.size:
         return part
     return tf.slice(part, region.start, region.size)
@@ -67,14 +71,31 @@ def own_regions(variable: Any, context: Ranks) -> list[Region]:
     return [p for p in regions(variable) if any(rank in context.ranks for rank in holders(variable, p, context))]
 
 
+def lies_in_files(variable: Any) -> bool:
+    """Whether it is one that lies split, and in files: of those a piece after the other is read."""
+    return lies_split(variable) and bool(variable._whale_parts.folder)
+
+
+def pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
+    """A region by rows, in pieces that may be in memory."""
+    rows, *row = region.size
+    each = max(1, _PIECE_BYTES // max(1, math.prod(row) * dtype.size))
+    for first in range(0, rows, each):
+        start, begin = ((n[0] + first, *n[1:]) for n in (region.start, region.begin))
+        yield replace(region, start=start, begin=begin, size=(min(each, rows - first), *row))
+
+
 def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], context: Ranks) -> None:
-    """Sets all of ``own_regions``; a whole value that was assigned before is gone."""
+    """Sets all of ``own_regions``, or ``pieces`` of them; a whole value that was assigned before is gone."""
     parts = variable._whale_parts
     parts.settle()
     for rank in context.ranks:
         place = parts.place(rank)
         mine = [(region, value) for region, value in values if region.place == place]
-        if len(mine) == 1:
+        if parts.folder:
+            for region, value in mine:
+                written(parts.of_rank(rank), region.start, value)
+        elif len(mine) == 1:
             parts.of_rank(rank).assign(mine[0][1])
         elif mine:
             whole = np.empty(parts.of_rank(rank).shape.as_list(), parts.dtype.as_numpy_dtype)

@@ -25,7 +25,7 @@ from whale.runtime.variables.given_tiles import given_tiles
 from whale.runtime.variables.holdings import Holding
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
-from whale.runtime.variables.split_variable import Parts, hold_nothing
+from whale.runtime.variables.split_variable import Parts, forget_parts, hold_nothing
 from whale.runtime.variables.stage_variables import Home, Use, home_of_copies, present_copies, refresh, refresh_for
 
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
@@ -70,7 +70,7 @@ class VariableOwner:
     def clear(self) -> None:
         """Forgets all variables: the run is over."""
         self._entries.clear()
-        self._split.clear()
+        forget_parts(self._split)
         self._homes.clear()
 
     @property

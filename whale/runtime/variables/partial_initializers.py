@@ -22,6 +22,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from whale.ir.mesh import Tiles
 from whale.ir.ops import IDENTITIES, STREAM_DRAWS
+from whale.runtime.variables.in_files import mapped, written
 
 # What is computed at once when a variable is created; smaller variables are made as ever.
 LITTLE_BYTES = 4096
@@ -89,24 +90,32 @@ class Initial:
             return self._read((0,) * len(self.shape), self.shape)
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
-    def part(self, tiles: Tiles, place: int, name: str = "part") -> tf.Variable:
+    def part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
         """A variable that holds part number ``place``; beside that, a megabyte or two at a time.
 
         A value that is not divisible is whole for a moment.
+
+        Args:
+          folder: the part lies in a file there; empty: in memory.
+
+        Raises:
+          PlanError: there is no room in the folder.
         """
         blocks = self._blocks(tiles, place)
-        if len(blocks) == 1:
+        if len(blocks) == 1 and not folder:
             (_, begin, size), *_ = blocks
             return _variable(self._region(begin, size), name)
-        found = _variable(tf.zeros(tiles.local_shape(self.shape, place), self.dtype), name)
-        for start, begin, size in blocks:  # in place: nothing else refers to the memory
-            tf.raw_ops.ResourceStridedSliceAssign(
-                ref=found.handle, begin=np.array(start, np.int64), end=np.add(start, size).astype(np.int64),
-                strides=np.ones(len(start), np.int64), value=self._region(begin, size),
-            )  # fmt: skip
-        # Assigning slices lets every read and every update copy the variable, from then on.
-        tf.raw_ops.DisableCopyOnRead(resource=found.handle)
+        shape = tiles.local_shape(self.shape, place)
+        found = mapped(folder, shape, self.dtype, name) if folder else _variable(tf.zeros(shape, self.dtype), name)
+        if not (folder and self._is_zero):  # a new file is
+            for start, begin, size in blocks:
+                written(found, start, self._region(begin, size))
         return found
+
+    @property
+    def _is_zero(self) -> bool:
+        fills = self.reader is None and [op.kind for op in self.ops] == ["Fill"]
+        return fills and not self.little[self.ops[0].operands[1]].any()
 
     def _blocks(self, tiles: Tiles, place: int) -> list[_Block]:
         """Blocks of rows of a part."""

@@ -24,6 +24,7 @@ from whale.ir.mesh import Tiles, coordinates_of
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.ranks.together import read_surviving, read_together
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
+from whale.runtime.variables.in_files import copied, folder_of, mapped, written
 from whale.runtime.variables.partial_initializers import Initial, own_memory
 
 # Methods that need the whole value in the variable itself.
@@ -39,6 +40,7 @@ class Parts:
 
     Attributes:
       tiles: how the variable is cut, and over which axes of the mesh.
+      folder: where the parts lie in files; empty: in memory.
       group: the ranks that have the parts, if they are those of a stage; empty: all ranks. In groups in a row, where
         they are more than the parts.
       first: what they were made of, as long as somebody may want that again.
@@ -60,6 +62,7 @@ class Parts:
         """
         self.device = device
         self.name, self.tiles, self.group = captured.name, tiles, group
+        self.folder = folder_of(captured.variable)
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: dict[int, tf.Variable] = {}  # by rank
         self.first: Initial | tf.Tensor | None = initial
@@ -68,7 +71,7 @@ class Parts:
         else:
             with tf.device(device):
                 for rank, place in self._own():
-                    self._parts[rank] = initial.part(tiles, place, f"part{rank}")
+                    self._parts[rank] = initial.part(tiles, place, f"part{rank}", self.folder)
             hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
@@ -117,10 +120,14 @@ class Parts:
 
     @property
     def bytes(self) -> int:
-        """What these ranks hold: their parts, and the whole value where somebody assigned one."""
+        """What these ranks hold in memory: their parts, and the whole value where somebody assigned one."""
         held = self._held()
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
-        return whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts.values())
+        return (
+            whole
+            if self.folder
+            else whole + sum(int(part.shape.num_elements()) * part.dtype.size for part in self._parts.values())
+        )
 
     def settle(self) -> tf.Tensor | None:
         """Cuts the whole value into parts, if the variable itself has one, and returns it."""
@@ -132,8 +139,22 @@ class Parts:
         hold_nothing(self._handle, whole.dtype)
         return whole
 
+    def value_of(self, rank: int) -> tf.Tensor:
+        """The part that a rank of this process has, as it is now, whatever later steps do."""
+        part = self._parts[rank]
+        return copied(part, self.folder) if self.folder else part.read_value()
+
+    def free_files(self) -> None:
+        """Gives the disk back now: a process that ends with large files seems to be gone long before it is."""
+        for part in self._parts.values() if self.folder else ():
+            hold_nothing(part.handle, self.dtype)
+
     def _set(self, rank: int, part: tf.Tensor) -> None:
-        if rank in self._parts:
+        if self.folder:
+            if rank not in self._parts:
+                self._parts[rank] = mapped(self.folder, part.shape.as_list(), part.dtype, f"part{rank}")
+            written(self._parts[rank], [0] * part.shape.rank, part)
+        elif rank in self._parts:
             self._parts[rank].assign(part)
         else:
             # Not tf.Variable, which asks who defers creations.
@@ -187,6 +208,12 @@ class Parts:
     def _held(self) -> tf.Tensor | None:
         value = gen_resource_variable_ops.read_variable_op(self._handle, self._variable.dtype)
         return value if value.shape == self._variable.shape else None
+
+
+def forget_parts(split: list[Parts]) -> None:
+    """Empties the list: the run is over."""
+    while split:
+        split.pop().free_files()
 
 
 def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:

@@ -1,0 +1,67 @@
+"""Variables whose parts lie in files instead of memory: tables that are larger than what a rank has.
+
+A part's tensor is a file that the system maps (``WhaleMappedTensor``): TensorFlow's own operations read and write rows
+of it, what is used is in memory while there is room, and what was changed is written back. Files have no names, and go
+with the process. That is for variables of which steps read and write rows; who reads one whole has it in memory.
+
+``keep_in_files``, ``folder_of``: which variables. ``mapped``: a part. ``written``: a block of it. ``copied``: a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+import whale_ops
+from whale.errors import PlanError
+
+_FOLDER = "_whale_folder"
+
+
+def keep_in_files(variable: tf.Variable, folder: str) -> None:
+    """The parts of ``variable`` will lie in files of ``folder``, once a run has it sharded."""
+    setattr(variable, _FOLDER, folder)
+
+
+def folder_of(variable: Any) -> str:
+    """Where its parts lie in files; empty: in memory."""
+    return str(getattr(variable, _FOLDER, ""))
+
+
+def mapped(folder: str, shape: Sequence[int], dtype: str, name: str) -> tf.Variable:
+    """A variable of zeros in a file.
+
+    Raises:
+      PlanError: the folder cannot have such a file.
+    """
+    try:
+        value = whale_ops.ops().whale_mapped_tensor(folder=folder, shape=list(shape), T=dtype)
+    except tf.errors.OpError as error:
+        raise PlanError(
+            "a table does not go into a file",
+            op=name,
+            given=(error.message or str(error)).partition(" [Op:")[0],
+            expected="a folder of a local disk with room for the table and its optimizer's state",
+            action="name another folder, or make room",
+        ) from error
+    return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
+
+
+def written(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> None:
+    """Writes a block of a part, in place: nothing else refers to its memory."""
+    first = np.array(begin, np.int64)
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=part.handle, begin=first, end=first + np.array(value.shape.as_list(), np.int64),
+        strides=np.ones(len(first), np.int64), value=value,
+    )  # fmt: skip
+    # Assigning slices lets every read and every update copy the variable, from then on.
+    tf.raw_ops.DisableCopyOnRead(resource=part.handle)
+
+
+def copied(part: tf.Variable, folder: str) -> tf.Tensor:
+    """The value of a part now, whatever later steps do: in a file, too."""
+    return whale_ops.ops().whale_mapped_copy(variable=part.handle, folder=folder, T=part.dtype)
