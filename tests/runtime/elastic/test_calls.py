@@ -46,13 +46,11 @@ def test_parts_that_one_rank_alone_has_need_copies() -> None:
     stage = Use(frozenset({1}), True)
     assert [divides({"v": use}, 4) for use in (everywhere, halves, quarters, stage)] == [False, True, True, True]
     for use in (everywhere, halves):
-        refuse_plan({"v": use}, {}, 4, "", copies=False)
+        refuse_plan({"v": use}, {}, 4, copies=False)
     for use in (quarters, stage):
-        refuse_plan({"v": use}, {}, 4, "", copies=True)
+        refuse_plan({"v": use}, {}, 4, copies=True)
         with pytest.raises(PlanError, match="gone with the one rank that holds it"):
-            refuse_plan({"v": use}, {"v": "w"}, 4, "", copies=False)
-    with pytest.raises(PlanError, match="LayoutMap"):
-        refuse_plan({"v": halves}, {}, 4, "kernel", copies=True)
+            refuse_plan({"v": use}, {"v": "w"}, 4, copies=False)
 
 
 class _Script:

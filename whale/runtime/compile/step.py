@@ -38,7 +38,7 @@ from whale.runtime.run.writes import with_equal_replicas
 from whale.runtime.spread.micro_batches import keeps_own_rows
 from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing
-from whale.runtime.variables.given_tiles import given_tiles, refuse_other_tiles
+from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import folder_of
 from whale_ops.memory import trim
 
@@ -173,8 +173,7 @@ def _lowered(
     )  # fmt: skip
     uses = uses_of(compiled.program, compiled.plan)
     if context.elastic is not None:
-        given = next((c.name for c in captured.variables if given_tiles(c) is not None), "")
-        context.elastic.check(uses, {c.node: c.name for c in captured.variables}, given)
+        context.elastic.check(uses, captured.variables)
     if context.dry is None and context.size > 1:
         planned = {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         refuse_other_tiles(captured.variables, layouts, planned)

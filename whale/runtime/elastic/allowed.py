@@ -38,21 +38,23 @@ def divides(uses: Mapping[str, Use], size: int) -> bool:
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
 
-def refuse_plan(uses: Mapping[str, Use], names: Mapping[str, str], size: int, given: str, copies: bool) -> None:
-    """Raises PlanError for a plan that gives ranks parts of variables which would be gone with them.
+def refuse_variable(variable: str, given: str, expected: str) -> None:
+    """Raises PlanError for a variable of which the ranks that are left could not have the parts.
 
     Args:
-      given: a variable of which the script says how it lies, "" if there is none.
-      copies: whether another rank keeps copies.
+      given: how it lies; expected: how it would have to lie.
     """
-    if given:
-        raise PlanError(
-            "a LayoutMap says how variables lie over so many ranks",
-            variable=given,
-            given="elastic",
-            expected="a layout that Whale chooses, which it can choose again for fewer ranks",
-            action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
-        )
+    raise PlanError(
+        "this run cannot go on when ranks are gone",
+        variable=variable,
+        given=f"elastic, and {given}",
+        expected=expected,
+        action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+    )
+
+
+def refuse_plan(uses: Mapping[str, Use], names: Mapping[str, str], size: int, copies: bool) -> None:
+    """Raises PlanError for a plan that gives one rank alone a part of a variable, where no other keeps a copy of it."""
     if copies:
         return
     for node, use in uses.items():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from whale.capture.captured import CapturedVariable
 from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
@@ -96,7 +97,7 @@ class GoesOn(Protocol):
     def share_again(self, dataset: Any) -> None:
         """Has a dataset be divided among those that are left."""
 
-    def check(self, uses: Mapping[str, Use], names: Mapping[str, str], given: str) -> None:
+    def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so."""
 
 

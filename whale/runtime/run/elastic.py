@@ -21,6 +21,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
+from whale.capture.captured import CapturedVariable
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.ir.layout import Split
@@ -28,7 +29,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.passes.facts.batch import rows_of_ranks
-from whale.runtime.elastic.allowed import divides, fitting, host_of, hosts_left, refuse, refuse_plan
+from whale.runtime.elastic.allowed import divides, fitting, host_of, hosts_left, refuse, refuse_plan, refuse_variable
 from whale.runtime.elastic.balance import Balance, Watched
 from whale.runtime.elastic.calls import Calls
 from whale.runtime.elastic.generations import Generations
@@ -38,6 +39,8 @@ from whale.runtime.ranks.connect import as_configured
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
+from whale.runtime.variables.given_tiles import given_tiles
+from whale.runtime.variables.in_files import folder_of
 from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 
@@ -192,21 +195,23 @@ class Elastic:
         """Has a dataset of which each rank reads its rows be divided among those that are left (``divide_again``)."""
         self._datasets.add(dataset)
 
-    def check(self, uses: Mapping[str, Use], names: Mapping[str, str], given: str = "") -> None:
+    def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so. Collective where it is the first that does.
 
-        Args:
-          given: a variable of which the script says how it lies, "" if there is none.
-
         Raises:
-          PlanError: what one rank alone holds of them would be gone with it.
+          PlanError: one of them would be gone with its ranks, or could not be divided anew.
           CommError: a rank is gone.
         """
         context = self._run
         if not divides(uses, context.size) or not context.comms:
             return
         copies = context.config["elastic.redundancy"] == "memory"
-        refuse_plan(uses, names, context.size, given, copies)
+        for c in variables:
+            if given_tiles(c) is not None:
+                refuse_variable(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
+            if folder_of(c.variable):
+                refuse_variable(c.name, "a table in files, which go with their rank", "a table in memory")
+        refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
         if self._generations is None:
             of = host_of(context.config["communication.emulate_hosts"])
             host = str(of[context.rank]) if of else socket.gethostname()
