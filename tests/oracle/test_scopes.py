@@ -26,7 +26,7 @@ SPLIT = (
     ("gpt", "adam", "sequence:2", Spread(4)),
     ("embedding", "sgd", "split", Spread(3)),
     ("embedding", "adam", "split:2", Spread(4, (1, 3, 1, 3))),
-    ("experts", "adam", "split", Spread(2, (5, 3))),
+    ("routed_experts", "adam", "split", Spread(2, (5, 3))),
     ("margin", "sgd", "split", Spread(3)),
     ("lstm", "sgd", "split", Spread(2)),
     ("contrastive", "sgd", "split", Spread(2, (5, 3))),

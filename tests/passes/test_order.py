@@ -109,7 +109,7 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
         ({"zero__level": 1}, ["merge_reads"]),
         ({"zero__level": 3}, ["merge_reads", "hoist_reads", "gather_at_use"]),
         ({"exchange__backend": "horovod"}, ["give_to_horovod"]),
-        ({"exchange__backend": "nccl", "exchange__wire_dtype": "bfloat16"}, ["give_to_device", "narrow"]),
+        ({"exchange__backend": "nccl", "exchange__wire_dtype": "bfloat16"}, ["narrow"]),
     ],
 )
 def test_which_passes_run_when(changes: dict[str, Any], more: list[str]) -> None:

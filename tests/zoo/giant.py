@@ -55,4 +55,4 @@ def margin(setting: Setting) -> Program:
     return _program(setting, layers, loss, ("x", "y"), batch)
 
 
-CASES = (Case("experts", experts), Case("margin", margin))
+CASES = (Case("routed_experts", experts), Case("margin", margin))
