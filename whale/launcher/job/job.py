@@ -29,7 +29,7 @@ from whale.errors import ClusterError
 from whale.launcher import segments
 from whale.launcher.job import ranks
 from whale.launcher.job.door import Door
-from whale.launcher.job.ending import GRACE_S, OWN_END_S, Ending
+from whale.launcher.job.ending import OWN_END_S, Ending
 from whale.launcher.job.lookout import Lookout
 from whale.launcher.job.mpirun_process import MpirunProcess
 from whale.launcher.job.output import IDLE_S, Printer
@@ -40,6 +40,7 @@ from whale.launcher.mpirun import ASKED_VARIABLES, Options
 from whale.launcher.protocol import End, Kind
 from whale.replicas import differing, in_words
 
+_MPIRUN_S = 3.0  # that mpirun has to end, after each of nothing, SIGTERM and SIGKILL, when its workers are told to
 START_TIMEOUT_S = 120.0
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -263,7 +264,7 @@ class Job:
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in (self._wake, self._listener):
                 key.fileobj.close()
         # Workers that never connected have nothing to see closed.
-        self._mpirun.end(GRACE_S, by_itself=self._complete)
+        self._mpirun.end(_MPIRUN_S, by_itself=self._complete)
         # A worker that was killed, or is frozen, has not ended what its script had started.
         for link in self._links.values():
             if link.code is None and link.host == socket.gethostname():
