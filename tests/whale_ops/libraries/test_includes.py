@@ -28,8 +28,9 @@ INCLUDED: dict[str, set[str]] = {
     "mpi": {"core/transport"},
     "loopback": set(),
     "cuda": {"core/base", "core/device"},
-    "ops": {"core/transport", "core/collective", "core/engine", "core/update"},
+    "ops": {"core/collective", "core/engine", "core/update"},
     "ops/device": {"core/device", "ops"},
+    "ops/memory": {"core/transport"},
 }
 # Headers of others -> the only room that includes them, or one inside it.
 OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "ops", r"mpi\.h": "mpi", r"cuda|nccl": "cuda"}

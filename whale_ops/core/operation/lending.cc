@@ -10,7 +10,7 @@
 namespace whale {
 namespace {
 
-constexpr int64_t kLargeBytes = 256 << 10;   // what is smaller lies in no arena (ops/arena_allocator.cc)
+constexpr int64_t kLargeBytes = 256 << 10;   // what is smaller lies in no arena (ops/memory/arena_allocator.cc)
 constexpr size_t kMaxPlaces = 200;           // that travel with a message's head
 constexpr int64_t kTurnBytes = 4 << 20;      // of one rank's sums, then other operations have their turn: half a millisecond
 constexpr int64_t kShareElements = 64;       // shares are multiples of it, so that no two ranks write one line of the cache
