@@ -108,12 +108,14 @@ class HostTransport final : public Transport {
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->receive(arrival, dst, cookie, sink);
-    if (const void* data = view(arrival); data != nullptr) {
+    const Parked& parked = parked_.at(arrival.token);
+    const void* mapped = parked.mapped ? peer.mapped->at(parked.address, arrival.header.bytes) : nullptr;
+    if (const void* data = mapped != nullptr ? mapped : view(arrival); data != nullptr) {
       std::memcpy(dst, data, arrival.header.bytes);
       discard(arrival);
       return sink->transferred(cookie);
     }
-    const int error = read_memory(peer.mapped->process, parked_.at(arrival.token).address, dst, arrival.header.bytes);
+    const int error = read_memory(peer.mapped->process, parked.address, dst, arrival.header.bytes);
     if (error == ESRCH) {
       if (ended_ns_ == 0) ended_ns_ = now_ns();
       ended_rank_ = arrival.source;
@@ -128,9 +130,9 @@ class HostTransport final : public Transport {
   const void* view(const Arrival& arrival) override {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->view(arrival);
-    const Parked& parked = parked_.at(arrival.token);
-    if (parked.mapped) return peer.mapped->at(parked.address, arrival.header.bytes);
-    return parked.slot == 0 ? nullptr : neighbours_.slot_of(arrival.source, parked.slot - 1);
+    // Not what lies in the sender's tensor: it waits until that was taken, and who only looks may wait for it meanwhile.
+    const uint32_t slot = parked_.at(arrival.token).slot;
+    return slot == 0 ? nullptr : neighbours_.slot_of(arrival.source, slot - 1);
   }
 
   void discard(const Arrival& arrival) override {
