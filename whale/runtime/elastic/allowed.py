@@ -79,9 +79,7 @@ def fitting(config: Config, size: int) -> dict[str, Any]:
     if config["split.ranks"] and size % config["split.ranks"]:
         changes["split.ranks"] = 0
     if config["mesh"]:
-        sizes = {
-            name.strip(): int(count) for name, _, count in (part.partition("=") for part in config["mesh"].split(","))
-        }
+        sizes = dict(config.mesh)
         grows = "data" if "data" in sizes else next(iter(sizes))
         others = math.prod(count for name, count in sizes.items() if name != grows)
         fits = size % others == 0

@@ -42,11 +42,6 @@ class Moment:
     values: Sequence[tf.Tensor | None]
     assigned: Mapping[int, tf.Tensor]
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether a variable is not whole everywhere."""
-        return not all(holding.is_everywhere for holding in self.holdings)
-
 
 class Copies:
     """Of the pieces that some other ranks alone had. ``packed``: (rank, dtype) -> their elements in a row."""

@@ -46,17 +46,16 @@ class Alone:
         return [data]
 
 
-def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, steps: int, taken: int) -> Recovered:
+def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, latest: int, taken: int) -> Recovered:
     """The variables as the ranks of a meeting can have them; collective.
 
     Args:
-      steps: that this rank has taken; taken: the fewest that any of them has.
+      latest, taken: the most and the fewest steps that any of them has taken.
 
     Raises:
       ClusterError: pieces are gone with all ranks that had them.
       CommError: one more rank is gone.
     """
-    latest = unpack(max(meeting.allgather_bytes("whale/elastic/steps", pack(steps), TURN_TIMEOUT_S), key=unpack))
     missing: list[str] = []
     for wanted in [latest] * (taken == latest) + [latest - 1]:
         found, moment = _available(generations, wanted, wanted < latest)

@@ -258,8 +258,8 @@ class Elastic:
         said = [Said(*unpack(one)) for one in gathered(meeting, pack(tuple(vars(self._mine()).values())))]
         recovered = None
         if self._generations is not None and all(one.keeps for one in said):
-            taken = min(one.steps for one in said)
-            recovered = recover(meeting, self._generations, self._at.steps, taken)
+            taken = [one.steps for one in said]
+            recovered = recover(meeting, self._generations, max(taken), min(taken))
         if recovered is None or not recovered.back:
             hear_returned(meeting, said, me, self._at)
         if recovered is None:
