@@ -18,9 +18,9 @@ def bring_own_rows(monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]) -> Non
     """Has steps be compiled for ranks that pass so many rows each."""
     compile_program, lower_ranks = step.compile_program, compiling.lower_ranks
 
-    def compiled(program: Program, context: Any, local: Any, *more: Any) -> Any:
+    def compiled(program: Program, context: Any, local: Any, *more: Any, **named: Any) -> Any:
         rows = {n: tuple(sizes) for n in program.inputs if program.by_name[n].outputs[0].shape[:1] == (ROWS,)}
-        return compile_program(program, context, rows, *more)
+        return compile_program(program, context, rows, *more, **named)
 
     def lowered(program: Program, plan: Any, settings: Any, ranks: Sequence[int], *more: Any) -> list[Program]:
         found = lower_ranks(program, plan, settings, ranks, *more)

@@ -171,13 +171,19 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
         for j, argument in enumerate(main.signature.input_arg[shared:]):
             function.signature.input_arg.add(name=f"rank{i}_{j}", type=argument.type)
             own.append(f"rank{i}_{j}")
-        node = function.node_def.add(name=f"call_{i}", op="StatefulPartitionedCall")
+        # TensorFlow's own call would cancel the other ranks before it reports an error, and their complaints may come first.
+        node = function.node_def.add(name=f"call_{i}", op=CALL)
         node.input.extend(inputs + own)
-        node.attr["f"].func.name = main.signature.name
+        node.attr["f"].s = main.signature.name.encode()
+        node.attr["bodies"].list.func.add(name=main.signature.name)
+        node.attr["cancelled_alone"].b = True
         node.attr["Tin"].list.type.extend(a.type for a in main.signature.input_arg)
         node.attr["Tout"].list.type.extend(a.type for a in main.signature.output_arg)
         node.attr["Tin"].list.SetInParent()
         node.attr["Tout"].list.SetInParent()
+        for _ in main.signature.output_arg:
+            node.attr["shapes"].list.shape.add(unknown_rank=True)
+        node.attr["shapes"].list.SetInParent()
         function.signature.control_output.append(f"done_{i}")
         function.control_ret[f"done_{i}"] = f"call_{i}"
     for j, result in enumerate(first.output_arg):

@@ -1,5 +1,6 @@
 // A call of a function that stays a function. The passes over TensorFlow's own call op read the whole body anew at every
 // call, also where it is to stay as it is; a step calls the same few bodies very often.
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -9,21 +10,53 @@
 
 #include "tensorflow/core/common_runtime/device.h"
 #include "tensorflow/core/common_runtime/device_mgr.h"
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/function.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/grappler/optimizers/meta_optimizer.h"
+#include "tensorflow/core/platform/env.h"
 
 namespace whale_ops {
 namespace {
 
+using tensorflow::CancellationManager;
+using tensorflow::Env;
 using tensorflow::FunctionLibraryRuntime;
 using tensorflow::Tensor;
+
+constexpr int64_t kCauseUs = 1'000'000;  // what another function of the caller has to name the cause of an error in
+
+// Whether an error is what the rank hears of another rank's.
+bool is_echo(const absl::Status& status) { return absl::IsCancelled(status) || absl::IsAborted(status); }
+
+// Calls `done`, on another thread, when the caller has been cancelled, or when the time is over.
+void await_cause(CancellationManager* caller, std::function<void()> done) {
+  const auto over = std::make_shared<std::atomic<bool>>(false);
+  const auto token = caller->get_cancellation_token();
+  const bool attached = caller->RegisterCallback(token, [over, done] {
+    Env::Default()->SchedClosure([over, done] {
+      if (!over->exchange(true)) done();
+    });
+  });
+  if (!attached) {
+    done();
+    return;
+  }
+  Env::Default()->SchedClosureAfter(kCauseUs, [over, done, caller, token] {
+    if (over->exchange(true)) return;  // the caller may be gone
+    caller->TryDeregisterCallback(token);
+    done();
+  });
+}
 
 // Instantiates the body once for each library that the kernel meets (the runtime knows bodies that other calls have
 // instantiated), and runs it as TensorFlow's call op does: same threads, cancellation and statistics.
 class CallOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit CallOp(tensorflow::OpKernelConstruction* ctx) : AsyncOpKernel(ctx) { OP_REQUIRES_OK(ctx, ctx->GetAttr("f", &function_)); }
+  explicit CallOp(tensorflow::OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("f", &function_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("cancelled_alone", &cancelled_alone_));
+  }
 
   ~CallOp() override {
     for (const auto& [library, handle] : handles_) {
@@ -43,6 +76,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
     struct Run {
       FunctionLibraryRuntime::Options options;
       std::unique_ptr<tensorflow::ScopedStepContainer> container;
+      std::unique_ptr<CancellationManager> cancellation;
       std::vector<Tensor> results;
     };
     auto run = std::make_shared<Run>();
@@ -51,6 +85,10 @@ class CallOp : public tensorflow::AsyncOpKernel {
         run->options.step_id, [resources](const std::string& name) { resources->Cleanup(name).IgnoreError(); });
     run->options.step_container = run->container.get();
     run->options.cancellation_manager = ctx->cancellation_manager();
+    if (cancelled_alone_ && ctx->cancellation_manager() != nullptr) {
+      run->cancellation = std::make_unique<CancellationManager>(ctx->cancellation_manager());
+      run->options.cancellation_manager = run->cancellation.get();
+    }
     run->options.stats_collector = ctx->stats_collector();
     run->options.collective_executor = ctx->collective_executor();
     run->options.runner = ctx->runner();
@@ -63,7 +101,13 @@ class CallOp : public tensorflow::AsyncOpKernel {
       } else {
         ctx->SetStatus(status);
       }
-      done();
+      CancellationManager* caller = run->cancellation == nullptr ? nullptr : ctx->cancellation_manager();
+      run->cancellation = nullptr;  // before its parent, which ends with the step
+      if (caller != nullptr && is_echo(status)) {
+        await_cause(caller, done);
+      } else {
+        done();
+      }
     });
   }
 
@@ -103,6 +147,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
   }
 
   std::string function_;
+  bool cancelled_alone_ = false;
   std::mutex mutex_;
   std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
 };

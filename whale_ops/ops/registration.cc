@@ -140,10 +140,13 @@ REGISTER_OP("WhaleCall")
     .Attr("f: string")
     .Attr("bodies: list(func) = []")
     .Attr("shapes: list(shape)")
+    .Attr("cancelled_alone: bool = false")
     .SetIsStateful()
     .SetShapeFn(call_shapes)
     .Doc("What the function makes of the arguments, in the shapes that are given. The function is never copied into its caller. bodies: "
-         "functions that the graph is to hold; one of its nodes names f there, and TensorFlow's graph passes read it once.");
+         "functions that the graph is to hold; one of its nodes names f there, and TensorFlow's graph passes read it once. "
+         "cancelled_alone: an error in the function ends what runs in it, and the caller's other nodes after it has been reported: it "
+         "is the first that the caller hears of.");
 
 REGISTER_OP("WhaleHold")
     .Input("input: T")
