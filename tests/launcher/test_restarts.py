@@ -34,7 +34,7 @@ def test_the_last_attempt_decides(launcher: Launcher) -> None:
 
 
 def test_a_run_that_is_stopped_does_not_start_again(launcher: Launcher) -> None:
-    script = launcher.script(MEET + "meet('a')\nprint('up')\ntime.sleep(600)")
+    script = launcher.script(MEET + "meet('a')\nprint('up')\nwait_for_a_signal()")
     with launcher.start("-np", "1", "--max-restarts", "5", script) as process:
         wait_for_line(process, "up")
         process.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.helpers import MEET, PATIENCE_S, PATIENT, Launcher, wait_for_line
 from tests.launcher.test_faults import CONNECT
 
-SLEEP = MEET + "meet('a')\nprint('up')\ntime.sleep(600)"
+SLEEP = MEET + "meet('a')\nprint('up')\nwait_for_a_signal()"
 # A script that neither signals nor Python's own end can hurry, with a child of its own.
 STUBBORN = (
     MEET + "import signal, subprocess\n"
@@ -41,7 +41,7 @@ def test_a_signal_ends_all_ranks(launcher: Launcher, number: signal.Signals) -> 
 def test_a_script_may_end_tidily_after_an_interrupt(launcher: Launcher) -> None:
     launcher.settings = PATIENT
     script = launcher.script(
-        MEET + "try:\n    meet('a'); print('up'); time.sleep(600)\n"
+        MEET + "try:\n    meet('a'); print('up'); wait_for_a_signal()\n"
         "except KeyboardInterrupt:\n    time.sleep(0.5); print('saved')"
     )
     with launcher.start("-np", "2", script) as process:
