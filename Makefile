@@ -19,10 +19,11 @@ TF_PACKAGE := tensorflow-cpu
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 TESTS ?= tests
 PYTEST_ARGS ?=
-# Tests of what happens in time run one after the other; the others share the cores. Both halves are run and reported, and
-# either fails the target.
+# Tests of what happens in time mostly wait, and do it side by side; the others share the cores. Both halves are run and
+# reported, and either fails the target.
 APART := tests/doctor tests/faults tests/launcher tests/whale_ops
 JOBS ?= 2
+WAITING_JOBS ?= 3
 BENCH_ARGS ?=
 WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto
@@ -48,7 +49,7 @@ test: build
 ifeq ($(TESTS),tests)
 	@trap 'exit 130' INT; code=0; \
 	$(RUN) -m pytest $(PYTEST_ARGS) -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(APART)) tests || code=$$?; \
-	$(RUN) -m pytest $(PYTEST_ARGS) $(APART) || code=$$?; \
+	$(RUN) -m pytest $(PYTEST_ARGS) -n $(WAITING_JOBS) --dist loadfile $(APART) || code=$$?; \
 	exit $$code
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS) $(TESTS)
