@@ -47,8 +47,8 @@ KEYS: tuple[Key, ...] = (
         "communication.backend",
         "str",
         "whale",
-        "who exchanges tensors: horovod sums gradients, nccl and cuda-ipc connect GPUs; all else is Whale's own",
-        choices=("whale", "horovod", "nccl", "cuda-ipc"),
+        "who exchanges tensors: horovod sums gradients; nccl, cuda-ipc, pinned connect GPUs; all else is Whale's own",
+        choices=("whale", "horovod", "nccl", "cuda-ipc", "pinned"),
     ),
     Key(
         "communication.group_bytes",

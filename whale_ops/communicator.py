@@ -11,6 +11,7 @@ from typing import Any
 from whale.errors import CommError
 
 DEFAULT_TIMEOUT_S = 300.0
+COPIED = "device/copied "  # how keys begin of what is no exchange: copies between a device and the host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,10 @@ class OpCounter:
     """What one operation key has done on this rank.
 
     Attributes:
-        calls: finished invocations.
+        calls: finished invocations; of copies (`COPIED`): pieces.
         logical_bytes: this rank's part of the bytes that the operation has to move; the sum over ranks is 2(p-1)T for
             an all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
+            Of copies what was copied.
         wire_bytes: payload bytes that this rank really sent.
         seconds: from start to end, summed over the calls.
         waiting_seconds: of these, until the first message had come.
@@ -184,13 +186,14 @@ class Communicator:
         self._core.whale_trace_stop(self._handle)
 
     def open_device(self, library: str | os.PathLike[str], transport: str, ordinal: int, buffer_bytes: int) -> None:
-        """Opens a device for this rank, on which WhaleDeviceAllReduce then adds up what lies in its memory; collective.
+        """Opens a device for this rank, whose memory the ops WhaleDevice... then exchange; collective.
 
         Args:
-            library: that of the device: libwhale_cuda.so, from ``python -m whale_ops.build_cuda``.
-            transport: "nccl" or "cuda-ipc".
+            library: that of the device: libwhale_cuda.so, from ``python -m whale_ops.build_cuda``; "" for a rank that
+                has none, whose memory is the host's, with "pinned" only.
+            transport: "nccl", "cuda-ipc", or "pinned": through the host's memory, in pieces.
             ordinal: number of the device among those that this process sees.
-            buffer_bytes: of the device's memory, for tensors that travel together.
+            buffer_bytes: of the device's memory, for tensors that travel together; of pieces under way, with "pinned".
 
         Raises:
             CommError: the library does not load or was built from other sources, or the device cannot be opened; the

@@ -73,6 +73,7 @@ FEATURES: tuple[Feature, ...] = (
     _of("some devices", "devices"),
     _of("saved", "saved"),
     _set("devices", "host device", communication__backend="cuda-ipc", instead=["horovod"]),
+    _set("mixed devices", "mixed devices", communication__backend="pinned", instead=["horovod", "devices"]),
     _set("horovod", "processes", communication__backend="horovod"),
     _set("auto_parallel", "auto", auto_parallel=True),
     _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches

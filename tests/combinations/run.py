@@ -61,8 +61,8 @@ def spread(features: Sequence[Feature], folder: str = "") -> tuple[float, str]:
     config["mesh"] = mesh_of(features)
     wanted = alone(marks & OF_PROGRAM, dtype)
     with contextlib.ExitStack() as stack:
-        if "host device" in marks:
-            stack.enter_context(host_devices(_host_device()))
+        if marks & {"host device", "mixed devices"}:
+            stack.enter_context(host_devices(_host_device(), mixed="mixed devices" in marks))
         saved = ""
         if "saved" in marks:
             saved = folder or stack.enter_context(tempfile.TemporaryDirectory())

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "whale_ops/cuda/copies.h"
 #include "whale_ops/cuda/exchanger.h"
 
 namespace {
@@ -51,7 +52,7 @@ Status open(const char* transport, int rank, int size, int ordinal, size_t buffe
 extern "C" {
 
 WHALE_EXPORT extern const whale::DevicePlugin whale_device_plugin;
-const whale::DevicePlugin whale_device_plugin = {WHALE_CORE_DIGEST, count, open};
+const whale::DevicePlugin whale_device_plugin = {WHALE_CORE_DIGEST, count, open, whale::cuda::open_copies};
 
 using WhaleCudaGather = int (*)(const void* mine, size_t bytes, void* all);
 

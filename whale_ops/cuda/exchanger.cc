@@ -11,9 +11,8 @@ size_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DT
 }  // namespace
 
 Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
-  std::unique_ptr<Exchanger> made(new Exchanger());
+  std::unique_ptr<Exchanger> made(new Exchanger(ordinal));
   made->transport_ = std::move(transport);
-  made->ordinal_ = ordinal;
   made->buffer_bytes_ = buffer_bytes;
   int lowest = 0, highest = 0;
   Status status = check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
@@ -27,31 +26,7 @@ Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, int ordinal, 
 Exchanger::~Exchanger() {
   if (stream_ != nullptr) cudaStreamSynchronize(stream_);
   if (buffer_ != nullptr) cudaFree(buffer_);
-  for (cudaEvent_t event : free_) cudaEventDestroy(event);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
-}
-
-Status Exchanger::mark(void* stream, void** mark) {
-  cudaEvent_t event = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!free_.empty()) {
-      event = free_.back();
-      free_.pop_back();
-    }
-  }
-  Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");  // of a thread of TensorFlow's, whose only GPU it is
-  if (status.ok() && event == nullptr) status = check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  if (status.ok()) status = check(cudaEventRecord(event, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
-  *mark = event;
-  if (!status.ok()) release(std::exchange(*mark, nullptr));
-  return status;
-}
-
-void Exchanger::release(void* mark) {
-  if (mark == nullptr) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(static_cast<cudaEvent_t>(mark));
 }
 
 Status Exchanger::launch(const DeviceOperation& what, void* mark) {
@@ -98,12 +73,6 @@ Status Exchanger::all_reduce(const DeviceOperation& chunk) {
   if (status.ok()) status = transport_->all_reduce(chunk, buffer_, count, stream_);
   if (status.ok()) status = check(unpack(buffer_, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_), "the kernel that unpacks");
   return status;
-}
-
-Status Exchanger::finished(void* mark, bool* yes) {
-  const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(mark));
-  *yes = state == cudaSuccess;
-  return state == cudaErrorNotReady ? Status::Ok() : check(state, "cudaEventQuery");
 }
 
 void Exchanger::abandon() {

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "whale_ops/core/device/device.h"
 #include "whale_ops/cuda/kernels.h"
+#include "whale_ops/cuda/marks.h"
 #include "whale_ops/cuda/transport.h"
 
 namespace whale::cuda {
@@ -20,24 +20,23 @@ class Exchanger final : public Device {
   ~Exchanger() override;
 
   const char* kind() const override { return "GPU"; }
-  Status mark(void* stream, void** mark) override;
-  void release(void* mark) override;
+  Status mark(void* stream, void** mark) override { return marks_.mark(stream, mark); }
+  void release(void* mark) override { marks_.release(mark); }
   Status launch(const DeviceOperation& what, void* mark) override;
-  Status finished(void* mark, bool* yes) override;
+  Status finished(void* mark, bool* yes) override { return Marks::finished(mark, yes); }
   void abandon() override;
 
  private:
-  Exchanger() = default;
+  explicit Exchanger(int ordinal) : ordinal_(ordinal), marks_(ordinal) {}
   Status all_reduce(const DeviceOperation& chunk);
   Status copy(const std::vector<DeviceCopy>& copies);
 
   std::unique_ptr<DeviceTransport> transport_;
-  int ordinal_ = 0;
+  const int ordinal_;
   size_t buffer_bytes_ = 0;
   void* buffer_ = nullptr;
   cudaStream_t stream_ = nullptr;
-  std::mutex mutex_;  // guards what follows
-  std::vector<cudaEvent_t> free_;
+  Marks marks_;
 };
 
 }  // namespace whale::cuda

@@ -24,6 +24,7 @@ from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError
 from whale.runtime.ranks import device_exchange
+from whale.runtime.ranks.device_exchange import Gpu
 
 Start = Callable[..., None]
 NCCL = {"communication.backend": "nccl"}
@@ -32,6 +33,16 @@ NCCL = {"communication.backend": "nccl"}
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_host_device(tmp_path_factory.mktemp("device"))
+
+
+PINNED = {"communication.backend": "pinned", "communication.group_bytes": 0}  # tensors in several pieces
+
+
+@pytest.fixture
+def with_mixed_devices(ranks: Start, library: Path) -> Iterator[Start]:
+    """As `with_devices`, and every second rank has no device."""
+    with host_devices(library, mixed=True):
+        yield ranks
 
 
 @pytest.fixture
@@ -180,11 +191,11 @@ def test_ranks_of_one_process_are_refused(ranks: Start) -> None:
 def test_every_rank_hears_what_one_lacks(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(NCCL)
     monkeypatch.setattr(device_exchange, "library", lambda: library)
-    for lacks, fault in (("TensorFlow sees no GPU", "nccl"), ("", "open")):
+    for lacks, fault in (("libwhale_cuda.so is not built", "nccl"), ("", "open")):
 
         def opened(comm: whale_ops.Communicator, lacks: str = lacks) -> ClusterError | None:
             try:
-                device_exchange.open_device(config, comm, 0, lacks if comm.rank == 1 else "")
+                device_exchange.open_device(config, comm, Gpu(0, lacks if comm.rank == 1 else ""))
             except ClusterError as refused:
                 return refused
             return None
@@ -200,10 +211,59 @@ def test_every_rank_hears_what_one_lacks(library: Path, monkeypatch: pytest.Monk
                 assert "communication.backend" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("backend", "ordinals", "said"),
+    [
+        ("nccl", (0, None), ["rank 1: TensorFlow sees no GPU", "on every rank", '"pinned", with which ranks without']),
+        ("cuda-ipc", (None, None), ["rank 0: TensorFlow sees no GPU", 'set communication.backend to "whale"']),
+        ("pinned", (None, None), ["rank 1: TensorFlow sees no GPU", "on one rank or several"]),
+    ],
+)
+def test_ranks_without_a_gpu_are_refused_where_they_cannot_take_part(
+    library: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ordinals: tuple[int | None, ...], said: list[str]
+) -> None:
+    monkeypatch.setattr(device_exchange, "library", lambda: library)
+    config = Config({"communication.backend": backend})
+
+    def opened(comm: whale_ops.Communicator) -> str:
+        with pytest.raises(ClusterError) as refused:
+            device_exchange.open_device(config, comm, Gpu(ordinals[comm.rank]))
+        return str(refused.value)
+
+    with communicators(2) as comms, ThreadPoolExecutor(2) as pool:
+        for text in pool.map(opened, comms):
+            assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replica.shares": [5, 0, 4, 3]},
+        {"mesh": "data=2,expert=2", "pipeline.num_micro_batch": 2},
+        {"zero.level": 3, "replica.shares": [1, 2, 4, 5]},
+    ],
+    ids=["shares", "groups and micro-batches", "zero 3"],
+)
+def test_ranks_with_and_without_a_gpu_compute_what_one_device_computes(
+    with_mixed_devices: Start, options: dict[str, Any]
+) -> None:
+    centred = "pipeline.num_micro_batch" not in options
+    one, losses_of_one, _ = trained(tf.function, centred=centred)
+    with_mixed_devices(4, **PINNED, **options)
+    scope = (lambda: wh.split(axis="expert")) if "mesh" in options else nullcontext
+    weights, losses, _ = trained(wh.function, centred=centred, scope=scope)
+    np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
+    for weight, other in zip(weights, one):
+        np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
+
+
 def test_what_a_rank_lacks(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_exchange, "library", lambda: tmp_path / "none.so")
-    assert "python -m whale_ops.build_cuda" in device_exchange.take_gpu(0)[1]
     if tf.config.list_physical_devices("GPU"):
         pytest.skip("there is a GPU here")
+    assert device_exchange.take_gpu(0) == Gpu(None)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
+    assert "python -m whale_ops.build_cuda" in device_exchange.take_gpu(0).lacks
     monkeypatch.setattr(device_exchange, "library", lambda: library)
-    assert device_exchange.take_gpu(0) == (0, "TensorFlow sees no GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
+    assert "TensorFlow sees 2 GPUs, the CUDA runtime 1" in device_exchange.take_gpu(0).lacks

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "whale_ops/core/c_api/c_api.h"
+#include "whale_ops/core/device/device_rank.h"
 #include "whale_ops/core/transport/arena.h"
 
 void require(bool condition, const std::string& what) {
@@ -23,8 +24,9 @@ int main(int count, char** arguments) {
   for (const int size : {1, 2, 3, 5}) one_order_of_starts(size);
   starts_that_fail();
   const int orders = count > 1 ? std::atoi(arguments[1]) : 1000;
-  overlapping_groups(4, orders);
-  overlapping_groups(7, orders / 10);
+  overlapping_groups(4, orders, "");
+  overlapping_groups(7, orders / 10, "");
+  overlapping_groups(4, orders / 10, whale::kPinned);
   devices_that_hang(4);
   for (const int size : {2, 3, 4}) shared_memory(size);
   require(whale::Arena::open(256 << 20) == 0, "an arena can be made");

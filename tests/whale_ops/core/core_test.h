@@ -24,7 +24,7 @@ void one_order_of_starts(int size);
 void starts_that_fail();
 
 // core_test_device.cc: ranks whose devices exchange what lies in their memory (tests/whale_ops/device/host_device.cc).
-void overlapping_groups(int size, int orders);
+void overlapping_groups(int size, int orders, const char* transport);
 void devices_that_hang(int size);
 
 // core_test_memory.cc: ranks as threads that share memory as processes do.

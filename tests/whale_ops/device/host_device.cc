@@ -2,7 +2,7 @@
 // their device. Where ranks are threads of one process, what a rank launches stands in a queue, as on a stream, and is carried out by a thread
 // of the fabric between them some time after it is first in the queues of all its ranks, as NCCL's kernels are: orders of starts that
 // wait for each other, which would hang NCCL, are an error here, and so are operations that ranks of a group launch differently. Between
-// processes ranks meet while they launch, through the host, as with CUDA IPC.
+// processes ranks meet while they launch, through the host, as with CUDA IPC. With the transport "pinned" they only copy (late_copies.h).
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "tests/whale_ops/device/host_exchange.h"
+#include "tests/whale_ops/device/late_copies.h"
 
 #ifndef WHALE_CORE_DIGEST  // what the headers are: nothing to compare with in a program of one compilation
 #define WHALE_CORE_DIGEST ""
@@ -259,11 +260,16 @@ Status open(const char* transport, int rank, int size, int, size_t buffer_bytes,
   return Status::Ok();
 }
 
+Status copies(int ordinal, std::unique_ptr<whale::DeviceCopies>* opened) {
+  *opened = std::make_unique<LateCopies>(static_cast<CopyFault>(ordinal));
+  return Status::Ok();
+}
+
 }  // namespace
 
 extern "C" {
 
 WHALE_EXPORT extern const whale::DevicePlugin whale_device_plugin;
-const whale::DevicePlugin whale_device_plugin = {WHALE_CORE_DIGEST, count, open};
+const whale::DevicePlugin whale_device_plugin = {WHALE_CORE_DIGEST, count, open, copies};
 
 }  // extern "C"

@@ -35,8 +35,11 @@ def build_host_device(folder: Path) -> Path:
 
 
 @contextmanager
-def host_devices(library: Path) -> Iterator[None]:
+def host_devices(library: Path, mixed: bool = False) -> Iterator[None]:
     """Under it, ranks of this process that ``wh.init`` makes have the host's memory as their devices, if asked for.
+
+    Args:
+      mixed: every second rank has no device, and takes part as a rank without a GPU does.
 
     Raises:
       AssertionError: at its end, where a step has exchanged something through the host that is not among what is said
@@ -48,8 +51,12 @@ def host_devices(library: Path) -> Iterator[None]:
     def start(config: Config, place: ProcessPlace, size: int, comms: list[whale_ops.Communicator]) -> None:
         if config["communication.backend"] not in DEVICE_BACKENDS:
             return
+
+        def gpu(rank: int) -> device_exchange.Gpu:
+            return device_exchange.Gpu(None if mixed and rank % 2 else 0)
+
         with ThreadPoolExecutor(len(comms)) as pool:
-            list(pool.map(lambda comm: device_exchange.open_device(config, comm, 0, ""), comms))
+            list(pool.map(lambda comm: device_exchange.open_device(config, comm, gpu(comm.rank)), comms))
         opened.extend(comms)
 
     def given(program: Program, comm: str, rank: int) -> Program:

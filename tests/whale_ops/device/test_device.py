@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 import whale_ops
 from tests.whale_ops.device.host_device import build_host_device
+from tests.whale_ops.device.opened import Opened, device_of, opened_ranks
 from tests.whale_ops.harness import each, ranks
 from whale.errors import CommError
 from whale.ir.ops import ON_DEVICE
-from whale_ops import Communicator, build
+from whale_ops import build
 
 
 @pytest.fixture(scope="module")
@@ -26,57 +28,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_host_device(tmp_path_factory.mktemp("device"))
 
 
-class Opened:
-    """Ranks with an open device each, and their exchanges under a key."""
-
-    def __init__(self, comms: Sequence[Communicator]) -> None:
-        self.comms, self.ops = comms, whale_ops.ops()
-
-    def reduce(self, rank: int, tensors: Sequence[tf.Tensor], key: str, **attrs: str) -> list[tf.Tensor]:
-        name = self.comms[rank].name
-        return self.ops.whale_device_all_reduce(tensors, communicator=name, rank=rank, key=key, **attrs)
-
-    def exchange(self, op: str, rank: int, *inputs: tf.Tensor, key: str = "x", **attrs: object) -> tf.Tensor:
-        """One of the other exchanges: ``op`` is "all_gather", ..."""
-        name = self.comms[rank].name
-        function = getattr(self.ops, f"whale_device_{op}")
-        return function(*inputs, communicator=name, rank=rank, key=key, **attrs)
-
-    def together(self, body: Callable[[int], object]) -> list:
-        """body(rank) of every rank inside one tf.function, as numpy."""
-        step = tf.function(lambda: [body(rank) for rank in range(len(self.comms))])
-        return tf.nest.map_structure(lambda t: t.numpy(), step())
-
-    def each(self, body: Callable[[int], object]) -> list:
-        """body(rank) of every rank in a graph and a thread of its own; errors of TensorFlow are returned."""
-
-        def of_rank(rank: int) -> object:
-            try:
-                return tf.nest.map_structure(lambda t: t.numpy(), tf.function(lambda: body(rank))())
-            except tf.errors.OpError as error:
-                return error
-
-        with ThreadPoolExecutor(len(self.comms)) as pool:
-            return list(pool.map(of_rank, range(len(self.comms))))
-
-
 @pytest.fixture
 def opened(library: Path) -> Iterator[Callable[..., Opened]]:
     """Opens `size` ranks; `fault` as in host_device.cc. They are closed at the end."""
-    with_ranks = []
+    with ExitStack() as stack:
 
-    def open_ranks(size: int, fault: str = "", buffer_bytes: int = 1 << 20) -> Opened:
-        manager = ranks(size)
-        comms = manager.__enter__()
-        with_ranks.append((manager, comms))
-        assert each(comms, lambda c: c.open_device(library, fault, 0, buffer_bytes)) == [None] * size
-        return Opened(comms)
+        def open_ranks(size: int, fault: str = "", buffer_bytes: int = 1 << 20) -> Opened:
+            return stack.enter_context(opened_ranks(size, device_of(library, fault, 0, buffer_bytes)))
 
-    yield open_ranks
-    for manager, comms in with_ranks:
-        for comm in comms:
-            comm.close_device()
-        manager.__exit__(None, None, None)
+        yield open_ranks
 
 
 SHAPES = [(2, 3), (), (0,), (31, 7), (5,)]

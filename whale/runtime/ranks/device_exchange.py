@@ -1,25 +1,33 @@
-"""GPUs that exchange tensors themselves (`communication.backend` "nccl" or "cuda-ipc"), which ``wh.init`` opens."""
+"""GPUs whose tensors are exchanged where they lie (`communication.backend` "nccl", "cuda-ipc", "pinned").
+
+``wh.init`` opens them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS
+from whale.log import log
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS, PINNED
 from whale.started import ProcessPlace
 from whale_ops import build_cuda
 
+NO_GPU = "TensorFlow sees no GPU"
 _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
 
 
 def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]) -> None:
     """Opens this rank's GPU where the configuration asks for it; collective. Nothing to do for one rank.
 
-    Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other.
+    Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other. With
+    "pinned" ranks for which TensorFlow sees no GPU take part with the host's memory.
 
     Raises:
       ConfigError: the ranks are threads of this process, which would share one GPU and one TensorFlow.
@@ -39,37 +47,70 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
     if size == 1:
         return
     (comm,) = comms
-    open_device(config, comm, *take_gpu(place.local_rank))
+    open_device(config, comm, take_gpu(place.local_rank))
 
 
-def open_device(config: Config, comm: whale_ops.Communicator, ordinal: int, lacks: str) -> None:
-    """Opens a rank's device, after all ranks have told what they lack.
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a rank has of a GPU.
 
-    Args:
-      ordinal: number of the device.
-      lacks: what this rank lacks to open it; "" is nothing.
+    Attributes:
+      ordinal: its number, None where TensorFlow sees none.
+      lacks: what is missing to use it; "" is nothing.
+    """
+
+    ordinal: int | None
+    lacks: str = ""
+
+
+def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
+    """Opens a rank's device, after all ranks have told what they have and lack.
+
+    Raises:
+      ClusterError: as `start`.
     """
     backend, buffer_bytes = config["communication.backend"], config["communication.group_bytes"]
-    said = comm.allgather_bytes("whale/device", lacks.encode(), purpose="the exchange of what ranks know of their GPUs")
-    if any(said):
+    lacks = gpu.lacks or ("" if gpu.ordinal is not None or backend == PINNED else NO_GPU)
+    said = comm.allgather_bytes(
+        "whale/device",
+        json.dumps([gpu.ordinal is not None, lacks]).encode(),
+        purpose="the exchange of what ranks know of their GPUs",
+    )
+    have, lacking = zip(*map(json.loads, said))
+    if not any(have) and not any(lacking):
+        lacking = (NO_GPU,) * comm.size
+    if any(lacking):
+        mixed = any(have) and backend != PINNED and set(lacking) <= {"", NO_GPU}
+        other = f'"{PINNED}", with which ranks without a GPU take part, or to ' if mixed else ""
         raise ClusterError(
             "GPUs are to exchange what lies in their memory, and a rank has none that it can use",
-            **{f"rank {rank}": text.decode() for rank, text in enumerate(said) if text},
+            **{f"rank {rank}": text for rank, text in enumerate(lacking) if text},
             given=f'communication.backend "{backend}" ({config.origin("communication.backend")})',
-            expected="a GPU that TensorFlow sees, and the library of `python -m whale_ops.build_cuda`, on every rank",
-            action='see docs/gpu.md, or set communication.backend to "whale"',
+            expected="a GPU that TensorFlow sees, and the library of `python -m whale_ops.build_cuda`, on "
+            + ("one rank or several" if backend == PINNED else "every rank"),
+            action=f'see docs/gpu.md, or set communication.backend to {other}"whale"',
         )
+    if not all(have) and comm.rank == 0:
+        without = ", ".join(str(rank) for rank, has in enumerate(have) if not has)
+        log.info(f'communication.backend="{backend}": ranks without a GPU compute on their processors: {without}')
     try:
-        comm.open_device(library(), backend, ordinal, max(buffer_bytes, _LEAST_BUFFER_BYTES))
+        path = library() if gpu.ordinal is not None else ""
+        comm.open_device(path, backend, gpu.ordinal or 0, max(buffer_bytes, _LEAST_BUFFER_BYTES))
     except CommError as error:
-        other = DEVICE_BACKENDS[backend == DEVICE_BACKENDS[0]]
+        others = " or ".join(f'"{name}"' for name in (*DEVICE_BACKENDS, "whale") if name != backend)
         raise ClusterError(
             "the ranks' GPUs cannot be connected",
             reason=str(error),
             given=f'communication.backend "{backend}"',
-            expected="nccl: a GPU for each rank; cuda-ipc: ranks of one host, which may share a GPU",
-            action=f'set communication.backend to "{other}" or "whale"',
+            expected="nccl: a GPU for each rank; cuda-ipc: ranks of one host, which may share a GPU; pinned: any",
+            action=f"set communication.backend to {others}",
         ) from error
+
+
+def device_buffer_bytes(config: Config) -> int:
+    """Memory of a GPU that exchanges take there, beside what NCCL itself allocates."""
+    copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
+    return copies * max(config["communication.group_bytes"], _LEAST_BUFFER_BYTES)
 
 
 def library() -> Path:
@@ -77,28 +118,28 @@ def library() -> Path:
     return build_cuda.IN_PLACE / build_cuda.NAME
 
 
-def take_gpu(local_rank: int) -> tuple[int, str]:
-    """The number of this process's GPU, and what is missing; TensorFlow takes its memory only as it needs it."""
+def take_gpu(local_rank: int) -> Gpu:
+    """This process's GPU, or what is missing; TensorFlow takes its memory only as it needs it."""
     import tensorflow as tf
 
-    if not library().exists():
-        return 0, f"{library().name} is not built: python -m whale_ops.build_cuda"
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        return 0, "TensorFlow sees no GPU"
+        return Gpu(None)
+    if not library().exists():
+        return Gpu(0, f"{library().name} is not built: python -m whale_ops.build_cuda")
     try:
         there = whale_ops.count_devices(library())
     except CommError as error:
-        return 0, str(error)
+        return Gpu(0, str(error))
     if there != len(gpus):
-        return 0, f"TensorFlow sees {len(gpus)} GPUs, the CUDA runtime {there}: set CUDA_VISIBLE_DEVICES"
+        return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the CUDA runtime {there}: set CUDA_VISIBLE_DEVICES")
     visible = tf.config.get_visible_devices("GPU")
     gpu = visible[0] if len(visible) == 1 else gpus[local_rank % len(gpus)]
     try:
         tf.config.set_visible_devices(gpu, "GPU")
     except RuntimeError:
         if len(tf.config.list_logical_devices("GPU")) != 1:
-            return 0, "TensorFlow has started with several GPUs: call wh.init first, or set CUDA_VISIBLE_DEVICES"
+            return Gpu(0, "TensorFlow has started with several GPUs: call wh.init first, or set CUDA_VISIBLE_DEVICES")
     with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started: its memory is as the script says
         tf.config.experimental.set_memory_growth(gpu, True)
-    return gpus.index(gpu), ""
+    return Gpu(gpus.index(gpu))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whale_ops import Communicator
+from whale_ops.communicator import COPIED
 
 _T = TypeVar("_T")
 _NAME_LIMIT = 100  # characters of a program's name: a session's run bears those of all its fetches
@@ -48,10 +49,11 @@ class Progress:
             return None
         self._told = programs
         counters = comm.counters() if comm is not None else []
+        exchanged = [c for c in counters if not c.key.startswith(COPIED)]
         return {
             "begun_ns": self._begun_ns,
             "programs": programs,
-            "logical_bytes": sum(c.logical_bytes for c in counters),
+            "logical_bytes": sum(c.logical_bytes for c in exchanged),
             "sent_bytes": sum(c.wire_bytes for c in counters),
             "waiting_s": sum(c.waiting_seconds for c in counters),
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,

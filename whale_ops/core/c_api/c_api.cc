@@ -283,12 +283,13 @@ WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* 
   return report(status);
 }
 
-// Collective. `ordinal`, `buffer_bytes`: as in whale::DevicePlugin.
+// Collective. `library`: empty for a rank that has no device. `ordinal`, `buffer_bytes`: as in whale::DevicePlugin.
 WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core, const char* transport, int ordinal, int64_t buffer_bytes) {
   const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
   const whale::DevicePlugin* plugin = nullptr;
-  Status status = load_device_library(library, core, &plugin);
-  if (status.ok()) status = whale::DeviceRank::open(endpoint, *plugin, transport, ordinal, static_cast<size_t>(buffer_bytes));
+  Status status;
+  if (*library != '\0') status = load_device_library(library, core, &plugin);
+  if (status.ok()) status = whale::DeviceRank::open(endpoint, plugin, transport, ordinal, static_cast<size_t>(buffer_bytes));
   if (!status.ok()) endpoint->abort(status);  // the others may wait for this rank
   return report(status);
 }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "whale_ops/core/base/types.h"
@@ -31,6 +32,7 @@ struct DeviceCopy {
 
 // One exchange, as one rank sees it. Elements lie one behind the other, a tensor's parts too.
 struct DeviceOperation {
+  std::string key;                   // equal on all ranks of the group; the n-th operation under a key is that of the others
   OpKind kind = OpKind::kAllReduce;  // all but kBarrier
   std::vector<int> group;            // the communicator's ranks that take part, in group order; Send, Recv: the sender, the receiver
   int index = 0;                     // of this rank in the group
@@ -104,6 +106,24 @@ class Device {
   virtual void abandon() = 0;
 };
 
+// A device as one that copies, for exchanges through the host's memory (staged.h).
+class DeviceCopies {
+ public:
+  virtual ~DeviceCopies() = default;
+  // As in Device.
+  virtual const char* kind() const = 0;
+  virtual Status mark(void* stream, void** mark) = 0;
+  virtual void release(void* mark) = 0;
+  virtual Status finished(void* mark, bool* yes) = 0;
+  // Memory of the host that the device reads and writes by itself.
+  virtual Status host_memory(size_t bytes, std::shared_ptr<void>* memory) = 0;
+  // Queues copies that start behind the mark `after` (null: at once), and puts `mark` behind them, which is made where it is null. All
+  // copies out of the device's memory follow each other, and all into it; the two do not wait for each other. One thread.
+  virtual Status copy(const std::vector<DeviceCopy>& copies, bool out, void* after, void** mark) = 0;
+  // When this returns the device uses no memory that was named to it. Nothing is queued afterwards.
+  virtual void drain() = 0;
+};
+
 // Every rank of the group (empty: all) gives `bytes` bytes, `all` receives those of all in group order. Collective; on the host.
 using DeviceGather = std::function<Status(const std::vector<int>& group, const void* mine, size_t bytes, void* all)>;
 
@@ -114,6 +134,8 @@ struct DevicePlugin {
   Status (*count)(int* devices);
   // `transport`: a name that the library knows; `ordinal`: of the device; `buffer_bytes`: what it may hold packed. Collective.
   Status (*open)(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes, DeviceGather gather, std::unique_ptr<Device>* device);
+  // The same device, to be staged. Not collective.
+  Status (*copies)(int ordinal, std::unique_ptr<DeviceCopies>* copies);
 };
 
 }  // namespace whale

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <future>
 #include <map>
 #include <utility>
 
+#include "whale_ops/core/device/staged.h"
 #include "whale_ops/core/engine/exchange.h"
 
 namespace whale {
@@ -31,14 +33,23 @@ DeviceRank::DeviceRank(std::shared_ptr<Endpoint> endpoint)
 
 DeviceRank::~DeviceRank() { stop(); }
 
-Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin& plugin, const char* transport, int ordinal,
+Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin, const char* transport, int ordinal,
                         size_t buffer_bytes) {
   const std::shared_ptr<DeviceRank> made(new DeviceRank(endpoint));
   DeviceRank* self = made.get();  // the device lives as long as it
   const DeviceGather gather = [self](const std::vector<int>& group, const void* mine, size_t bytes, void* all) {
     return self->gather(group, mine, bytes, all);
   };
-  const Status status = plugin.open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes, gather, &made->device_);
+  Status status;
+  if (std::strcmp(transport, kPinned) == 0) {
+    std::unique_ptr<DeviceCopies> copies = plugin == nullptr ? host_copies() : nullptr;
+    if (plugin != nullptr) status = plugin->copies(ordinal, &copies);
+    if (status.ok()) status = open_staged(endpoint, std::move(copies), buffer_bytes, &made->device_);
+  } else if (plugin == nullptr) {
+    status = Status::Error(Code::kInvalidArgument, std::string("a rank without a device takes part in exchanges by '") + kPinned + "' only");
+  } else {
+    status = plugin->open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes, gather, &made->device_);
+  }
   if (!status.ok()) return status;
   made->thread_ = std::thread([self] { self->run(); });
   const std::lock_guard<std::mutex> lock(registry().mutex);
@@ -72,7 +83,7 @@ void DeviceRank::start(DeviceCall call) {
   auto running = std::make_shared<Running>();
   running->call = std::move(call);
   const auto mark = [self = shared_from_this(), running] { return self->device_->mark(running->call.stream, &running->mark); };
-  LaunchOrder::Call order{running->call.key, running->call.text, running->call.what.group, running->call.tells, nullptr, nullptr};
+  LaunchOrder::Call order{running->call.what.key, running->call.text, running->call.what.group, running->call.tells, nullptr, nullptr};
   if (running->call.complete != nullptr) {
     order.met = [running, mark](const LaunchOrder::Told& told) {
       const Status status = running->call.complete(told, &running->call.what);

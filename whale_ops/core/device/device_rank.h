@@ -16,7 +16,6 @@ namespace whale {
 
 // The tensors must live until `done`.
 struct DeviceCall {
-  std::string key;
   std::string text;  // what must be equal on all ranks of the group (shapes, dtype)
   DeviceOperation what;
   void* stream = nullptr;       // the operation starts behind what is queued there
@@ -27,10 +26,13 @@ struct DeviceCall {
   std::function<void(const Status&)> done;
 };
 
+constexpr char kPinned[] = "pinned";  // the transport through the host's memory
+
 class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> {
  public:
-  // Opens the device for the endpoint's rank; TensorFlow's ops find it from then on. Collective.
-  static Status open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin& plugin, const char* transport, int ordinal, size_t buffer_bytes);
+  // Opens the device for the endpoint's rank; TensorFlow's ops find it from then on. Collective. `transport`: kPinned, where ranks
+  // without a device of their own (`plugin` is null) take part with the host's memory, or a name that the plugin knows.
+  static Status open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin, const char* transport, int ordinal, size_t buffer_bytes);
   // Null with a status that says so, where none is open.
   static std::shared_ptr<DeviceRank> find(const std::string& communicator, int rank, Status* status);
   // Waits for what is under way and gives the device back; nothing where none is open. Before the endpoint leaves.

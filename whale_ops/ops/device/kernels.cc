@@ -61,7 +61,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
                                                               whale::join_ranks(call.what.group), "; build this op on those ranks only")),
                       done);
     call.what.index = static_cast<int>(own - call.what.group.begin());
-    call.key = key_for(call.what.group);
+    call.what.key = key_for(call.what.group);
     OP_REQUIRES_OK_ASYNC(ctx, prepare(ctx, started.get()), done);
     call.text = absl::StrCat(name_, " of ", tensorflow::DataTypeString(dtype_), ": ", call.text);
     // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads them only after `done`, which comes
