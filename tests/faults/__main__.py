@@ -1,6 +1,6 @@
 """Tries randomised faults one after the other and prints how long the errors took.
 
-    python -m tests.faults --count 100 --seed 1 [--transports memory,mpi,hosts]
+    python -m tests.faults --count 100 --seed 1 [--transports memory,mpi,hosts] [--devices]
 
 Each is a run of its own: a rank is killed, stopped, raises, or calls something with another shape, dtype or op than the
 others, at a random time after the start, over shared memory or MPI. Ends with code 1 if anything was not as it must be.
@@ -19,17 +19,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.trial import LIMITS_S, TRANSPORTS, Trial, run
+from tests.faults.trial import DEVICES, LIMITS_S, TRANSPORTS, Trial, run
 
 
-def trials(count: int, seed: int, steps: float, transports: Sequence[str] = TRANSPORTS) -> list[Trial]:
-    """Faults of all kinds and transports in turn, the rest at random; ``steps`` is the share of steps of TensorFlow."""
+def trials(
+    count: int, seed: int, steps: float, transports: Sequence[str] = TRANSPORTS, devices: Sequence[str] = ()
+) -> list[Trial]:
+    """Faults of all kinds and transports in turn, the rest at random; ``steps`` is the share of steps of TensorFlow.
+
+    ``devices``: what carries out the exchanges of steps, in turn; none: Whale.
+    """
     generator, kinds, found = random.Random(seed), list(LIMITS_S), []
     for index in range(count):
         size = generator.choice((2, 4))
         work = "steps" if generator.random() < steps else "exchange"
         after_s = generator.uniform(0.0, 3.0)
         turn, number = divmod(index, len(kinds))
+        if work == "steps" and devices:
+            work = devices[(turn + number) % len(devices)]
         transport = transports[(turn + number) % len(transports)]
         found.append(Trial(work, kinds[number], size, generator.randrange(size), round(after_s, 3), transport))
     return found
@@ -43,10 +50,14 @@ def main() -> int:
     parser.add_argument(
         "--transports", default=",".join(TRANSPORTS), help="of memory, mpi and hosts (two emulated ones)"
     )
+    parser.add_argument("--devices", action="store_true", help="steps exchange through devices (the host's memory)")
     options = parser.parse_args()
+    tried = trials(
+        options.count, options.seed, options.steps, options.transports.split(","), DEVICES if options.devices else ()
+    )
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     failures = busy = 0
-    for index, trial in enumerate(trials(options.count, options.seed, options.steps, options.transports.split(","))):
+    for index, trial in enumerate(tried):
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="whale-fault-") as folder:
             outcome = run(trial, Path(folder))

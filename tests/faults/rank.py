@@ -1,8 +1,9 @@
 """The script of one rank in a run with a fault: works until something happens, and notes when, and what it was told.
 
-    rank.py <work> <kind> <victim> <after s> <folder>
+    rank.py <work> <kind> <victim> <after s> <folder> [<library>]
 
-<work> is "steps" (train steps of TensorFlow) or "exchange" (operations of the core, without TensorFlow).
+<work> is "steps" (train steps of TensorFlow), "exchange" (operations of the core, without TensorFlow), or the value of
+communication.backend with which the devices of <library> carry out what steps exchange.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from whale.errors import CommError
 class Steps:
     """A linear model that learns."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "whale", library: str = "") -> None:
         import tensorflow as tf
 
         import whale as wh
+        from whale.runtime.ranks import device_exchange
 
-        wh.init()
+        if library:
+            device_exchange.library = lambda: Path(library)
+            device_exchange.take_gpu = lambda local_rank: device_exchange.Gpu(0)
+        wh.init(wh.Config({"communication.backend": backend}))
         self.rank = wh.rank()
         self._x, self._y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
         w = tf.Variable(np.full((3, 1), 0.5, np.float32), name="w")
@@ -102,8 +107,8 @@ class Exchange:
 
 
 def main() -> None:
-    work, kind, victim, after_s, folder = sys.argv[1:]
-    worker = Steps() if work == "steps" else Exchange()
+    work, kind, victim, after_s, folder, *library = sys.argv[1:]
+    worker = Exchange() if work == "exchange" else Steps() if work == "steps" else Steps(work, *library)
 
     def note(what: str, **facts: object) -> None:
         part = Path(folder, f"{what}.{worker.rank}.part")

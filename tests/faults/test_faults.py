@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.faults.__main__ import trials
-from tests.faults.trial import Trial, run
+from tests.faults.trial import DEVICES, Trial, run
+
+# A rank is killed while devices carry out what the ranks exchange.
+_OF_DEVICES = [Trial(work, "kill", 2, 1, 0.3) for work in DEVICES]
 
 
 @pytest.mark.parametrize(
-    "trial", trials(6, seed=5, steps=0.0), ids=lambda trial: f"{trial.kind}-{trial.size}-{trial.transport}"
+    "trial",
+    [*trials(6, seed=5, steps=0.0), *_OF_DEVICES],
+    ids=lambda trial: f"{trial.work}-{trial.kind}-{trial.size}-{trial.transport}",
 )
 def test_a_fault_is_an_error_on_every_other_rank(trial: Trial, tmp_path: Path) -> None:
     """Whatever time it takes; ``python -m tests.faults`` holds it against its limits, on a quiet machine."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.launcher.helpers import PATIENT, ROOT, Launcher
+from tests.whale_ops.device.host_device import build_host_device
 
 # Seconds from the fault to the error on every other rank, on a machine that does nothing else.
 LIMITS_S = {"kill": 1.0, "freeze": 5.0, "raise": 1.0, "shape": 2.0, "dtype": 2.0, "op": 2.0}
 TRANSPORTS = ("memory", "mpi")
+DEVICES = ("cuda-ipc", "pinned")  # with the host's memory as device
 _END_S = 60.0  # from the fault to the end of `whale run`
 _START_S = 240.0  # a loaded machine may take long to start ranks
 # What an error must say beside the rank: the operation that waited, or what differs.
@@ -42,6 +48,7 @@ _FACTS = {
 class Trial:
     """A fault: its kind (of `LIMITS_S`), the rank that has it, and when, in seconds after the ranks are connected.
 
+    ``work`` is of rank.py: "steps", "exchange", or one of ``DEVICES``: steps that exchange through devices so.
     ``transport`` is how the ranks exchange data: of ``TRANSPORTS``, or "hosts": two emulated hosts.
     """
 
@@ -86,6 +93,7 @@ def run(trial: Trial, folder: Path, limits_s: Mapping[str, float] | None = LIMIT
         launcher.environment["WHALE_COMMUNICATION_ALGORITHM"] = "hierarchical"
     script = str(ROOT / "tests" / "faults" / "rank.py")
     facts = [trial.work, trial.kind, str(trial.victim), str(trial.after_s), str(folder)]
+    facts += [str(_host_device())] if trial.work in DEVICES else []
     problems: list[str] = []
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
@@ -133,6 +141,13 @@ def run(trial: Trial, folder: Path, limits_s: Mapping[str, float] | None = LIMIT
     return Outcome(seconds if busy < trial.size - 1 else None, tuple(problems), busy)
 
 
+@cache
+def _host_device() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="whale-host-device-"))
+    atexit.register(shutil.rmtree, folder)
+    return build_host_device(folder)
+
+
 def _make_fault(trial: Trial, ready: dict[int, Any], folder: Path, process: subprocess.Popen[Any]) -> float:
     """Returns when the fault was made, on the monotonic clock of this host."""
     if trial.kind in ("kill", "freeze"):
@@ -156,7 +171,8 @@ def _notes(folder: Path, what: str, of: Any, process: subprocess.Popen[Any], wit
 def _wrong(trial: Trial, rank: int, text: str) -> list[str]:
     if not re.search(rf"\brank {trial.victim}\b", text):
         return [f"rank {rank} is not told of rank {trial.victim}: {text}"]
-    if not re.search(_FACTS[trial.work, trial.kind], text, re.DOTALL):
+    work = "steps" if trial.work in DEVICES else trial.work
+    if not re.search(_FACTS[work, trial.kind], text, re.DOTALL):
         return [f"rank {rank} is not told what happened: {text}"]
     return []
 
