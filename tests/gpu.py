@@ -1,7 +1,8 @@
 """What works of GPUs' exchanges on this machine, a line for each part: ``make gpu``, or ``python -m tests.gpu``.
 
 Without a GPU the parts are compiled, and tested with the host's memory as device. With one they are tested on it, and
-what all-reduces take is written into docs/gpu.md. Ends with 1 where a part fails.
+what all-reduces and steps take is written into docs/gpu.md. Ends with 1 where a part fails. Where there is no compiler,
+as on a machine that has a bundle (gpu_bundle.py), the library is the one that is there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import datetime
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whale.errors import CommError
-from whale_ops import build_cuda
+from whale_ops import build, build_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
@@ -45,17 +48,24 @@ def look() -> Machine:
     Raises:
       Failed: it does not compile.
     """
-    nvcc = build_cuda.find_nvcc()
-    if nvcc is None:
-        return Machine(None, "not compiled: no nvcc (pip install nvidia-cuda-nvcc nvidia-cuda-cccl)")
-    try:
-        library = build_cuda.build()
-    except CommError as error:
-        raise Failed(str(error)) from error
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    version = re.search(r"release ([\d.]+)", said)
+    library = build_cuda.IN_PLACE / build_cuda.NAME
+    if build_cuda.has_compilers():
+        try:
+            build_cuda.build()
+        except CommError as error:
+            raise Failed(str(error)) from error
+        nvcc = build_cuda.find_nvcc() or "nvcc"
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        version = re.search(r"release ([\d.]+)", said)
+        compiled = f"compiled by nvcc {version[1] if version else '?'}, {_nccl_of(library)}"
+    elif build_cuda.fits(library):
+        compiled = f"compiled elsewhere, {_nccl_of(library)}"
+    else:
+        return Machine(
+            None, "not compiled: no C++ compiler, or no nvcc (pip install nvidia-cuda-nvcc nvidia-cuda-cccl)"
+        )
+    build_cuda.load_nccl()
     loaded, count = ctypes.CDLL(str(library)), ctypes.c_int(0)
-    compiled = f"compiled by nvcc {version[1] if version else '?'}, {_nccl_of(library)}"
     names = []
     if loaded.whale_cuda_devices(ctypes.byref(count)) == 0:
         for device in range(count.value):
@@ -110,6 +120,30 @@ def rates(machine: Machine) -> str:
     return f"measured on {gpus} {machine.gpus[0]}: docs/gpu.md"
 
 
+def steps(machine: Machine) -> str:
+    """Measures steps of whole models beside plain TensorFlow and adds them to the page's table.
+
+    Raises:
+      Failed: the benchmark does.
+    """
+    backend = "nccl" if len(machine.gpus) > 1 else "cuda-ipc"
+    only = "TensorFlow, 1 thread;Horovod, 2 ranks;Whale, 2 ranks"
+    command = [sys.executable, "-m", "benchmarks.step_time", "--models", "resnet50,gpt", "--no-pin", "--only", only]
+    # Groups of processes share the GPUs while they take turns.
+    variables = {"WHALE_COMMUNICATION_BACKEND": backend, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    if done.returncode != 0 or not rows:
+        raise Failed(done.stdout[-2000:] + done.stderr[-2000:])
+    page = PAGE.read_text()
+    before = page.split(BEGIN)[1].split(END)[0].strip().splitlines()
+    title = f"Steps on {len(machine.gpus)} {machine.gpus[0]}, Whale's exchanges through `{backend}`."
+    PAGE.write_text(with_table(page, [*before, "", title, "", *rows]))
+    return f"measured on {len(machine.gpus)} {machine.gpus[0]}: docs/gpu.md"
+
+
 def _row(transport: str, on: str, ranks: int, size_bytes: int, seconds: float) -> str:
     rate = 2 * (ranks - 1) / ranks * size_bytes / seconds * 1e-9
     return f"| {transport} | {on} | {size_bytes} | {1e6 * seconds:.1f} | {rate:.2f} |"
@@ -123,9 +157,13 @@ def with_table(page: str, lines: list[str]) -> str:
 
 def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
     """(what it is, what tries it and says how)."""
+    where = f"tested on {len(machine.gpus)} {machine.gpus[0]}" if machine.gpus else ""
+    compiles = shutil.which(build.compiler_command()[0]) is not None
 
     def by_tests(outcome: str, *files: str) -> Callable[[], str]:
         def run() -> str:
+            if outcome != where and not compiles:  # their devices are compiled first
+                return "not tested: no C++ compiler"
             tested(*files)
             return outcome
 
@@ -135,14 +173,15 @@ def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
         return run if machine.gpus else lambda: WAITING
 
     fake = "tested with the fake device"
-    where = f"tested on {len(machine.gpus)} {machine.gpus[0]}" if machine.gpus else ""
     yield "the library for GPUs", lambda: machine.compiled
     yield "kernels", by_tests("tested as host code, element by element", f"{_DEVICE}/test_kernels.py")
     yield "exchanges of ops in groups, order of starts", by_tests(fake, f"{_DEVICE}/test_device.py")
+    yield "pieces through pinned memory, ranks without", by_tests(fake, f"{_DEVICE}/test_staged.py")
     yield "programs: groups, stages, micro-batches, ZeRO", by_tests(fake, "tests/runtime/run/test_device_exchange.py")
     yield "CUDA IPC and NCCL between ranks", on_gpus(by_tests(where, f"{_DEVICE}/test_cuda.py"))
     yield "programs on GPUs against one device", on_gpus(by_tests(where, "tests/distributed/test_gpu.py"))
     yield "rates of all-reduces", on_gpus(lambda: rates(machine))
+    yield "steps of models beside TensorFlow", on_gpus(lambda: steps(machine))
 
 
 def main() -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import gpu
+from whale_ops import build, build_cuda
 
 
 @pytest.mark.parametrize("gpus", [(), ("NVIDIA Whatever",)], ids=["none", "one"])
@@ -17,12 +19,13 @@ def test_every_part_says_what_was_done(
     monkeypatch.setattr(gpu, "look", lambda: gpu.Machine(Path("lib.so"), "compiled by nvcc 1.0, with NCCL", gpus))
     monkeypatch.setattr(gpu, "tested", lambda *files: ran.extend(files))
     monkeypatch.setattr(gpu, "rates", lambda machine: "measured")
+    monkeypatch.setattr(gpu, "steps", lambda machine: "measured")
     assert gpu.main() == 0
     said = dict(line.split(":  ", 1) for line in capsys.readouterr().out.replace(": ", ":  ").splitlines())
-    assert len(said) == 7 and all((gpu.ROOT / file).exists() for file in ran)
+    assert len(said) == 9 and all((gpu.ROOT / file).exists() for file in ran)
     waiting = [what for what, outcome in said.items() if gpu.WAITING in outcome]
-    assert len(waiting) == (0 if gpus else 3)
-    assert sum("fake device" in outcome for outcome in said.values()) == 2
+    assert len(waiting) == (0 if gpus else 4)
+    assert sum("fake device" in outcome for outcome in said.values()) == 3
     assert ("tests/distributed/test_gpu.py" in ran) == bool(gpus)
 
 
@@ -37,7 +40,40 @@ def test_a_part_that_fails_is_told_and_the_others_run(
     monkeypatch.setattr(gpu, "tested", tested)
     assert gpu.main() == 1
     out = capsys.readouterr().out
-    assert "FAILED\nelement 7 differs" in out and out.count(gpu.WAITING) == 3
+    assert "FAILED\nelement 7 differs" in out and out.count(gpu.WAITING) == 4
+
+
+def test_without_compilers_the_library_is_the_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build_cuda, "IN_PLACE", tmp_path)
+    assert gpu.look().library is None
+    library = tmp_path / build_cuda.NAME
+    command = ["cc", "-shared", "-x", "c", "-", "-o", str(library)]
+    code = f'const char* digest = "{build.core_digest()}"; int whale_cuda_devices(int* count) {{ return 4; }}'
+    subprocess.run(command, input=code, text=True, check=True)
+    monkeypatch.setattr(gpu, "tested", lambda *files: pytest.fail("nothing can be compiled"))
+    assert gpu.main() == 0
+    out = capsys.readouterr().out
+    assert "compiled elsewhere, without NCCL" in out and out.count("not tested: no C++ compiler") == 4
+
+
+def test_steps_are_added_to_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    page.write_text(gpu.with_table(gpu.PAGE.read_text(), ["| rates |"]))
+    monkeypatch.setattr(gpu, "PAGE", page)
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "ResNet50\n\n| model | ms |\n|---|---|\n", "")
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.steps(gpu.Machine(Path("lib.so"), "compiled", ("NVIDIA Whatever",))).startswith("measured on 1 NVIDIA")
+    text = page.read_text()
+    assert "| rates |" in text and "| model | ms |" in text and "through `cuda-ipc`" in text
+    assert "benchmarks.step_time" in asked[0]
 
 
 def test_the_page_has_a_place_for_the_table() -> None:

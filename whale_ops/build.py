@@ -94,7 +94,7 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True
 def _build_locked(folder: Path, verbose: bool) -> None:
     info_path = folder / INFO_NAME
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
-    compiler = find_compiler()
+    compiler = compiler_command()
     built = False
     for target in list(_targets()):  # all, so that nothing is compiled before all is found
         wanted = _digest(target, compiler)
@@ -102,7 +102,7 @@ def _build_locked(folder: Path, verbose: bool) -> None:
             continue
         if verbose:
             print(f"whale_ops: compiling {target.name}", flush=True)
-        _compile(target, compiler, folder)
+        _compile(target, find_compiler(), folder)  # a machine that only uses what was built elsewhere needs none
         facts = {"compiler": compiler_version(compiler), "core": core_digest(), **target.facts}
         info[target.name] = {"digest": wanted, **facts}
         temporary = info_path.with_suffix(".new")

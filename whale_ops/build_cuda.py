@@ -8,6 +8,7 @@ package ``nvidia-nccl-cu12`` (or -cu13), and without it the library has CUDA IPC
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -16,9 +17,10 @@ import sys
 from pathlib import Path
 
 from whale.errors import CommError
-from whale_ops.build import IN_PLACE, PACKAGE, core_digest
+from whale_ops.build import IN_PLACE, PACKAGE, compiler_command, core_digest
 
 NAME = "libwhale_cuda.so"
+_NCCL = "libnccl.so.2"
 # Machine code for the A100, and what the driver makes machine code of for every later GPU.
 _FLAGS = ["-std=c++17", "-O3", "-shared", "-gencode", "arch=compute_80,code=[sm_80,compute_80]"]
 _HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall"
@@ -39,6 +41,22 @@ def _package(name: str) -> list[Path]:
 
 def _nccl() -> Path | None:
     return next((folder for folder in _package("nccl") if (folder / "include" / "nccl.h").exists()), None)
+
+
+def fits(library: Path) -> bool:
+    """Whether a library is there, built from these sources."""
+    return library.exists() and core_digest().encode() in library.read_bytes()
+
+
+def load_nccl() -> None:
+    """Loads this environment's NCCL, if it has one: a library that was built in another one finds it then."""
+    if (folder := _nccl()) is not None:
+        ctypes.CDLL(str(folder / "lib" / _NCCL), ctypes.RTLD_GLOBAL)
+
+
+def has_compilers() -> bool:
+    """Whether the library can be built here."""
+    return find_nvcc() is not None and shutil.which(compiler_command()[0]) is not None
 
 
 def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
@@ -65,7 +83,7 @@ def build(output_dir: str | os.PathLike[str] = IN_PLACE) -> Path:
         print("whale_ops: no NCCL found (the package nvidia-nccl-cu12): built with CUDA IPC only", file=sys.stderr)
     else:
         library = nccl / "lib"
-        command += ["-I", str(nccl / "include"), "-L", str(library), "-l:libnccl.so.2"]
+        command += ["-I", str(nccl / "include"), "-L", str(library), f"-l:{_NCCL}"]
         command += ["-Xlinker", f"-rpath={library}"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:

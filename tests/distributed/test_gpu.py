@@ -24,13 +24,14 @@ def gpus() -> int:
     found = len(tf.config.list_physical_devices("GPU"))  # takes none of their memory
     if found == 0:
         pytest.skip("TensorFlow sees no GPU here: no program has run with GPUs that communicate")
-    if build_cuda.find_nvcc() is None:
+    if build_cuda.has_compilers():
+        build_cuda.build()
+    elif not build_cuda.fits(build_cuda.IN_PLACE / build_cuda.NAME):
         pytest.skip("no nvcc on PATH: the CUDA library is not compiled here")
-    build_cuda.build()
     return found
 
 
-@pytest.mark.parametrize("backend", ["cuda-ipc", "nccl"])
+@pytest.mark.parametrize("backend", ["cuda-ipc", "nccl", "pinned"])
 @pytest.mark.parametrize(
     ("case", "optimizer", "shares"),
     [("mlp_metrics", "sgd", "5,3"), ("convnet", "adam", "4,4"), ("tf1_mlp", "adam", "8,0")],

@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from whale_ops import build_cuda
 from whale_ops._native import DTYPES, KINDS, REDUCTIONS
 
 BUFFER_BYTES = 1 << 20  # less than the tensors have: they travel in parts
@@ -159,6 +160,7 @@ def other(kind: str, dtype: str, even: bool, rank: int, size: int) -> tuple[Oper
 def main() -> None:
     path, transport = sys.argv[1:3]
     rank, size, device, descriptor = map(int, sys.argv[3:7])
+    build_cuda.load_nccl()
     library, meeting = ctypes.CDLL(path), socket.socket(fileno=descriptor)
     library.whale_cuda_last_error.restype = ctypes.c_char_p
 
