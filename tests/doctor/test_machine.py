@@ -148,23 +148,3 @@ def test_a_folder_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.Monke
     deep.mkdir()
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(deep))
     assert "TMPDIR" in (machine.temporary_folder().action or "")
-
-
-def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
-
-
-def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 570.1'; echo 'NVIDIA H200, 143771 MiB, 570.1'")
-    assert machine.gpus().text == "2: NVIDIA H200, 143771 MiB; driver 570.1"
-    _nvidia_smi(tmp_path, monkeypatch, "echo 'Failed to initialize NVML' >&2; exit 9")
-    assert machine.gpus().status == "warning"
-
-
-def test_gpus_that_do_not_answer_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whale.doctor.finding.COMMAND_TIMEOUT_S", 0.2)
-    _nvidia_smi(tmp_path, monkeypatch, "exec sleep 60")
-    assert machine.gpus().status == "warning"

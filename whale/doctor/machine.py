@@ -1,4 +1,4 @@
-"""The machine: CPUs, memory, limits, GPUs."""
+"""The machine: CPUs, memory, limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whale import cgroup
-from whale.doctor.finding import Finding, output_of
+from whale.doctor.finding import Finding
 from whale.ir.plan_text import human_bytes
 
 GIB = 1 << 30
@@ -32,7 +32,6 @@ def look() -> Iterator[Finding]:
     yield shared_memory()
     yield from limits()
     yield temporary_folder()
-    yield gpus()
 
 
 def usable_cpus() -> int:
@@ -148,17 +147,3 @@ def temporary_folder() -> Finding:
     if space.free < _FREE_BYTES:
         return Finding("temporary folder", "warning", text, "free some space there, or name another folder by TMPDIR")
     return Finding("temporary folder", "ok", text)
-
-
-def gpus() -> Finding:
-    """NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
-    if shutil.which("nvidia-smi") is None:
-        return Finding("GPUs", "none", "no nvidia-smi")
-    text = output_of(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
-    if not text:
-        action = "see what `nvidia-smi` says; a container needs the NVIDIA runtime (docker run --gpus all)"
-        return Finding("GPUs", "warning", "nvidia-smi does not answer or lists none", action)
-    lines = text.splitlines()
-    name, memory_text, driver = (part.strip() for part in lines[0].split(","))
-    more = "" if len(set(lines)) == 1 else ", and others"
-    return Finding("GPUs", "ok", f"{len(lines)}: {name}, {memory_text}{more}; driver {driver}")

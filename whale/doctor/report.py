@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whale.doctor import machine, software, trial
+from whale.doctor import gpus, machine, software, trial
 from whale.doctor.finding import Finding
+from whale_ops import gpu_driver
 
 _STYLES = {"ok": "green", "none": "dim", "warning": "yellow", "problem": "bold red"}
 
@@ -28,7 +29,7 @@ def main(*, as_json: bool, with_trial: bool, timeout_s: float) -> int:
         1 if there is a problem, 0 otherwise; warnings are no problems.
     """
     console = Console(highlight=False, stderr=as_json)
-    findings = [*software.look(), *machine.look()]
+    findings = [*software.look(), *machine.look(), *gpus.look(gpu_driver.look())]
     if not as_json:
         console.print(_table(findings))
     if with_trial:

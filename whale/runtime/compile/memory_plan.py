@@ -22,8 +22,10 @@ from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
 from whale.passes.settings import PlanSettings
+from whale.runtime.ranks.device_exchange import device_buffer_bytes
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
+from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64
 
@@ -37,10 +39,21 @@ def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
 
     if config["memory.limit_bytes"]:
         return float(config["memory.limit_bytes"]), "memory.limit_bytes"
-    if tf.config.list_physical_devices("GPU"):
-        return math.inf, "no limit is known; memory.limit_bytes sets one"
+    if gpus := tf.config.list_physical_devices("GPU"):
+        return _gpu_limit_bytes(config, gpu_driver.look(), math.ceil(local_ranks / len(gpus)))
     _, host_bytes = host_resources(memory_limit_bytes=memory_limit_bytes())
     return host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
+
+
+def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: int) -> tuple[float, str]:
+    """As `limit_bytes`, of the smallest GPU that this process sees, which ``sharing`` ranks share."""
+    if driver is None or not driver.gpus:
+        return math.inf, "no limit is known; memory.limit_bytes sets one"
+    gpu = min(driver.gpus, key=lambda one: one.memory_bytes)
+    buffers = device_buffer_bytes(config)
+    among = f", divided by the {sharing} ranks that share it" if sharing > 1 else ""
+    held = f", without {human_bytes(buffers)} for exchanges" if buffers else ""
+    return gpu.memory_bytes / sharing - buffers, f"memory of the GPU, {gpu.name}{among}{held}"
 
 
 class _Rank(msgspec.Struct):

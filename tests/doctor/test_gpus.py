@@ -1,0 +1,85 @@
+"""What whale doctor says of GPUs, and how much of their memory steps are planned for: with a driver without GPUs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from whale.config import Config
+from whale.doctor import gpus
+from whale.runtime.compile import memory_plan
+from whale_ops import build, build_cuda, gpu_driver
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    output = str(tmp_path_factory.mktemp("driver") / "libcuda.so")
+    source = str(ROOT / "tests/whale_ops/device/cuda_as_host/driver.cpp")
+    subprocess.run([*build.find_compiler(), "-shared", "-fPIC", "-Wall", source, "-o", output], check=True)
+    return output
+
+
+def driver(library: str, monkeypatch: pytest.MonkeyPatch, *memory_gib: int) -> gpu_driver.Driver:
+    monkeypatch.setenv("FAKE_GPUS", ",".join(str(n << 30) for n in memory_gib))
+    found = gpu_driver.look(library)
+    assert found is not None
+    return found
+
+
+def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = driver(library, monkeypatch, 80, 80, 24)
+    assert found.cuda == (13, 0)
+    assert [g.memory_bytes >> 30 for g in found.gpus] == [80, 80, 24]
+    assert [g.peers for g in found.gpus] == [(True, True, False), (True, True, False), (False, False, True)]
+    monkeypatch.setenv("FAKE_CUDA_ERROR", "803")
+    assert driver(library, monkeypatch, 80).failure == "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
+    assert gpu_driver.look("libnone.so.1") is None
+
+
+def test_what_is_slow_or_missing_is_said_with_what_to_do(
+    library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "IN_PLACE", tmp_path)
+    found = {one.name: one for one in gpus.look(driver(library, monkeypatch, 80, 80, 24))}
+    assert found["GPUs"].text.startswith("3: NVIDIA Something, 80.0 GiB, others; ")
+    assert found["GPUs"].text.endswith("CUDA up to 13.0")
+    assert "none between 0-2, 1-2" in found["GPUs' peer access"].text
+    assert found["GPUs' peer access"].status == "warning" and '"pinned"' in (found["GPUs' peer access"].action or "")
+    assert found["GPUs' exchanges"].text.startswith("libwhale_cuda.so is not built")
+    assert found["MPI and GPUs"].text.endswith("MPI gets the host's memory only")
+    assert found["NCCL"].status in ("ok", "warning")
+    assert gpus.peers(driver(library, monkeypatch, 80, 80)).text == "all read each other's memory"
+
+    (tmp_path / build_cuda.NAME).write_bytes(b"of some day")
+    assert gpus.library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so is of other sources"
+    (tmp_path / build_cuda.NAME).write_bytes(build.core_digest().encode())
+    damaged = gpus.library(driver(library, monkeypatch, 80))
+    assert damaged.status == "problem" and "could not be loaded" in damaged.text and "13.0" in (damaged.action or "")
+
+
+def test_without_gpus_there_is_one_line(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/none")
+    assert [one.text for one in gpus.look(None)] == ["no driver of NVIDIA"]
+    monkeypatch.setenv("FAKE_CUDA_ERROR", "803")
+    (broken,) = gpus.look(driver(library, monkeypatch, 80))
+    assert broken.status == "warning" and "DRIVER_MISMATCH" in broken.text
+
+
+def test_steps_are_planned_for_the_memory_of_the_smallest_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = driver(library, monkeypatch, 80, 24)
+
+    def limit(backend: str, sharing: int = 1) -> tuple[float, str]:
+        return memory_plan._gpu_limit_bytes(Config({"communication.backend": backend}), there, sharing)
+
+    assert limit("whale") == (24 << 30, "memory of the GPU, NVIDIA Something")
+    assert limit("pinned")[0] == 24 << 30  # its buffers are the host's
+    assert limit("cuda-ipc", 2) == (
+        (12 << 30) - (8 << 20),
+        "memory of the GPU, NVIDIA Something, divided by the 2 ranks that share it, without 8.0 MiB for exchanges",
+    )
+    assert memory_plan._gpu_limit_bytes(Config({}), None, 1)[0] == math.inf

@@ -1,0 +1,103 @@
+"""GPUs: what the driver says, which exchanges they can have, and what is missing for them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import whale_ops
+from whale.doctor.finding import Finding, output_of
+from whale.errors import CommError, WhaleError
+from whale.ir.plan_text import human_bytes
+from whale.launcher.mpirun import find_mpirun
+from whale_ops import build, build_cuda, gpu_driver
+
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
+    """Everything about GPUs; one line where there are none."""
+    yield gpus(driver)
+    if driver is None or not driver.gpus:
+        return
+    yield peers(driver)
+    yield library(driver)
+    yield nccl()
+    yield from mpi()
+
+
+def gpus(driver: gpu_driver.Driver | None) -> Finding:
+    """NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
+    listed = shutil.which("nvidia-smi") is not None
+    if driver is None and not listed:
+        return Finding("GPUs", "none", "no driver of NVIDIA")
+    if driver is None or not driver.gpus:
+        said = "no libcuda.so.1" if driver is None else driver.failure or "it lists none"
+        action = "see what `nvidia-smi` says; a container needs the NVIDIA runtime (docker run --gpus all)"
+        return Finding("GPUs", "warning", f"the driver does not answer: {said}", action)
+    first = driver.gpus[0]
+    more = "" if all((g.name, g.memory_bytes) == (first.name, first.memory_bytes) for g in driver.gpus) else ", others"
+    version = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if listed else None
+    driver_text = f"driver {version.splitlines()[0]}, " if version else ""
+    text = f"{len(driver.gpus)}: {first.name}, {human_bytes(first.memory_bytes)}{more}; {driver_text}"
+    return Finding("GPUs", "ok", f"{text}CUDA up to {driver.cuda[0]}.{driver.cuda[1]}")
+
+
+def peers(driver: gpu_driver.Driver) -> Finding:
+    """Which GPUs read each other's memory."""
+    count = len(driver.gpus)
+    if count == 1:
+        return Finding("GPUs' peer access", "none", "one GPU: ranks that share it exchange through cuda-ipc")
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    without = [f"{a}-{b}" for a, b in pairs if not (driver.gpus[a].peers[b] and driver.gpus[b].peers[a])]
+    if not without:
+        return Finding("GPUs' peer access", "ok", "all read each other's memory")
+    action = 'use communication.backend "nccl", or "pinned"; in a virtual machine see to its PCIe settings (ACS, IOMMU)'
+    text = f"none between {', '.join(without)}: through the host's memory, which is slow, and not with cuda-ipc"
+    return Finding("GPUs' peer access", "warning", text, action)
+
+
+def library(driver: gpu_driver.Driver) -> Finding:
+    """Whether the library for exchanges between GPUs is there, is of these sources, and runs with this driver."""
+    path = build.IN_PLACE / build_cuda.NAME
+    builds = "python -m whale_ops.build_cuda, for a communication.backend other than whale"
+    if not path.exists():
+        return Finding("GPUs' exchanges", "warning", f"{path.name} is not built: through the host's memory", builds)
+    if not build_cuda.fits(path):
+        return Finding("GPUs' exchanges", "problem", f"{path.name} is of other sources", builds)
+    try:
+        count = whale_ops.count_devices(path)
+    except CommError as error:
+        action = f"{builds}, with an nvcc of CUDA {driver.cuda[0]}.{driver.cuda[1]} or older"
+        return Finding("GPUs' exchanges", "problem", f"{path.name}: {error.message}", action)
+    if b"libnccl.so" not in path.read_bytes():
+        action = f"pip install nvidia-nccl-cu12, then {builds}"
+        return Finding("GPUs' exchanges", "warning", f"{path.name} without NCCL, GPUs: {count}", action)
+    return Finding("GPUs' exchanges", "ok", f"{path.name} with NCCL, GPUs: {count}")
+
+
+def nccl() -> Finding:
+    """The package of NCCL."""
+    for name in _NCCL_PACKAGES:
+        try:
+            return Finding("NCCL", "ok", f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Finding("NCCL", "warning", "not installed", "pip install nvidia-nccl-cu12")
+
+
+def mpi() -> Iterator[Finding]:
+    """Whether MPI knows GPUs' memory, which nothing here asks of it."""
+    try:
+        program = Path(find_mpirun())
+    except WhaleError:
+        return  # said of MPI itself
+    info = output_of([str(program.with_name("ompi_info")), "--parsable", "--all"])
+    if info is None:
+        return
+    aware = "mpi_built_with_cuda_support:value:true" in info
+    yield Finding(
+        "MPI and GPUs", "ok", f"built with{'' if aware else 'out'} CUDA; not needed: MPI gets the host's memory only"
+    )

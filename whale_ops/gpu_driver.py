@@ -1,0 +1,85 @@
+"""What the NVIDIA driver says of this process's GPUs, asked without CUDA's runtime and without taking their memory.
+
+The calls are those of cuda.h that need no context; they see the GPUs that CUDA_VISIBLE_DEVICES leaves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+LIBRARY = "libcuda.so.1"
+_NAME_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        memory_bytes: all that it has.
+        peers: of every GPU, by number, whether this one can read its memory; itself: yes.
+    """
+
+    name: str
+    memory_bytes: int
+    peers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The driver and its GPUs.
+
+    Attributes:
+        cuda: the newest CUDA that it runs, (13, 0).
+        gpus: by CUDA's number.
+        failure: what it says instead; "" where it answers.
+    """
+
+    cuda: tuple[int, int]
+    gpus: tuple[Gpu, ...]
+    failure: str = ""
+
+
+def look(library: str | None = None) -> Driver | None:
+    """The driver of this machine; None where none is installed.
+
+    Args:
+        library: another one than `LIBRARY`.
+    """
+    try:
+        cuda = ctypes.CDLL(library or LIBRARY)
+    except OSError:
+        return None
+    number = ctypes.c_int()
+
+    def failed(code: int, call: str) -> str:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorName(code, ctypes.byref(text))
+        return f"{call}: {(text.value or b'error ' + str(code).encode()).decode()}"
+
+    if code := cuda.cuInit(0):
+        return Driver((0, 0), (), failed(code, "cuInit"))
+    cuda.cuDriverGetVersion(ctypes.byref(number))
+    version = number.value // 1000, number.value % 1000 // 10
+    if code := cuda.cuDeviceGetCount(ctypes.byref(number)):
+        return Driver(version, (), failed(code, "cuDeviceGetCount"))
+    devices = []
+    for ordinal in range(number.value):
+        device = ctypes.c_int()
+        if code := cuda.cuDeviceGet(ctypes.byref(device), ordinal):
+            return Driver(version, (), failed(code, "cuDeviceGet"))
+        devices.append(device)
+    return Driver(version, tuple(_gpu(cuda, device, devices) for device in devices))
+
+
+def _gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_int]) -> Gpu:
+    name, memory_bytes, can = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t(), ctypes.c_int()
+    cuda.cuDeviceGetName(name, _NAME_BYTES, device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
+    peers = []
+    for other in devices:
+        same = other is device
+        known = same or cuda.cuDeviceCanAccessPeer(ctypes.byref(can), device, other) == 0
+        peers.append(same or (known and bool(can.value)))
+    return Gpu(name.value.decode(), memory_bytes.value, tuple(peers))
