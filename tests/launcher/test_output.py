@@ -108,7 +108,9 @@ def test_what_is_no_frame_is_refused() -> None:
 
 def test_on_a_terminal_prefixes_are_coloured_and_ctrl_c_ends_the_run(launcher: Launcher) -> None:
     pid, terminal = pty.fork()
-    line = launcher.command("-np", "2", launcher.script(MEET + "meet('a')\nprint('up')\nmeet('b')\nwait_for_a_signal()"))
+    line = launcher.command(
+        "-np", "2", launcher.script(MEET + "meet('a')\nprint('up')\nmeet('b')\nwait_for_a_signal()")
+    )
     if pid == 0:
         os.chdir(launcher.folder)
         launcher.environment.pop("NO_COLOR", None)

@@ -23,6 +23,8 @@ from tests.whale_ops.device.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError
+from whale.ir.program import Node
+from whale.ir.values import DType
 from whale.runtime.ranks import device_exchange
 from whale.runtime.ranks.device_exchange import Gpu
 
@@ -170,7 +172,10 @@ def step(x):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(x @ weight)
     weight.assign_sub(tape.gradient(loss, weight))
-    return loss, tf.reduce_sum(tf.cast(x > 0, tf.int64))
+    centred = x
+    for _ in tf.range(3):  # what the whole batch has in the mean, in each round
+        centred = tf.tanh(centred - tf.reduce_mean(centred, 0))
+    return loss, tf.reduce_sum(tf.cast(x > 0, tf.int64)), centred
 
 
 step(tf.ones((8, 4)))
@@ -181,6 +186,36 @@ step(tf.ones((8, 4)))
     )
     assert "From device to device: all exchanges but those through the host" in done.stdout
     assert "16 B  1 AllReduce: int64: devices add up floats" in done.stdout, done.stdout
+    assert "1 AllReduce: in a loop or a branch" in done.stdout, done.stdout
+    assert ("told by a TensorFlow for GPUs" in done.stdout) != tf.test.is_built_with_cuda()
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "has"),
+    [
+        ("WhaleDeviceAllReduce", "float32", True),
+        ("StatefulPartitionedCall", "float32", True),
+        ("WhaleAllReduce", "float32", False),
+        ("Unique", "string", False),
+        ("NoSuchOp", "float32", False),
+    ],
+)
+def test_kernels_for_gpus_are_found_by_types(op: str, dtype: str, has: bool) -> None:
+    whale_ops.ops()
+    assert device_exchange.has_gpu_kernel(Node("x", op, attrs={"T": DType(dtype)})) == has
+
+
+def test_a_kernel_of_other_types_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorflow.core.framework import kernel_def_pb2
+    from tensorflow.python.framework import kernels
+
+    registered = kernel_def_pb2.KernelList()
+    kernel = registered.kernel.add(op="Bincount", device_type="GPU")
+    kernel.constraint.add(name="T").allowed_values.list.type.append(tf.float32.as_datatype_enum)
+    monkeypatch.setattr(kernels, "get_registered_kernels_for_op", lambda op: registered)
+    for dtype in ("float32", "float64"):
+        node = Node("x", "Bincount", attrs={"T": DType(dtype)})
+        assert device_exchange.has_gpu_kernel(node) == (dtype == "float32")
 
 
 def test_ranks_of_one_process_are_refused(ranks: Start) -> None:

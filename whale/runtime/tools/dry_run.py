@@ -31,6 +31,7 @@ from whale.planner.report.draw_captured import Drawn
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
+from whale.runtime.ranks.device_exchange import told_of_processors
 from whale.runtime.run.context import process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
@@ -167,7 +168,8 @@ def main(
         replace(plan, script=beside(plan.script, out) if plan.script else ()).save(out)
     sys.stdout.write(format_plan(plan))
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
-        sys.stdout.write("\n".join([*host_lines(rank_programs(planned)), ""]))
+        programs = rank_programs(planned)
+        sys.stdout.write("\n".join([*host_lines(programs), *told_of_processors(programs), ""]))
     sys.stdout.write(why)
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)

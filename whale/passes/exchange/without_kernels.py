@@ -1,0 +1,70 @@
+"""Operations of which TensorFlow has no kernel for GPUs, computed on the processor, and what that moves.
+
+TensorFlow places them so by itself, and copies what they take and give; here is only told which they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from whale.ir.ops import CALLS, EXCHANGES
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import ON_HOST, Node, Program
+from whale.ir.values import Func
+
+# Whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
+HasKernel = Callable[[Node], bool]
+_HANDLES = frozenset({"resource", "variant", "string"})  # lie in the host's memory wherever they are used
+
+
+def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[str]:
+    """What all ranks together compute on processors in a step, with the bytes copied for it, in lines for people.
+
+    Bytes are of what comes from operations on the GPU and goes to such; in a loop's body, of one round.
+
+    Args:
+      programs: what every rank runs.
+    """
+    found: dict[tuple[str, str, str], list[int]] = {}  # by op, dtype, where: how many, bytes whose number is known
+    for program in programs:
+        for name, graph in {"": program, **program.functions}.items():
+            where = "" if not name or name in _called(program) else ", in a loop or a branch: bytes of one round"
+            for node, moved_bytes in _of_graph(graph, has_kernel):
+                dtype = str(node.attrs.get("T", node.outputs[0].dtype if node.outputs else ""))
+                entry = found.setdefault((node.op, dtype, where), [0, 0])
+                entry[0] += 1
+                entry[1] += moved_bytes
+    if not found:
+        return ["On the GPU: all operations"]
+    lines = ["On the processor, because TensorFlow has no kernel for GPUs; bytes copied there and back"]
+    for (op, dtype, where), (count, moved) in sorted(found.items(), key=lambda row: (-row[1][1], row[0])):
+        lines.append(f"  {human_bytes(moved):>10}  {count} {op}{f' of {dtype}' if dtype else ''}{where}")
+    return lines
+
+
+def _called(program: Program) -> frozenset[str]:
+    """Functions that calls run, once each time."""
+    graphs = (program, *program.functions.values())
+    calls = (n.attrs.get("f") for g in graphs for n in g.nodes if n.op in CALLS)
+    return frozenset(f.name for f in calls if isinstance(f, Func))
+
+
+def _of_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
+    """Its nodes without a kernel, each with the bytes that are copied for it."""
+
+    def computes(node: Node) -> bool:
+        return node.op not in EXCHANGES and not node.attrs.get(ON_HOST) and node.name not in graph.inputs
+
+    alone = {n.name for n in graph.nodes if computes(n) and not has_kernel(n)}
+    if not alone:
+        return []
+    taken = {ref for n in graph.nodes if n.name not in alone for ref in n.inputs}
+    found = []
+    for node in graph.nodes:
+        if node.name not in alone:
+            continue
+        types = [graph.type_of(ref) for ref in dict.fromkeys(node.inputs) if ref.node not in alone]
+        read = {ref.index for ref in taken if ref.node == node.name}
+        types += [kind for i, kind in enumerate(node.outputs) if i in read]
+        found.append((node, sum(t.bytes for t in types if t.is_static and t.dtype not in _HANDLES)))
+    return found
