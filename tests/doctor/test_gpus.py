@@ -44,7 +44,7 @@ def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeyp
 def test_what_is_slow_or_missing_is_said_with_what_to_do(
     library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build, "IN_PLACE", tmp_path)
+    monkeypatch.setattr(build_cuda, "IN_PLACE", tmp_path)
     found = {one.name: one for one in gpus.look(driver(library, monkeypatch, 80, 80, 24))}
     assert found["GPUs"].text.startswith("3: NVIDIA Something, 80.0 GiB, others; ")
     assert found["GPUs"].text.endswith("CUDA up to 13.0")

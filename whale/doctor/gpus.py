@@ -12,7 +12,7 @@ from whale.doctor.finding import Finding, output_of
 from whale.errors import CommError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.launcher.mpirun import find_mpirun
-from whale_ops import build, build_cuda, gpu_driver
+from whale_ops import build_cuda, gpu_driver
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -61,7 +61,7 @@ def peers(driver: gpu_driver.Driver) -> Finding:
 
 def library(driver: gpu_driver.Driver) -> Finding:
     """Whether the library for exchanges between GPUs is there, is of these sources, and runs with this driver."""
-    path = build.IN_PLACE / build_cuda.NAME
+    path = build_cuda.IN_PLACE / build_cuda.NAME
     builds = "python -m whale_ops.build_cuda, for a communication.backend other than whale"
     if not path.exists():
         return Finding("GPUs' exchanges", "warning", f"{path.name} is not built: through the host's memory", builds)
