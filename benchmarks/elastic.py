@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.groups import Answer, Group, serve
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--levels", nargs="*", type=int, default=LEVELS, metavar="ZERO_LEVEL")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -66,12 +67,12 @@ def main() -> None:
         return
     print(machine())
     for name in options.model:
-        compare(name, options.ranks, options.rounds, options.steps)
+        compare(name, options.ranks, options.levels, options.rounds, options.steps)
 
 
-def compare(name: str, ranks: int, rounds: int, steps: int) -> None:
+def compare(name: str, ranks: int, levels: Sequence[int], rounds: int, steps: int) -> None:
     """Prints the rows of a model."""
-    rows = [(level, elastic) for level in LEVELS for elastic in (False, True)]
+    rows = [(level, elastic) for level in levels for elastic in (False, True)]
     found: dict[tuple[int, bool], list[tuple[float, float]]] = {row: [] for row in rows}
     with contextlib.ExitStack() as stack:
         groups = {}

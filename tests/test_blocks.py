@@ -113,6 +113,12 @@ AROUND = {
     "running.md": [
         Around("step, batch = wh.function(lambda x: tf.reduce_mean(x)), ones(8, 2)"),
         Around(ranks=1),
+        Around(
+            "@wh.function\ndef step(x, y): return tf.reduce_mean(x - y)\n"
+            "dataset = tf.data.Dataset.from_tensor_slices((ones(8), ones(8))).batch(4)",
+            "assert len(state.losses) == 20",
+            ranks=1,
+        ),
         Around(MODEL + "step = wh.function(lambda x: tf.reduce_mean(x))\nbatch = lambda n: (ones(8, 2),)"),
         Around(after="assert not wh.preempted()"),
     ],

@@ -104,7 +104,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.frontends": ("when_imported", "giant", "keras", "tf1", "horovod", "start", "strategy", "epl", "launch")
     + ("on_ray",),
     "whale.frontends.tf1": ("taking", "*", "install"),
-    "whale.launcher": ("*", "job", "run", "analyze"),
+    "whale.launcher": ("*", "job", "growth", "run", "analyze"),
     "cost_model": ("hardware", "formulas", "machines", "ops", "described", "captured", "validation", "calibrate"),
 }
 MOST_MODULES, MOST_LINES, MOST_CLASS_LINES = 15, 400, 300

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from whale.runtime.function import function as function
     from whale.runtime.input.data import ShardedTensor as ShardedTensor
     from whale.runtime.input.data import shard as shard
+    from whale.runtime.input.state import State as State
     from whale.runtime.run.cluster import cluster as cluster
     from whale.runtime.run.context import local_rank as local_rank
     from whale.runtime.run.context import preempted as preempted
@@ -89,6 +90,7 @@ _PUBLIC = {
     "memory_report": "whale.runtime.tools.memory_report",
     "plan": "whale.runtime.tools.dry_run",
     "shard": "whale.runtime.input.data",
+    "State": "whale.runtime.input.state",
     "ShardedTensor": "whale.runtime.input.data",
     "recompute": "whale.annotations",
     "replica": "whale.annotations",

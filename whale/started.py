@@ -16,6 +16,12 @@ SIZE_VARIABLE = "WHALE_SIZE"
 LOCAL_RANK_VARIABLE = "WHALE_LOCAL_RANK"
 LOCAL_SIZE_VARIABLE = "WHALE_LOCAL_SIZE"
 RESTART_VARIABLE = "WHALE_RESTART"
+# Of a process that joins a run which goes on: with how many ranks that had begun.
+JOINS_VARIABLE = "WHALE_JOINS"
+# Where other ranks of the run reach this process, should they have to, and what they show then: "address secret".
+PEERS_VARIABLE = "WHALE_PEERS"
+# Set when ranks may join the run while it goes on.
+GROWS_VARIABLE = "WHALE_GROWS"
 # "<pid>:<file descriptor>" of the socket between a script and the worker of `whale run` beside it: lines of JSON.
 CONTROL_VARIABLE = "WHALE_CONTROL"
 # The same for the pipe that takes the script's trace, when `whale run --trace` asks for one.
@@ -89,6 +95,11 @@ def own_descriptor(variable: str) -> int | None:
     """The file descriptor that `whale run` has left to this process; a process that the script starts has none."""
     pid, _, number = os.environ.get(variable, "").partition(":")
     return int(number) if pid == str(os.getpid()) else None
+
+
+def joins() -> int:
+    """With how many ranks the run had begun that this process joins; 0: it is there from the start."""
+    return int(os.environ.get(JOINS_VARIABLE, "0"))
 
 
 def restarts() -> int:

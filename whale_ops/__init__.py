@@ -26,7 +26,7 @@ from typing import Any
 from whale.errors import CommError
 from whale_ops.communicator import Communicator, OpCounter, Wait
 
-__all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "survivors"]
+__all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "over_sockets", "survivors"]
 
 FINISH_S = 60.0  # that MPI may take to end
 
@@ -164,10 +164,51 @@ def _connected(
             ctypes.byref(notes),
         )
     )
-    for note in _native.take_bytes(notes.value or 0):
-        logging.getLogger("whale").warning(note.decode())
+    _warn(notes)
     _finish_at_exit()
     return Communicator(name, handle.value or 0)
+
+
+def over_sockets(
+    name: str, rank: int, sockets: Sequence[int], *, share_memory: bool = True, hosts: Sequence[int] = ()
+) -> Communicator:
+    """A communicator between processes that were not started together; for one of them, without MPI.
+
+    Args:
+        rank: of this process.
+        sockets: descriptors of stream sockets that are connected with the others, by rank; -1 for this rank's own. They
+            belong to the communicator from now on, also if it cannot be made.
+        share_memory, hosts: as for `mpi`. With ``share_memory`` it is collective; without, nobody is waited for.
+
+    Raises:
+        CommError: one of the others is gone, the name is in use, or the hosts hold another number of ranks.
+    """
+    from whale_ops import _native
+
+    handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
+    given = (ctypes.c_int32 * len(sockets))(*sockets)
+    _native.check(
+        _native.core().whale_sockets_create(
+            name.encode(),
+            rank,
+            given,
+            len(sockets),
+            share_memory,
+            *_hosts(hosts),
+            ctypes.byref(handle),
+            ctypes.byref(notes),
+        )
+    )
+    _warn(notes)
+    _finish_at_exit()
+    return Communicator(name, handle.value or 0)
+
+
+def _warn(notes: ctypes.c_void_p) -> None:
+    from whale_ops import _native
+
+    for note in _native.take_bytes(notes.value or 0):
+        logging.getLogger("whale").warning(note.decode())
 
 
 @functools.cache

@@ -125,6 +125,7 @@ def core() -> ctypes.CDLL:
         "whale_last_error": (text, []),
         "whale_in_process_create": (integer, [text, integer, hosts, handles]),
         "whale_mpi_create": (integer, [text, text, integer, hosts, integer, hosts, integer, integer, handles, handles]),
+        "whale_sockets_create": (integer, [text, integer, hosts, integer, integer, hosts, integer, handles, handles]),
         "whale_release": (None, [pointer]),
         "whale_rank": (integer, [pointer]),
         "whale_size": (integer, [pointer]),

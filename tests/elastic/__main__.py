@@ -1,4 +1,4 @@
-"""``python -m tests.elastic --count 200 --seed 1``: so many ranks taken away, in runs of 2 to 5 ranks."""
+"""``python -m tests.elastic --count 200 --seed 1``: so many faults; ranks are taken away, get slower, or join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> int:
         reference = Reference(Path(folder))
         for case in drawn(asked.seed, asked.count):
             outcome = run(case, reference)
-            faults += case.count
+            faults += len(case.faults.split(","))
             worst, problems = max(worst, outcome.difference), problems + bool(outcome.problem)
             seconds.append(outcome.seconds)
             print(f"{case}: {outcome.problem or f'{outcome.difference:.2g}'} ({outcome.seconds:.0f} s)", flush=True)

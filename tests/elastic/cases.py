@@ -16,7 +16,8 @@ import numpy as np
 SCRIPT = Path(__file__).parent / "script.py"
 MODES = ("loop", "shard", "save", "fit", "arrays")
 # Under which ranks hold parts of variables: of a rank and the one with its copies, one may go at a time.
-PARTS = ("zero1", "zero3", "stages", "split", "mesh", "zero1+shard", "zero3+save", "stages+shard", "stages+save")
+PARTS = tuple("zero1 zero3 stages split mesh zero3+save stages+save".split())
+PARTS += tuple(f"{kind}+shard" for kind in ("zero1", "zero3", "stages", "split", "mesh"))
 _STEPS = 12
 _LIMIT_S = 300.0
 
@@ -32,18 +33,18 @@ class Case:
     @property
     def count(self) -> int:
         """How many ranks are taken away."""
-        return sum(not fault.endswith("slow") for fault in self.faults.split(","))
+        return sum(not fault.endswith(("slow", "join")) for fault in self.faults.split(","))
 
     def __str__(self) -> str:
         return f"{self.mode} on {self.ranks} ranks, {self.faults}"
 
 
 def drawn(seed: int, count: int) -> list[Case]:
-    """Cases with ``count`` faults together."""
+    """Cases with ``count`` faults together, of which ranks that join and that are slow are some."""
     rng, cases, total = random.Random(seed), [], 0
     while total < count:
         mode = rng.choice(rng.choice([MODES, PARTS]))
-        ranks = 4 if mode == "mesh" else rng.randint(2, 5)
+        ranks = 4 if mode.startswith("mesh") else rng.randint(2, 5)
         gone = rng.sample(range(ranks), rng.randint(1, ranks - 1))
         steps = [rng.randrange(_STEPS) for _ in gone]
         if mode in PARTS:
@@ -56,9 +57,22 @@ def drawn(seed: int, count: int) -> list[Case]:
         faults = [f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds)]
         if rng.random() < 0.2:
             faults.append(f"{rng.randrange(3)}:{rng.choice([r for r in range(ranks) if r not in gone])}:slow")
+        if "shard" in mode and rng.random() < 0.6:
+            faults += _joined(rng, ranks, gone, steps)
         cases.append(Case(mode, ranks, ",".join(faults)))
-        total += len(gone)
+        total += len(faults)
     return cases
+
+
+def _joined(rng: random.Random, ranks: int, gone: list[int], steps: list[int]) -> list[str]:
+    """A rank that joins between two steps, and may be taken away later."""
+    left = [step for step in range(_STEPS) if step not in steps]
+    joins = rng.choice(left)
+    faults = [f"{joins}:{rng.choice([r for r in range(ranks) if r not in gone])}:join"]
+    later = [step for step in left if step > joins]
+    if later and rng.random() < 0.4:
+        faults.append(f"{rng.choice(later)}:{ranks}:{rng.choice(['kill', 'late', 'stop'])}")
+    return faults
 
 
 @dataclass(frozen=True)
@@ -93,11 +107,13 @@ def run(case: Case, reference: Reference) -> Outcome:
     expected = reference.of(case.mode)
     with tempfile.TemporaryDirectory(prefix="whale_elastic_") as folder:
         result = Path(folder) / "result.npz"
-        line = [sys.executable, "-m", "whale", "run", "-np", str(case.ranks), "--", str(SCRIPT), case.mode]
+        hosts = Path(folder) / "hosts"
+        hosts.write_text(f"localhost:{case.ranks}\n")
+        started = ["--hosts-from", str(hosts)] if "join" in case.faults else ["-np", str(case.ranks)]
+        line = [sys.executable, "-m", "whale", "run", *started, "--", str(SCRIPT), case.mode, str(result), case.faults]
         before, start_s = _processes(), time.monotonic()
-        ended = subprocess.run(
-            [*line, str(result), case.faults], capture_output=True, text=True, timeout=_LIMIT_S, env=_environment()
-        )
+        environment = {**_environment(), "ELASTIC_HOSTS": str(hosts)}
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
         seconds = time.monotonic() - start_s
         if ended.returncode != 0 or not result.exists():
             return Outcome(f"exit code {ended.returncode}:\n{ended.stdout}{ended.stderr}", 0.0, seconds)
@@ -109,6 +125,9 @@ def run(case: Case, reference: Reference) -> Outcome:
         gone = ended.stdout.count("the run went on without it") + ended.stderr.count("the run went on without it")
         if not wrong and gone != case.count:
             wrong = f"{gone} ranks are said to be gone, {case.count} were taken away:\n{ended.stdout}{ended.stderr}"
+        joined, asked = (ended.stdout + ended.stderr).count(" join after "), case.faults.count("join")
+        if not wrong and joined != asked:
+            wrong = f"ranks are said to have joined {joined} times, not {asked}:\n{ended.stdout}{ended.stderr}"
         return Outcome(wrong, worst, seconds, ended.stdout + ended.stderr)
 
 

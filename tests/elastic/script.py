@@ -5,7 +5,7 @@ MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a chec
 ranks hold parts of variables; these stand beside others: "zero3+save".
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
-sent.
+sent; "join": one more rank joins, for which the program has to be one of "shard".
 """
 
 import contextlib
@@ -19,10 +19,11 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.elastic import balance
-from whale.runtime.elastic.generations import Generations
+from whale.runtime.elastic import balance, generations
+from whale.runtime.run.context import running
 
 BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 12
+generations.ALONE_BYTES = 150  # so that some pieces are sent alone, and others together
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
 
 
@@ -42,10 +43,23 @@ class Faults:
             threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
         elif kind == "slow":
             slow_down()
+        elif kind == "join":
+            grow()
         elif kind == "copy":
-            setattr(Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+            setattr(generations.Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind is not None:
             os.kill(os.getpid(), _SIGNALS[kind])
+
+
+def grow() -> None:
+    """The list of hosts has room for one more rank; returns when it has come, before it is taken in."""
+    path, watch = os.environ["ELASTIC_HOSTS"], running().watch
+    with open(path) as file:
+        name, slots = file.read().strip().split(":")
+    before = len(watch.changes(0, 0.0))
+    with open(path, "w") as file:
+        file.write(f"{name}:{int(slots) + 1}\n")
+    assert len(watch.changes(before, 200.0)) > before, "nobody has come"
 
 
 def slow_down() -> None:
@@ -119,13 +133,16 @@ class Net:
 
 def loop(kinds: set[str], folder: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
     """Trains in a loop of the script's."""
-    losses: list[float] = []
     with contextlib.nullcontext() if kinds & {"stages", "split", "mesh"} else wh.replica():
-        net, batches = Net(kinds), wh.shard(data()) if "shard" in kinds else data()
+        net = Net(kinds)
+        batches = wh.shard(data()) if "shard" in kinds else data()
         saved = tf.train.Checkpoint(**{v.name.partition(":")[0]: v for v in (*net.trained, net.mean, net.count)})
         manager = wh.CheckpointManager(saved, folder, 3) if "save" in kinds else None
-        for _ in range(EPOCHS):
-            for batch in batches:
+        state = wh.State(epoch=0, losses=[])
+        losses = state.losses
+        for epoch in range(state.epoch, EPOCHS):
+            state.epoch = epoch
+            for batch in state.rest(batches) if "shard" in kinds else batches:
                 faults.strike(len(losses))
                 losses.append(float(net.step(*batch)))
                 if manager is not None:
@@ -168,7 +185,7 @@ def main() -> None:
     several = "WHALE_RANK" in os.environ
     kinds = set(mode.split("+"))
     wh.init({"elastic": several, **{k: v for kind in kinds & {*CONFIGURED} for k, v in CONFIGURED[kind].items()}})
-    faults = Faults(text if several else "", wh.rank())
+    faults = Faults(text if several else "", int(os.environ.get("WHALE_RANK", "0")))
     losses, values = fit(mode, faults) if mode in ("fit", "arrays") else loop(kinds, f"{result}.saved", faults)
     if wh.rank() == 0:
         np.savez(result, np.asarray(losses), *values)

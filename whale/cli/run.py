@@ -13,9 +13,14 @@ from whale.cli.given import readable, writable
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
-    verb.add_argument("-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
+    verb.add_argument("-np", dest="ranks", type=int, metavar="N", help="number of ranks; all that --hosts-from lists")
     verb.add_argument("-H", "--hosts", metavar="H:N,...", help="hosts and their ranks; this host unless given")
     verb.add_argument("--hostfile", metavar="FILE", help="the hosts as a file: a name and slots=N on each line")
+    verb.add_argument(
+        "--hosts-from",
+        metavar="FILE",
+        help="the same, read again and again: ranks join, and leave, while an elastic run goes on; a program prints it",
+    )
     verb.add_argument(
         "--threads", type=int, metavar="K", help="threads per rank; unless given, the host's cores / ranks"
     )
@@ -64,6 +69,7 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
+    from whale.launcher.growth.hosts_from import hosts_of
     from whale.launcher.job.metrics import parse_address
     from whale.launcher.mpirun import (
         ANNOTATE_VARIABLE,
@@ -76,9 +82,16 @@ def call(given: argparse.Namespace) -> int:
     from whale.launcher.run import run
 
     readable(given.plan, given.annotate, given.hostfile)
-    if given.hostfile is not None and given.hosts is not None:
-        given.wrong("the hosts are given twice: by --hosts and by --hostfile")
-    hosts = given.hosts if given.hostfile is None else _hosts_of(given.hostfile)
+    readable(given.hosts_from)
+    listed = [name for name in ("--hosts", "--hostfile", "--hosts-from") if getattr(given, name[2:].replace("-", "_"))]
+    if len(listed) > 1:
+        given.wrong(f"the hosts are given twice: by {' and by '.join(listed)}")
+    path = given.hosts_from or given.hostfile
+    hosts = hosts_of(path) if path is not None else parse_hosts(given.hosts) if given.hosts is not None else ()
+    if given.ranks is None:
+        if given.hosts_from is None:
+            given.wrong("the following arguments are required: -np")
+        given.ranks = sum(host.slots for host in hosts)
     _drop_python(given)
     writable(given.trace, "--trace")
     if given.plan is not None:
@@ -94,7 +107,8 @@ def call(given: argparse.Namespace) -> int:
             target=given.script,
             arguments=tuple(given.arguments),
             as_module=given.as_module,
-            hosts=parse_hosts(hosts) if hosts is not None else (),
+            hosts=hosts,
+            hosts_from=given.hosts_from,
             threads=given.threads,
             verbose=given.verbose,
             trace=given.trace,
@@ -104,14 +118,6 @@ def call(given: argparse.Namespace) -> int:
             min_ranks=given.min_ranks,
         )
     )
-
-
-def _hosts_of(path: str) -> str:
-    """The hosts of a file as `--hosts` takes them: ``name slots=2`` (Open MPI, Horovod) or ``name:2`` on each line."""
-    with open(path) as file:
-        lines = [line.partition("#")[0].split() for line in file]
-    slots = [next((f":{word[6:]}" for word in words[1:] if word.startswith("slots=")), "") for words in lines]
-    return ",".join(words[0] + count for words, count in zip(lines, slots) if words)
 
 
 def _drop_python(given: argparse.Namespace) -> None:

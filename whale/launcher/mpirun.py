@@ -29,7 +29,7 @@ from whale.launcher.protocol import (
 )
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 from whale.log import LEVEL_VARIABLE
-from whale.started import COUNTERS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
+from whale.started import COUNTERS_VARIABLE, GROWS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
@@ -75,6 +75,7 @@ class Options:
         min_ranks: the least number of ranks with which it is, when hosts are lost.
         logdir: the folder that receives TensorBoard's scalars and plans, or None.
         metrics: address and port at which Prometheus may ask for the same, or None.
+        hosts_from: the file, or the program, that says while the run goes on which hosts it may have.
         starts_another: the target starts the script as a process of its own, of which the launcher hears nothing.
     """
 
@@ -91,6 +92,7 @@ class Options:
     logdir: str | None = None
     metrics: tuple[str, int] | None = None
     starts_another: bool = False
+    hosts_from: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -298,6 +300,7 @@ def environment(
         (TRACE_VARIABLE, options.trace is not None),
         (COUNTERS_VARIABLE, options.verbose),
         (PROGRESS_VARIABLE, progress),
+        (GROWS_VARIABLE, options.hosts_from is not None),
     )
     for name, wanted in asked:
         result.pop(name, None)  # of a run within which this one is started

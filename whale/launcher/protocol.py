@@ -31,6 +31,8 @@ FRAME_LIMIT_BYTES = 1 << 28  # of any other frame; counters of many keys are the
 TEXT_LIMIT = 1 << 20  # characters of an error's message, and of its traceback
 HEARTBEAT_S = 0.5
 DEAF_S = 3.0
+# Of ranks that come while a run goes on: the number of the first one that their mpirun starts.
+FIRST_VARIABLE = "WHALE_LAUNCHER_FIRST"
 
 
 class Kind(enum.IntEnum):
@@ -45,7 +47,7 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
     STOPPED = 8  # worker: `Stopped`, when the script's process is stopped (SIGSTOP) or goes on
     SCRIPT = 9  # worker: `FromScript`, a message of the script, see whale/runtime/ranks/watch.py
-    LOST = 10  # launcher: {rank, what, goes_on}, for the script: another rank, or mpirun (null), is gone
+    LOST = 10  # launcher: for the script: another rank, or mpirun, is gone, or ranks have come; see the same file
     CLOCK = 11  # launcher: {asked_ns}; worker: `Answer`
     TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
     DEAF = 13  # worker: {}, when the script has closed its end of the socket between them for DEAF_S, and runs
@@ -147,6 +149,9 @@ class FromScript(msgspec.Struct, frozen=True):
     freeze_s: float | None = None
     notice_s: float | None = None
     elastic: bool | None = None
+    address: str | None = None
+    start: str | None = None
+    ready: bool | None = None
     stall: Stall | None = None
     end: End | None = None
     counters: list[Counter] | None = None

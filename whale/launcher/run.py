@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -10,6 +11,7 @@ import sys
 
 from whale.config import Config
 from whale.launcher import mpirun
+from whale.launcher.growth.newcomers import Newcomers
 from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.job import Job
 from whale.launcher.job.metrics import metrics_port
@@ -78,7 +80,8 @@ def _attempts(
             token, port = secrets.token_hex(16), listener.getsockname()[1]
             environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library)
             line = mpirun.command(options, program, environment)
-            job = Job(options, listener, token, config["fault.freeze_s"], trace, progress)
+            grows = functools.partial(Newcomers, options, program) if options.hosts_from is not None else None
+            job = Job(options, listener, token, config["fault.freeze_s"], trace, progress, grows)
             if progress is not None:
                 progress.begin(options.ranks, restarts)
             code = job.run(line, environment)

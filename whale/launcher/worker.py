@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -24,16 +25,19 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 
 from whale.launcher import clock
 from whale.launcher.connection import connect
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     DEAF_S,
+    FIRST_VARIABLE,
     HEARTBEAT_S,
     LOOPBACK_VARIABLE,
     PRELOAD_VARIABLE,
     SEGMENTS_VARIABLE,
+    TOKEN_BYTES,
     TOKEN_VARIABLE,
     TRACE_VARIABLE,
     Kind,
@@ -47,6 +51,7 @@ from whale.started import (
     FILES_VARIABLE,
     LOCAL_RANK_VARIABLE,
     LOCAL_SIZE_VARIABLE,
+    PEERS_VARIABLE,
     RANK_VARIABLE,
     SIZE_VARIABLE,
     TRACE_PIPE_VARIABLE,
@@ -71,7 +76,10 @@ def main() -> None:
     target, *rest = arguments[1:] if as_module else arguments
     # A run started inside another run's rank must not take the outer rank for its own.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
+    first = int(os.environ.pop(FIRST_VARIABLE, "0"))  # this one comes while the run goes on
+    place = replace(place, rank=first + place.rank, size=first + place.size)
     connection = connect(os.environ[TOKEN_VARIABLE])
+    os.environ[PEERS_VARIABLE] = f"{connection.getsockname()[0]} {_secret(os.environ[TOKEN_VARIABLE])}"
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
     os.environ.pop(FILES_VARIABLE, None)  # of a run within which this one is started
@@ -126,6 +134,11 @@ def main() -> None:
     _Relay(connection, script_pid, [reader for reader, _ in pipes], control, trace).run()
     shutil.rmtree(segments, ignore_errors=True)
     os._exit(0)
+
+
+def _secret(token: str) -> str:
+    """By which the ranks of a run know each other; nobody finds the token by it."""
+    return hashlib.sha256(f"{token} between ranks".encode()).hexdigest()[:TOKEN_BYTES]
 
 
 def default_threads(local_size: int) -> int:

@@ -171,7 +171,7 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
         for j, argument in enumerate(main.signature.input_arg[shared:]):
             function.signature.input_arg.add(name=f"rank{i}_{j}", type=argument.type)
             own.append(f"rank{i}_{j}")
-        # TensorFlow's own call would cancel the other ranks before it reports an error, and their complaints may come first.
+        # TensorFlow's own call would cancel the other ranks before it reports an error, and they may complain first.
         node = function.node_def.add(name=f"call_{i}", op=CALL)
         node.input.extend(inputs + own)
         node.attr["f"].s = main.signature.name.encode()

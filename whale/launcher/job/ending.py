@@ -6,7 +6,8 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from whale.launcher.job import ranks
 from whale.launcher.job.output import Printer
@@ -30,6 +31,7 @@ class Ending:
         stopped_by: the signal with which this process was told to stop, or None.
         notice_s: how long the ranks have to save, where it was SIGTERM and their scripts do so; else 0.
         left: the failures of ranks without which the run goes on, by rank.
+        goes_on_without: is given what the others are told of a rank without which they go on.
         give_up_s: when to stop waiting for ranks that do not even end by SIGKILL; monotonic time.
     """
 
@@ -44,6 +46,7 @@ class Ending:
         self.stopped_by: int | None = None
         self.notice_s = 0.0
         self.left: dict[int, ranks.Failure] = {}
+        self.goes_on_without: Callable[[dict[str, Any]], None] = lambda message: None
         self.give_up_s = math.inf
         self._sent: set[int] = set()  # signals that this process has sent to the ranks
         self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
@@ -106,6 +109,8 @@ class Ending:
 
     def tell_others(self, rank: int | None, what: str, goes_on: bool = False) -> None:
         """Tells the scripts that still run what became of a rank, or of mpirun; ``what`` goes on after "rank 1"."""
+        if goes_on:
+            self.goes_on_without({"rank": rank, "what": what, "goes_on": True})
         for other in self._links.values():
             if other.rank != rank and not other.exited:
                 other.tell_lost(rank, what, goes_on)

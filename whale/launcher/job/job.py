@@ -23,7 +23,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from whale.errors import ClusterError
 from whale.launcher import segments
@@ -46,6 +46,49 @@ _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Grows(Protocol):
+    """Starts ranks while a run goes on; see whale/launcher/growth/newcomers.py.
+
+    Attributes:
+        processes: the mpiruns of all that it has started; links: of the ranks that have yet to come in.
+    """
+
+    @property
+    def processes(self) -> list[MpirunProcess]:
+        """As above."""
+        ...
+
+    @property
+    def links(self) -> list[ranks.RankLink]:
+        """As above."""
+        ...
+
+    def ask(self) -> None:
+        """Reads the list of hosts now."""
+
+    def look(self) -> None:
+        """Starts newcomers, or has them come in, when it is time."""
+
+    def expects(self, rank: int) -> bool:
+        """Whether a rank of this number was started, and has not come up yet."""
+        ...
+
+    def greet(self, link: ranks.RankLink, rank: int) -> bool:
+        """A rank has come up; False: it is one of the run's start."""
+        ...
+
+    def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> bool:
+        """Acts on a frame of a rank that has not come in; False: it is one of the run's."""
+        ...
+
+    def lose(self, rank: int) -> bool:
+        """The connection of a rank has broken; False: it is one of the run's."""
+        ...
+
+    def close(self) -> None:
+        """Asks for hosts no more."""
+
+
 class Job:
     """One run: accepts the workers, hands on what they say, and holds the loop in which everything happens.
 
@@ -56,6 +99,7 @@ class Job:
         freeze_s: for how long a rank may be stopped or silent; 0 for as long as it likes.
         trace: takes the ranks' events, or None.
         progress: takes what they tell of their steps, or None.
+        grows: makes what starts ranks while the run goes on, as of `Grows`; None: none come.
     """
 
     def __init__(
@@ -66,11 +110,12 @@ class Job:
         freeze_s: float,
         trace: TraceFile | None,
         progress: RunProgress | None,
+        grows: Callable[..., Grows] | None = None,
     ) -> None:
         self._options = options
         self._trace = trace
         self._progress = progress
-        self._freeze_s = freeze_s
+        self._grows, self._freeze_s = grows, freeze_s
         self._listener = listener
         self._token = token
         self._printer = Printer(options.ranks, verbose=options.verbose)
@@ -83,9 +128,10 @@ class Job:
         self._wake, self._wake_writer = socket.socketpair()
         self._mpirun: MpirunProcess
         self._door: Door
+        self._newcomers: Grows | None = None
 
     def run(self, line: list[str], environment: dict[str, str]) -> int:
-        """Starts the ranks with a command, and returns the exit code of the run once all of it has ended.
+        """Starts the ranks with a command of mpirun, and returns the exit code of the run once all of it has ended.
 
         Raises:
             ClusterError: the ranks did not start.
@@ -100,6 +146,8 @@ class Job:
                 self._register(self._wake, self._read_signals)
                 self._door = Door(self._listener, self._token, self._selector, self._welcome)
                 self._register(self._mpirun.output, self._read_mpirun)
+                if self._grows is not None:
+                    self._newcomers = self._grows(environment, self._links, self._ending, self._printer, self._selector)
                 self._loop()
                 return self._conclude()
             except BrokenPipeError:
@@ -111,9 +159,8 @@ class Job:
             signal.set_wakeup_fd(previous_wake)
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            self._wake.close()
-            self._wake_writer.close()
-            self._selector.close()
+            for source in (self._wake, self._wake_writer, self._selector):
+                source.close()
 
     @property
     def failed(self) -> bool:
@@ -132,7 +179,7 @@ class Job:
 
     @property
     def _complete(self) -> bool:
-        return len(self._links) == self._options.ranks
+        return len(self._links) >= self._options.ranks
 
     @property
     def _running(self) -> bool:
@@ -157,6 +204,8 @@ class Job:
             self._door.look()
             self._lookout.look()
             self._ending.send_due()
+            if self._newcomers is not None:
+                self._newcomers.look()
             if not ready and time.monotonic() > self._ending.give_up_s:
                 return
             if not self._complete and not self._ending.begun and time.monotonic() > start_by_s:
@@ -203,7 +252,9 @@ class Job:
 
     def _read_signals(self) -> None:
         for number in self._wake.recv(_READ_BYTES):
-            if number in _SIGNALS:
+            if number == signal.SIGHUP and self._newcomers is not None:
+                self._newcomers.ask()
+            elif number in _SIGNALS:
                 self._ending.stop(number)
 
     def _welcome(self, connection: socket.socket) -> None:
@@ -221,7 +272,8 @@ class Job:
         try:
             for kind, payload in link.unpacker.feed(data):
                 if link.rank is not None:
-                    self._reports.take(link, link.rank, kind, payload)
+                    if self._newcomers is None or not self._newcomers.take(link, link.rank, kind, payload):
+                        self._reports.take(link, link.rank, kind, payload)
                 elif not self._greet(link, kind, payload):
                     data = b""
                     break
@@ -232,14 +284,19 @@ class Job:
             link.connection.close()
             if link.rank is not None and not link.exited:
                 link.exited = True
+                if self._newcomers is not None and self._newcomers.lose(link.rank):
+                    return
                 gone = ranks.unreadable(link.rank, link.host, wrong) if wrong else ranks.lost(link.rank, link.host)
                 self._ending.fail(gone)
 
     def _greet(self, link: ranks.RankLink, kind: Kind, payload: bytes) -> bool:
-        rank = link.greet(kind, payload, self._options.ranks)
+        newcomers = self._newcomers
+        rank = link.greet(kind, payload, self._options.ranks, newcomers and newcomers.expects)
         if rank is None or rank in self._links:
             link.rank = None
             return False
+        if newcomers is not None and newcomers.greet(link, rank):
+            return True
         self._links[rank] = link
         if self._trace is not None:
             self._trace.greet(link)
@@ -264,13 +321,19 @@ class Job:
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in (self._wake, self._listener):
                 key.fileobj.close()
         # Workers that never connected have nothing to see closed.
-        self._mpirun.end(_MPIRUN_S, by_itself=self._complete)
+        processes, links = [self._mpirun], list(self._links.values())
+        if self._newcomers is not None:
+            self._newcomers.close()
+            processes, links = processes + self._newcomers.processes, links + self._newcomers.links
+        for process in processes:
+            process.end(_MPIRUN_S, by_itself=self._complete)
         # A worker that was killed, or is frozen, has not ended what its script had started.
-        for link in self._links.values():
+        for link in links:
             if link.code is None and link.host == socket.gethostname():
                 ranks.kill_group(link.pid, self._token)
         shutil.rmtree(segments.folder_of(self._token), ignore_errors=True)
-        self._mpirun.remove_files()
+        for process in processes:
+            process.remove_files()
 
     def _conclude(self) -> int:
         self._printer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import re
 import time
@@ -100,7 +101,7 @@ class Printer:
         colours = [
             os.isatty(output) and "NO_COLOR" not in os.environ if colour is None else colour for output in outputs
         ]
-        self._prefixes = [[_prefix(rank, width, coloured) for rank in range(size)] for coloured in colours]
+        self._prefix = functools.cache(lambda stream, rank: _prefix(rank, width, colours[stream]))
         # A terminal that shows both streams has one cursor, two files have two.
         devices = [_device(output) for output in outputs]
         cursors = {device: _Cursor() for device in devices}
@@ -184,7 +185,7 @@ class Printer:
                 # An open line, or one that a progress bar will write over, is kept from other ranks.
                 if cursor.ended_with != b"\n" and cursor.owner != source:
                     parts.append(b"\n")
-                parts += (self._prefixes[stream][rank], line)
+                parts += (self._prefix(stream, rank), line)
             cursor.owner = source
             cursor.ended_with = line[-1:] if line[-1:] in (b"\n", b"\r") else b""
         _write_all(self._outputs[stream], b"".join(parts))

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from whale.launcher.protocol import (
     Counter,
     End,
     Exit,
+    FromScript,
     Hello,
     Kind,
     Raised,
@@ -182,6 +184,8 @@ class RankLink:
         freeze_s: for how long it may be; 0 for as long as it likes.
         notice_s: how long its script has to save once it is told to end; 0 where it saves nothing then.
         elastic: its script goes on when other ranks are gone.
+        address: where others reach it that were not started with it, or "".
+        start: what all ranks of the run have begun with, where this one says it; or "".
         joining: its script is in wh.init, waiting for the others; None before, False after.
         clock: how much its host's clock is ahead of this one; known after the greeting.
         trace: what has come of it and is not yet in the launcher's.
@@ -204,6 +208,8 @@ class RankLink:
     freeze_s: float = 0.0
     notice_s: float = 0.0
     elastic: bool = False
+    address: str = ""
+    start: str = ""
     joining: bool | None = None
     stall: Stall | None = None
     trace: bytearray = field(default_factory=bytearray)
@@ -211,13 +217,17 @@ class RankLink:
     counters: list[Counter] | None = None
     end: End | None = None
 
-    def greet(self, kind: Kind, payload: bytes, size: int) -> int | None:
-        """Handles the first frame: the rank, or None when it does not come from a worker of this run."""
+    def greet(self, kind: Kind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
+        """Handles the first frame: the rank, or None when it does not come from a worker of this run.
+
+        ``comes``: whether a rank of this number was started while the run goes on.
+        """
         try:
             hello = unpack(payload, Hello)
         except ValueError:
             return None
-        if kind is not Kind.HELLO or hello.size != size or not 0 <= hello.rank < size:
+        of_start = hello.size == size and 0 <= hello.rank < size
+        if kind is not Kind.HELLO or not (of_start or (comes is not None and comes(hello.rank))):
             return None
         self.rank, self.host, self.pid = hello.rank, hello.host, hello.pid
         self.clock = clock.Clock(is_ours=bool(hello.clock) and hello.clock == clock.identity())
@@ -232,7 +242,23 @@ class RankLink:
 
         ``goes_on``: the run does so without that rank.
         """
-        self._send(Kind.LOST, {"rank": rank, "what": what, "goes_on": goes_on})
+        self.tell({"rank": rank, "what": what, "goes_on": goes_on})
+
+    def tell_start(self, start: str, history: Sequence[dict[str, Any]]) -> None:
+        """Tells the script of a newcomer what the others have begun with, and who is gone and has come since."""
+        self.tell({"rank": None, "start": start, "history": list(history)})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Tells the script something, as whale/runtime/ranks/watch.py has it."""
+        self._send(Kind.LOST, message)
+
+    def take(self, message: FromScript) -> None:
+        """Keeps what the script says of itself."""
+        for name in ("joining", "freeze_s", "notice_s", "elastic", "address", "start"):
+            if (said := getattr(message, name)) is not None:
+                setattr(self, name, said)
+        self.end = message.end or self.end
+        self.counters = message.counters or self.counters
 
     def ask_clock(self) -> None:
         """Asks the worker for its time."""

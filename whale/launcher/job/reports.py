@@ -82,16 +82,7 @@ class Reports:
             self._ending.fail(failure)
 
     def _take_message(self, link: ranks.RankLink, rank: int, message: FromScript) -> None:
-        if message.joining is not None:
-            link.joining = message.joining
-        if message.freeze_s is not None:
-            link.freeze_s = message.freeze_s
-        if message.notice_s is not None:
-            link.notice_s = message.notice_s
-        if message.elastic is not None:
-            link.elastic = message.elastic
-        link.end = message.end or link.end
-        link.counters = message.counters or link.counters
+        link.take(message)
         if self._progress is not None:
             if message.progress is not None:
                 self._progress.take(rank, message.progress)

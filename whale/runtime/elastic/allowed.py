@@ -6,17 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whale.capture.captured import CapturedVariable
 from whale.config import Config
 from whale.errors import ConfigError, PlanError
 from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.variables.given_tiles import given_tiles
+from whale.runtime.variables.in_files import folder_of
 from whale.runtime.variables.stage_variables import Use
 
 
-def refuse(ranks: Ranks) -> None:
-    """Raises ConfigError for a run that cannot."""
+def refuse(ranks: Ranks, joins: bool = False) -> None:
+    """Raises ConfigError for a run that cannot. ``joins``: this process joins it."""
     config = ranks.config
     wrong = ""
-    if ranks.place.launcher != "whale run" or not ranks.between_processes:
+    if ranks.place.launcher != "whale run" or not (ranks.between_processes or joins):
         wrong = f"{ranks.size} ranks started by {ranks.place.launcher}"
     elif config["batch.mode"] == "local":
         wrong = 'batch.mode "local": the rows that a rank brings are gone with it'
@@ -38,12 +41,16 @@ def divides(uses: Mapping[str, Use], size: int) -> bool:
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
 
-def refuse_variable(variable: str, given: str, expected: str) -> None:
-    """Raises PlanError for a variable of which the ranks that are left could not have the parts.
+def refuse_variables(variables: Sequence[CapturedVariable]) -> None:
+    """Raises PlanError for a variable of which the ranks that are left could not have the parts."""
+    for c in variables:
+        if given_tiles(c) is not None:
+            _refuse(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
+        if folder_of(c.variable):
+            _refuse(c.name, "a table in files, which go with their rank", "a table in memory")
 
-    Args:
-      given: how it lies; expected: how it would have to lie.
-    """
+
+def _refuse(variable: str, given: str, expected: str) -> None:
     raise PlanError(
         "this run cannot go on when ranks are gone",
         variable=variable,

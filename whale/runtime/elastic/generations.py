@@ -27,6 +27,8 @@ from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.holdings import Holding
 from whale.runtime.variables.owner import VariableOwner
 
+ALONE_BYTES = 64 << 10  # from here on a piece is a message of its own: to bring it together with others takes longer
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -43,20 +45,44 @@ class Moment:
     assigned: Mapping[int, tf.Tensor]
 
 
-class Copies:
-    """Of the pieces that some other ranks alone had. ``packed``: (rank, dtype) -> their elements in a row."""
+@dataclass(frozen=True)
+class _Message:
+    """Pieces that one rank alone has, sent together: one large one as it lies, or small ones of a dtype in a row."""
 
-    def __init__(self, holdings: Sequence[Holding], packed: Mapping[tuple[int, tf.DType], tf.Tensor]) -> None:
-        self._holdings, self._packed = holdings, packed
+    rank: int
+    key: str
+    dtype: tf.DType
+    pieces: Sequence[tuple[int, int, tuple[int, ...]]]  # (number of the holding, of the piece, its shape)
+
+    @property
+    def elements(self) -> int:
+        """How many all of it has."""
+        return sum(math.prod(shape) for *_, shape in self.pieces)
+
+    def packed(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
+        """What is sent, of this rank's piece of every holding."""
+        rows = [tf.reshape(mine[i], [-1]) for i, *_ in self.pieces]
+        return rows[0] if len(rows) == 1 else tf.concat(rows, 0)
+
+    def unpacked(self, row: tf.Tensor) -> Iterator[tuple[int, int, tf.Tensor]]:
+        """(number of the holding, of the piece, the piece)."""
+        begin = 0
+        for i, piece, shape in self.pieces:
+            count = math.prod(shape)
+            yield i, piece, tf.reshape(row[begin : begin + count], shape)
+            begin += count
+
+
+class Copies:
+    """Of the pieces that some other ranks alone had. ``received``: messages with what has come of them."""
+
+    def __init__(self, received: Sequence[tuple[_Message, tf.Tensor]]) -> None:
+        self._received = received
 
     def pieces(self) -> Iterator[tuple[int, int, tf.Tensor]]:
         """(number of the holding, of the piece, the piece)."""
-        for (rank, dtype), row in self._packed.items():
-            begin = 0
-            for i, piece, shape in _lone(self._holdings, rank, dtype):
-                count = math.prod(shape)
-                yield i, piece, tf.reshape(row[begin : begin + count], shape)
-                begin += count
+        for message, row in self._received:
+            yield from message.unpacked(row)
 
 
 @dataclass(frozen=True)
@@ -150,8 +176,7 @@ class Generations:
         except tf.errors.OpError as error:
             raise_comm_error(error, self.ranks)
             raise
-        packed = dict(zip(self._kept(layout.holdings), rows))
-        self.copies.setdefault(steps, []).append(Copies(layout.holdings, packed))
+        self.copies.setdefault(steps, []).append(Copies(list(zip(self._kept(layout.holdings), rows))))
         return self._by_place(values, layout)
 
     def _exchanged(self, holdings: Sequence[Holding]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -162,21 +187,18 @@ class Generations:
             return values, []
         comm = ops.whale_communicator(communicator=self.ranks.comm_name, rank=rank)
         mine = _by_place(values, holdings, rank)
-        for dtype in _dtypes(holdings, rank):
-            row = tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in _lone(holdings, rank, dtype)], 0)
-            key = f"whale/copies/{rank}/{dtype.name}"
-            ops.whale_send(comm=comm, input=row, key=key, peer=self._keepers[rank])
-        found = []
-        for other, dtype in self._kept(holdings):
-            count = sum(math.prod(shape) for *_, shape in _lone(holdings, other, dtype))
-            key = f"whale/copies/{other}/{dtype.name}"
-            found.append(ops.whale_recv(comm=comm, key=key, peer=other, shape=[count], T=dtype))
+        for message in _messages(holdings, rank):
+            ops.whale_send(comm=comm, input=message.packed(mine), key=message.key, peer=self._keepers[rank])
+        found = [
+            ops.whale_recv(comm=comm, key=kept.key, peer=kept.rank, shape=[kept.elements], T=kept.dtype)
+            for kept in self._kept(holdings)
+        ]
         return values, found
 
-    def _kept(self, holdings: Sequence[Holding]) -> list[tuple[int, tf.DType]]:
-        """(rank, dtype) of what this rank keeps for others."""
+    def _kept(self, holdings: Sequence[Holding]) -> list[_Message]:
+        """What this rank keeps for others."""
         of = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
-        return [(rank, dtype) for rank in of for dtype in _dtypes(holdings, rank)]
+        return [message for rank in of for message in _messages(holdings, rank)]
 
 
 def _are_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
@@ -189,16 +211,19 @@ def _keeper(rank: int, hosts: Sequence[str]) -> int:
     return next((other for other in others if hosts[other] != hosts[rank]), others[0])
 
 
-def _dtypes(holdings: Sequence[Holding], rank: int) -> list[tf.DType]:
-    """Those of the pieces that a rank alone has."""
-    return list(dict.fromkeys(holding.dtype for holding in holdings if holding.alone(rank) is not None))
-
-
-def _lone(holdings: Sequence[Holding], rank: int, dtype: tf.DType) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """(number of the holding, of the piece, its shape) of the pieces of a dtype that a rank alone has."""
+def _messages(holdings: Sequence[Holding], rank: int) -> list[_Message]:
+    """Those with all pieces that a rank alone has."""
+    small: dict[tf.DType, list[tuple[int, int, tuple[int, ...]]]] = {}
+    found = []
     for i, holding in enumerate(holdings):
-        if holding.dtype == dtype and (piece := holding.alone(rank)) is not None:
-            yield i, piece, holding.shape(piece)
+        if (piece := holding.alone(rank)) is None:
+            continue
+        one = i, piece, holding.shape(piece)
+        if math.prod(one[2]) * holding.dtype.size >= ALONE_BYTES:
+            found.append(_Message(rank, f"whale/copies/{rank}/{i}", holding.dtype, [one]))
+        else:
+            small.setdefault(holding.dtype, []).append(one)
+    return found + [_Message(rank, f"whale/copies/{rank}/{dtype.name}", dtype, few) for dtype, few in small.items()]
 
 
 def _present(holdings: Sequence[Holding], rank: int) -> list[tf.Tensor]:

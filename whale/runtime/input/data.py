@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,7 +53,7 @@ class ShardedDataset:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
         shares_rows = context.between_processes and by == "row"
-        self._seed = context.survived(self._common_seed) if shares_rows else 0
+        self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
         self._divide()
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
@@ -73,6 +72,8 @@ class ShardedDataset:
         if self._epochs.cut is None:
             self._told = False
             self._divide()
+            if self._by == "row" and self._own is None and self._context.between_processes:  # it was alone so far
+                self._epochs.cut = self._cut
         self._epochs.divided_again()
 
     def _divide(self) -> None:
@@ -152,7 +153,7 @@ class ShardedDataset:
     def _common_seed(self) -> int:
         """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
         context = self._context
-        drawn = random.SystemRandom().getrandbits(31) + 1
+        drawn = self._drawn_seed()
         mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn
         key, context.elements = f"whale/element/{context.elements}", context.elements + 1
         said = context.comms[0].allgather_bytes(key, msgspec.json.encode(mine), ELEMENT_TIMEOUT_S)
@@ -166,6 +167,10 @@ class ShardedDataset:
                     action='remove what depends on the rank, or use by="file"',
                 )
         return seed
+
+    def _drawn_seed(self) -> int:
+        """The same on all ranks, and in a process that joins them."""
+        return self._context.seeds.draw() % (1 << 31) + 1 if self._context.seeds is not None else 0
 
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
         rank, batches = self._context.rank, own.batch_sizes()

@@ -112,6 +112,15 @@ class ShardedIterator(Trackable):
         self._position = self._position if position is None else position
         self._elements = None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(how many batches it has yielded, which iteration over the dataset it is)."""
+        return self._position, self._epochs.begun if self._number is None else self._number
+
+    def go_to(self, place: tuple[int, int]) -> None:
+        """It goes on where another iterator over the same dataset was."""
+        (self._position, self._number), self._elements = place, None
+
     def begin(self) -> None:
         """Begins now, if it has not: a shuffle that reshuffles goes on to its next order."""
         if self._elements is not None:
@@ -144,8 +153,7 @@ class ShardedIterator(Trackable):
                 expected="a dataset that another run reads in the same order",
                 action="give its shuffle a seed, or leave the iterator out of the checkpoint",
             )
-        number = self._epochs.begun if self._number is None else self._number
-        return {_KEY: tf.constant([self._position, number, self._epochs.parts], tf.int64)}
+        return {_KEY: tf.constant([*self.place, self._epochs.parts], tf.int64)}
 
     def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> dict[str, Any]:
         position, number, parts = map(int, restored[_KEY].numpy())
@@ -156,5 +164,5 @@ class ShardedIterator(Trackable):
                 expected=f"{self._epochs.parts or 'any number of'} parts",
                 action='start as many ranks, or share out rows: wh.shard(dataset, by="row")',
             )
-        self._position, self._number, self._elements = position, number, None
+        self.go_to((position, number))
         return {}

@@ -9,11 +9,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.util import random_seed as dataset_seeds
 from tensorflow.python.eager import context as tf_context
 
+from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.script_line import script_line
+
+
+def random_state() -> bytes:
+    """Python's, NumPy's and TensorFlow's random states in this process, and a number from which seeds are to follow."""
+    number = random.SystemRandom().getrandbits(62)
+    return pack((random.getstate(), np.random.get_state(), tf_context.global_seed(), number))
+
+
+def number_of(state: bytes) -> int:
+    """The number of a random state."""
+    return int(unpack(state)[3])
+
+
+def take_random_state(state: bytes) -> int:
+    """Another process's random states become this one's; their number."""
+    python_state, numpy_state, seed, number = unpack(state)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    if seed is not None and tf_context.global_seed() != seed:
+        tf.random.set_seed(seed)
+    return int(number)
 
 
 class CommonSeeds:

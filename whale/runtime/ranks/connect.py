@@ -18,7 +18,7 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
       CommError: MPI cannot be loaded or started.
     """
     if config["communication.shared_memory"] and config["communication.shared_tensors"]:
-        _share_tensors(config, place)
+        share_where_possible(config, place)
     comm = whale_ops.mpi(
         name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
     )
@@ -39,7 +39,7 @@ def as_configured(comm: whale_ops.Communicator, config: Config) -> None:
         comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
 
 
-def _share_tensors(config: Config, place: ProcessPlace) -> None:
+def share_where_possible(config: Config, place: ProcessPlace) -> None:
     """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
     if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
         return

@@ -3,7 +3,10 @@
 Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
 
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL", "goes_on": false}   a rank is gone; null: mpirun
+                       {"joined": [3], "addresses": {"0": "127.0.0.1:4321", ...}, "goes_on": true, "rank": null}
+                       {"start": ..., "history": [...], "rank": null}   first thing to a newcomer: all of that so far
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
+                       {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see Elastic
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
                        {"counters": [...]}                                          what this rank has communicated
@@ -21,10 +24,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whale.config import Config
+from whale.errors import ClusterError
 from whale.log import log
 from whale.replicas import Said
 from whale.runtime.ranks.progress import Progress
@@ -32,8 +36,21 @@ from whale.runtime.ranks.trace import Trace
 from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, PROGRESS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
 
+_START_S = 60.0
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Of the ranks that a run has: one is ``gone``, or some have ``joined``, by the numbers that they were started as.
+
+    ``addresses``: where those ranks listen then that can connect with others, by number as a text.
+    """
+
+    gone: int | None
+    joined: Sequence[int] | None
+    addresses: Mapping[str, str] | None
 
 
 class Watch:
@@ -52,6 +69,8 @@ class Watch:
         self._trace = trace
         self._comm: Communicator | None = None
         self._heard: list[dict[str, Any]] = []  # in the order in which `whale run` has told all ranks
+        self._known = 0  # changes that it takes into account
+        self._start = ""
         self._members: Sequence[int] = ()  # of the communicator, by the ranks that `whale run` has started; (): all
         self._lock = threading.Condition()
         self._tell_lock = threading.Lock()
@@ -65,31 +84,53 @@ class Watch:
         self._tell({"joining": True})
         self._thread.start()
 
-    def look_after(self, comm: Communicator | None, members: Sequence[int] = ()) -> None:
+    def look_after(self, comm: Communicator | None, members: Sequence[int] = (), known: int = 0) -> None:
         """From now on operations of this communicator fail when another rank is gone, and their waits are reported.
 
         None: there is one rank. ``members``: which of the ranks that `whale run` has started it connects; all if empty.
+        ``known``: how many of ``changes`` it takes into account.
         """
         with self._lock:
-            self._comm, self._members = comm, members
+            self._comm, self._members, self._known = comm, members, known
+            changes = self._changes()
             for message in self._heard:
-                self._lose(message)
+                if not any(message is change for change in changes[:known]):
+                    self._lose(message)
         config = self._config
         limits = {"freeze_s": config["fault.freeze_s"], "notice_s": config["fault.notice_s"]}
         self._tell({"joining": False, **limits, "elastic": config["elastic"]})
 
-    def gone(self, more_than: int, timeout_s: float) -> list[int]:
-        """The ranks without which `whale run` has told all others to go on, in the order in which it has.
+    def changes(self, more_than: int, timeout_s: float) -> list[Change]:
+        """What `whale run` has told all ranks of those that are gone or have come, in the order in which it has.
 
         Waits until they are ``more_than`` so many, or the time is up.
         """
-
-        def found() -> list[int]:
-            return [message["rank"] for message in self._heard if message.get("goes_on")]
-
         with self._lock:
-            self._lock.wait_for(lambda: len(found()) > more_than, timeout_s)
-            return found()
+            self._lock.wait_for(lambda: len(self._changes()) > more_than, timeout_s)
+            return [Change(*map(message.get, ("rank", "joined", "addresses"))) for message in self._changes()]
+
+    def start(self) -> str:
+        """Of a process that joins: what the ranks have begun with, as one of them has told it by ``tell``.
+
+        Raises:
+          ClusterError: `whale run` does not say it.
+        """
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._start, _START_S):
+                raise ClusterError(
+                    "a process that joins is not told what the others have begun with",
+                    given=f"no word of `whale run` within {_START_S:g} s",
+                    expected="a run of `whale run --hosts-from`, all of whose ranks are elastic",
+                    action="look at the launcher's output",
+                )
+            return self._start
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Tells `whale run` something of this rank."""
+        self._tell(message)
+
+    def _changes(self) -> list[dict[str, Any]]:
+        return [message for message in self._heard if message.get("goes_on")]
 
     def tell_counters(self) -> None:
         """Tells `whale run`, where it asks for that, what this rank has done so far; the last time counts."""
@@ -148,6 +189,11 @@ class Watch:
 
     def _hear(self, message: dict[str, Any]) -> None:
         with self._lock:
+            self._start = message.get("start", self._start)
+            if "start" in message:
+                self._heard += message["history"]
+                self._lock.notify_all()
+                return
             self._heard.append(message)
             self._lock.notify_all()
             if self._comm is not None:
@@ -193,6 +239,8 @@ class Watch:
 
 
 def _lost(message: dict[str, Any]) -> str:
+    if "joined" in message:
+        return f"rank {', '.join(map(str, message['joined']))} joins the run"
     who = "mpirun" if message["rank"] is None else f"rank {message['rank']}"
     return f"{who} {message['what']}"
 

@@ -70,8 +70,15 @@ class Meter(Protocol):
 class GoesOn(Protocol):
     """Has this rank go on when others are gone; see ``whale.runtime.run.elastic``."""
 
-    number: int
-    divisions: int
+    @property
+    def number(self) -> int:
+        """How often ranks are gone or have come so far."""
+        ...
+
+    @property
+    def divisions(self) -> int:
+        """How often rows were divided anew, or ranks taken in."""
+        ...
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
         """What counts the steps of a program of this rank under a plan."""
@@ -90,12 +97,20 @@ class GoesOn(Protocol):
         """A call that exchanges something, as often as it takes."""
         ...
 
-    def drawn(self, draw: Callable[[], _T]) -> _T:
-        """A batch that a step reads itself."""
+    drawn: Callable[[Callable[[], Any]], Any]  # a batch that a step reads itself
+    share_again: Callable[[Any], None]  # has a dataset be divided among those that there are
+
+    @property
+    def keeps_commits(self) -> bool:
+        """Whether other processes may come to take up what the script commits."""
         ...
 
-    def share_again(self, dataset: Any) -> None:
-        """Has a dataset be divided among those that are left."""
+    def commit(self, state: bytes) -> None:
+        """The script has come to where another process can take it up with this."""
+
+    def come_in(self) -> bytes | None:
+        """In a process that joins, what the script has committed in the others, once they take this one in."""
+        ...
 
     def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so."""

@@ -13,36 +13,33 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
-import whale_ops
 from whale.capture.captured import CapturedVariable
-from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.ir.layout import Split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
-from whale.passes.facts.batch import rows_of_ranks
-from whale.runtime.elastic.allowed import divides, fitting, host_of, hosts_left, refuse, refuse_plan, refuse_variable
+from whale.runtime.elastic.allowed import divides, host_of, hosts_left, refuse, refuse_plan, refuse_variables
 from whale.runtime.elastic.balance import Balance, Watched
 from whale.runtime.elastic.calls import Calls
 from whale.runtime.elastic.generations import Generations
+from whale.runtime.elastic.group import Group
+from whale.runtime.elastic.growth import Commits, Welcome
 from whale.runtime.elastic.meeting import Said, catch_up, gathered, hear_returned
 from whale.runtime.elastic.recovery import Alone, Recovered, become_whole, recover
-from whale.runtime.ranks.connect import as_configured
+from whale.runtime.elastic.rows import rows_again
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.variables.given_tiles import given_tiles
-from whale.runtime.variables.in_files import folder_of
 from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
+from whale.started import joins
 
 # From an exchange that fails to the word of `whale run` that a rank is gone; it takes longer only where nobody is.
 _WORD_S = 3.0
@@ -64,29 +61,38 @@ class Elastic:
     """Has this rank go on when others are gone.
 
     Attributes:
-      number: how many ranks are gone so far; equal on all that are left.
-      divisions: how often rows were divided anew among the same ranks.
+      drawn: of what gives a batch that a step reads itself: the next one, or the same when the call is made again.
+      share_again: has a dataset be divided among the ranks that there are (``divide_again``).
     """
 
     def __init__(self, context: Context) -> None:
-        refuse(context)
+        refuse(context, joins() > 0)
         context.variables.keeps_first = True
         self._context: weakref.ref[Context] = weakref.ref(context)
-        self.number = self.divisions = 0
         self._balance = Balance() if context.config["elastic.rebalance"] else None
         self._watched: Watched | None = None  # the program of the latest step
-        self._name = context.comm_name
-        self._started = self._members = tuple(range(context.size))
-        self._me = context.rank
-        self._calls = Calls(lambda value: _rows_again(self._run, value))
+        self._group = Group(lambda: self._run)
+        self._commits = Commits()
+        self._calls = Calls(lambda value: rows_again(self._run, value))
         self._at = self._calls.at
+        self.drawn: Callable[[Callable[[], Any]], Any] = self._calls.drawn
+        self.share_again: Callable[[Any], None] = self._group.share_again
         self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
         self._pack: Callable[[Any], Any] = lambda results: results
-        self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self._inside = False
         self._generations: Generations | None = None
         self._agreed: _Agreed | None = None
         self._done = 0  # number of the latest agreement that this rank has acted on
+
+    @property
+    def number(self) -> int:
+        """How often ranks are gone or have come so far; equal on all that are left."""
+        return self._group.number
+
+    @property
+    def divisions(self) -> int:
+        """How often rows were divided anew among the same ranks, or ranks were taken in."""
+        return self._group.divisions
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
         """What counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay so."""
@@ -136,12 +142,16 @@ class Elastic:
         """
         if self._inside:
             return take(args, kwargs)
+        if not self._group.members:
+            raise self._nothing_to_go_on_with()
         self._inside = True
         self._calls.begin()
         calls, steps = self._at.calls, self._at.steps
         try:
             while True:
                 try:
+                    if self._take_in():
+                        args, kwargs = self._calls.once_more(args, kwargs)
                     self._calls.redo()
                     result = take(args, kwargs)
                     break
@@ -173,27 +183,12 @@ class Elastic:
             return
         if not rows:
             return
-        self.divisions += 1
-        self._divide(list(rows))
+        self._group.divisions += 1
+        self._group.divide(list(rows))
         context.compiled_for.clear()
-        for dataset in list(self._datasets):
-            dataset.divide_again()
+        self._group.divide_data()
         if context.rank == 0:
             log.info(why)
-
-    def _divide(self, shares: list[int]) -> None:
-        context = self._run
-        context.config = context.config.but({"replica.shares": shares})
-        if context.auto is not None:
-            context.auto = msgspec.structs.replace(context.auto, shares=())
-
-    def drawn(self, draw: Callable[[], _T]) -> _T:
-        """A batch that a step reads itself: the next one, or the same when the call is made again."""
-        return self._calls.drawn(draw)
-
-    def share_again(self, dataset: Any) -> None:
-        """Has a dataset of which each rank reads its rows be divided among those that are left (``divide_again``)."""
-        self._datasets.add(dataset)
 
     def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so. Collective where it is the first that does.
@@ -206,11 +201,7 @@ class Elastic:
         if not divides(uses, context.size) or not context.comms:
             return
         copies = context.config["elastic.redundancy"] == "memory"
-        for c in variables:
-            if given_tiles(c) is not None:
-                refuse_variable(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
-            if folder_of(c.variable):
-                refuse_variable(c.name, "a table in files, which go with their rank", "a table in memory")
+        refuse_variables(variables)
         refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
         if self._generations is None:
             of = host_of(context.config["communication.emulate_hosts"])
@@ -227,30 +218,26 @@ class Elastic:
         return context
 
     def _go_on(self, error: CommError) -> None:
-        watch = self._run.watch
-        assert watch is not None
         while True:
-            gone = watch.gone(self.number, _WORD_S)
-            if len(gone) <= self.number:
+            if not self._group.hear(_WORD_S):
                 raise error
-            self.number = len(gone)
-            members = tuple(rank for rank in self._started if rank not in gone)
             try:
-                self._meet(members)
+                self._meet(self._group.ranks.left)
                 return
             except CommError as another:  # one more is gone, or soon will be known to be
                 error = another
 
     def _meet(self, members: tuple[int, ...]) -> None:
-        context, number = self._run, self.number
+        context, group = self._run, self._group
         for handle, value in self._kept:
             gen_resource_variable_ops.assign_variable_op(handle, value)
         self._kept = []
-        me = members.index(self._me)
+        me = members.index(group.me)
         meeting: Any = Alone()
         if len(members) > 1:
-            meeting = whale_ops.survivors(f"{self._name}/{number}", members, 2 * number - 1, share_memory=False)
-        context.watch.look_after(meeting if len(members) > 1 else None, members)  # type: ignore[union-attr]
+            meeting = group.communicator(members, 0, share_memory=False)
+        else:
+            group.alone()
         done = max(int(one) for one in gathered(meeting, str(self._done).encode()))
         if done > self._done:  # others have acted on what was agreed before one more was gone
             assert self._agreed is not None and self._agreed.number == done
@@ -264,84 +251,110 @@ class Elastic:
             hear_returned(meeting, said, me, self._at)
         if recovered is None:
             catch_up(meeting, said, me, self._at, context.variables.known)
-        self._agreed = _Agreed(number, members, said, me, recovered)
+        self._agreed = _Agreed(group.number, members, said, me, recovered)
         gathered(meeting, b"")  # everybody has all that it needs
         self._act(self._agreed)
         comm = None
         if len(members) > 1:
             hosts = hosts_left(context.config["communication.emulate_hosts"], members)
             share = context.config["communication.shared_memory"]
-            comm = whale_ops.survivors(f"{self._name}.{number}", members, 2 * number, share_memory=share, hosts=hosts)
-            context.watch.look_after(comm, members)  # type: ignore[union-attr]
+            comm = group.communicator(members, 1, share_memory=share, hosts=hosts)
             meeting.leave(0.0)
-            as_configured(comm, context.config)
-            if context.trace is not None:
-                comm.trace_start(context.trace.descriptor)
-        self._connect(comm)
+        group.connect(comm)
 
     def _mine(self) -> Said:
         context = self._run
-        known = len(context.variables.known)
-        shares = list(context.config["replica.shares"])
-        host = socket.gethostname()
+        known, shares = len(context.variables.known), list(context.config["replica.shares"])
         keeps = self._generations is not None and bool(self._generations.begun)
-        return Said(
-            self._at.calls,
-            self._at.steps,
-            known,
-            context.programs,
-            context.elements,
-            host,
-            self.divisions,
-            shares,
-            keeps,
-        )
+        counted = known, context.programs, context.elements
+        return Said(self._at.calls, self._at.steps, *counted, socket.gethostname(), self.divisions, shares, keeps)
 
     def _act(self, agreed: _Agreed) -> None:
         """The run is one of the ranks that are left; what was compiled for more is compiled again."""
-        context, said, me, members = self._run, agreed.said, agreed.me, agreed.members
+        context, group, said, me = self._run, self._group, agreed.said, agreed.me
         recovered, generations = agreed.recovered, self._generations
         if recovered is not None and generations is not None:
             self._calls.go_back(recovered.steps, generations.rewritten)
         become_whole(context.variables.holdings(context.size), recovered)
+        group.place([one.host for one in said], me)
         self._generations = None
-        here = [rank for rank, one in enumerate(said) if one.host == said[me].host]
-        context.place = replace(
-            context.place, rank=me, size=len(members), local_rank=here.index(me), local_size=len(here)
-        )
-        context.size, context.ranks = len(members), (me,)
         context.programs = max(one.programs for one in said)
         context.elements = max(one.elements for one in said)
-        context.variables = VariableOwner(keeps_first=True)
-        context.auto = context.saved = context.described = None
-        if changes := fitting(context.config, len(members)):
-            context.config = context.config.but(changes)
         last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
-        self.divisions, self._watched = last.divisions, None
+        group.divisions, self._watched = last.divisions, None
         if last.shares:
-            self._divide([share for rank, share in zip(self._members, last.shares) if rank in members])
-        self._members, self._done = members, agreed.number
-        context.compiled_for.clear()
-        if me == 0:
+            group.divide([share for rank, share in zip(group.members, last.shares) if rank in agreed.members])
+        fewer = len(agreed.members) < len(group.members)
+        group.members, self._done = agreed.members, agreed.number
+        if me == 0 and fewer:
             steps = max(one.steps for one in said)
-            what = (
-                "the last of which they take again"
-                if recovered is not None and recovered.back
-                else "none of which is lost"
-            )
+            back = recovered is not None and recovered.back
+            what = "the last of which they take again" if back else "none of which is lost"
             if recovered is not None and recovered.joined:
                 what += f"; {recovered.joined} variables are put together from parts and copies of parts"
-            log.info(f"{len(members)} ranks go on after {steps} steps, {what}")
+            log.info(f"{len(said)} ranks go on after {steps} steps, {what}")
 
-    def _connect(self, comm: whale_ops.Communicator | None) -> None:
-        context = self._run
-        context.comms = () if comm is None else (comm,)
-        context.comm_name = "" if comm is None else comm.name
-        if comm is None and context.outside is not None:  # nobody is left with whom this rank could differ
-            context.outside.take_back()
-            context.outside = None
-        for dataset in list(self._datasets):
-            dataset.divide_again()
+    # -- ranks have come
+
+    @property
+    def keeps_commits(self) -> bool:
+        """Whether other processes may come to take up what the script commits."""
+        return self._group.door is not None
+
+    def commit(self, state: bytes) -> None:
+        """The script has come to where another process can take it up with this."""
+        self._commits.keep(self._at.calls, state)
+
+    def come_in(self) -> bytes | None:
+        """In a process that joins, waits for the others, and returns what the script has committed there; else None.
+
+        Raises:
+          CommError: one of them is gone while they take this one in.
+        """
+        if self._group.members:
+            return None
+        self._group.wait_until_asked_in()
+        while True:
+            try:
+                return self._grow(None).state
+            except CommError:
+                if not self._group.hear(_WORD_S):
+                    raise
+
+    def _grow(self, welcome: Welcome | None) -> Welcome:
+        known = self._group.grow(welcome)
+        self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
+        self._commits.keep(known.calls, known.state)
+        self._done = self._group.number
+        return known
+
+    def _nothing_to_go_on_with(self) -> ClusterError:
+        return ClusterError(
+            "a process that joins a run has to know where the others are",
+            given="a step, or another call that exchanges something, before wh.State",
+            expected="state = wh.State(...) before the training loop",
+            action="keep in it what the loop has to know: its epoch, what it has counted",
+        )
+
+    def _take_in(self) -> bool:
+        """Before a call: takes those in that have come, where the script has just committed; whether there were any."""
+        context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
+        if state is not None and not context.comms:
+            group.hear(0.0)  # nothing fails here when somebody comes
+        if state is None or group.ranks.there == group.members:
+            return False
+        recovered = None
+        if self._generations is not None and self._generations.begun:
+            meeting = context.comms[0] if context.comms else Alone()
+            recovered = recover(meeting, self._generations, self._at.steps, self._at.steps)
+        become_whole(context.variables.holdings(context.size), recovered)
+        self._generations, context.variables = None, VariableOwner(keeps_first=True)
+        at, shares, before = self._at, list(context.config["replica.shares"]), len(group.members)
+        counted = context.programs, context.elements, group.divisions + 1
+        self._grow(Welcome(at.calls, at.steps, *counted, shares, state))
+        if context.rank == 0:
+            log.info(f"{context.size - before} ranks join after {at.steps} steps: {context.size} ranks go on")
+        return True
 
 
 def _in_scopes(context: Context, take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -356,25 +369,6 @@ def _in_scopes(context: Context, take: Callable[[Any, Any], Any]) -> Callable[[A
             context.scopes[:] = around
 
     return inside
-
-
-def _rows_again(context: Context, value: Any) -> Any:
-    """The rows of a batch that are this rank's now."""
-    if type(value) is not ShardedTensor:
-        return value
-    if len(value.sizes) == context.size:
-        rows = sum(value.sizes)
-        if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):
-            return value
-    if value.source is None:
-        raise ClusterError(
-            "rows of a batch that a rank read are gone with it",
-            given="a wh.ShardedTensor that was made by the script",
-            expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
-            action="take batches of wh.shard(dataset)",
-        )
-    iterator, position, leaf = value.source
-    return iterator.read_again(position)[leaf]
 
 
 def refuse_session(context: Context) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 import whale_ops
 from whale.config import Config
@@ -20,10 +17,9 @@ from whale.ir.program import Program
 from whale.log import log, set_level
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
-from whale.runtime.ranks.common_seeds import CommonSeeds
-from whale.runtime.ranks.connect import as_configured, connect
+from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
+from whale.runtime.ranks.connect import as_configured, connect, share_where_possible
 from whale.runtime.ranks.notice import Notice
-from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
 from whale.runtime.run.again import begin_again
@@ -36,7 +32,7 @@ from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.run.tf_config import check_alone
 from whale.runtime.variables import deferred
 from whale.runtime.variables.outside import Outside
-from whale.started import PROGRESS_VARIABLE, ProcessPlace, process_place
+from whale.started import PROGRESS_VARIABLE, ProcessPlace, joins, process_place
 
 
 @contextmanager
@@ -150,7 +146,7 @@ def _begin(
             context = _start(config, place, f"whale{process.runs}", trace)
             if own_programs:
                 context.own_programs = OwnPrograms(local_ranks(context))
-            elif context.between_processes:
+            elif context.between_processes or joins():
                 _share_random_state(context)
             if isinstance(saved, SavedPlan):
                 context.saved, context.auto = saved, saved.choice
@@ -231,7 +227,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         size = config["cluster.ranks"]
         ranks = tuple(range(size))
         comms = whale_ops.in_process(name, size, hosts=config["communication.emulate_hosts"]) if size > 1 else ()
-    elif place.size > 1:
+    elif place.size > 1 and not joins():
         watch = Watch(config, trace)
         try:
             comms = connect(name, place, config)
@@ -240,6 +236,19 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
             raise
         watch.look_after(comms[0])
         size, ranks = comms[0].size, (comms[0].rank,)
+    elif joins():
+        if not config["elastic"]:
+            raise ConfigError(
+                "a process cannot join a run that is not elastic",
+                given="a process that `whale run --hosts-from` has started, and elastic=False",
+                expected="the configuration of the other ranks",
+                action="call wh.init(elastic=True) in all of them",
+            )
+        watch = Watch(config, trace)
+        size, ranks, comms = 1, (0,), ()
+        if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+            share_where_possible(config, place)
+        watch.look_after(None)
     else:
         size, ranks, comms = 1, (0,), ()
         if PROGRESS_VARIABLE in os.environ or config["fault.notice_s"]:  # what `whale run` hears of a lone rank
@@ -254,7 +263,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None and config["fault.notice_s"]:
         process.context.notice = Notice()
         process.context.at_end.append(process.context.notice.stop)
-    if process.dry is None and config["elastic"] and size > 1:
+    if process.dry is None and config["elastic"] and (size > 1 or joins()):
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
         device_exchange.start(config, place, size, comms)
@@ -379,20 +388,13 @@ def _end_trace(context: Context, reason: str) -> None:
 
 def _share_random_state(context: Context) -> None:
     """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave."""
-    import tensorflow as tf
-    from tensorflow.python.eager import context as tf_context
-
-    comm = context.comms[0]
-    timeout_s = context.config["check.timeout_s"]
-    mine = None
-    if context.rank == 0:
-        number = random.SystemRandom().getrandbits(62)
-        mine = pack((random.getstate(), np.random.get_state(), tf_context.global_seed(), number))
-    python_state, numpy_state, seed, number = unpack(comm.broadcast_bytes("whale/random", mine, 0, timeout_s))
-    if context.rank != 0:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if seed is not None and tf_context.global_seed() != seed:
-            tf.random.set_seed(seed)
-    context.seeds = CommonSeeds(number)
+    first = context.rank == 0 and not joins()
+    mine = random_state() if first else None
+    if mine is not None and context.elastic is not None and context.elastic.keeps_commits:
+        context.watch.tell({"start": mine.hex()})  # type: ignore[union-attr]
+    if joins():
+        said = bytes.fromhex(context.watch.start())  # type: ignore[union-attr]
+    else:
+        said = context.comms[0].broadcast_bytes("whale/random", mine, 0, context.config["check.timeout_s"])
+    context.seeds = CommonSeeds(number_of(said) if first else take_random_state(said))
     context.outside = Outside()

@@ -17,6 +17,7 @@
 #include "whale_ops/core/engine/exchange.h"
 #include "whale_ops/core/transport/in_process.h"
 #include "whale_ops/core/transport/mpi_plugin.h"
+#include "whale_ops/core/transport/sockets.h"
 
 namespace {
 
@@ -35,6 +36,7 @@ int report(const Status& status) {
 struct Communicator {
   std::shared_ptr<Endpoint> endpoint;
   const whale::MpiPlugin* mpi = nullptr;
+  bool waits_at_end = mpi != nullptr;  // for the good-byes of other processes, since what this one has sent may be under way
 };
 
 // An outcome that one thread waits for and the engine's thread sets.
@@ -123,6 +125,12 @@ Status load_device_library(const char* path, const char* core, const whale::Devi
   return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build_cuda");
 }
 
+Status check_hosts(int hosts, const whale::Transport& network) {
+  if (hosts == 0 || hosts == network.size()) return Status::Ok();
+  return Status::Error(Code::kInvalidArgument, std::to_string(hosts) + " ranks are placed on emulated hosts, and the run has " +
+                                                   std::to_string(network.size()) + "; give every rank a host");
+}
+
 // The library of MPI, if all ranks had left when this process left its last communicator.
 const whale::MpiPlugin* finalizable = nullptr;
 
@@ -156,12 +164,8 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
   auto obstacles = std::make_unique<Bytes>();
   Engine::instance().call([&] {
     status = plugin->open({members, members + members_size}, number, &transports[0]);
+    if (status.ok()) status = check_hosts(hosts_size, *transports[0]);
     if (!status.ok()) return;
-    if (hosts_size != 0 && hosts_size != transports[0]->size()) {
-      status = Status::Error(Code::kInvalidArgument, std::to_string(hosts_size) + " ranks are placed on emulated hosts, and the run has " +
-                                                         std::to_string(transports[0]->size()) + "; give every rank a host");
-      return;
-    }
     if (members_size != 0 && share_memory == 0) return;  // nobody has to be asked, who might be gone
     const auto gather = [plugin, network = transports[0].get()](const void* mine, size_t bytes, void* all) {
       return plugin->gather(network, mine, bytes, all);
@@ -174,6 +178,33 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
   status = Engine::instance().add(name, std::move(transports), &endpoints);
   if (!status.ok()) return report(status);
   *handle = new Communicator{endpoints[0], plugin};
+  *notes = obstacles.release();
+  return report(Status::Ok());
+}
+
+// The end of `rank` of a communicator between processes that `sockets` connect, by rank, which it takes over. `share_memory`,
+// `hosts`, `notes`: as above.
+WHALE_EXPORT int whale_sockets_create(const char* name, int rank, const int32_t* sockets, int size, int share_memory, const int32_t* hosts,
+                                      int hosts_size, void** handle, void** notes) {
+  Status status = Engine::check_not_forked();
+  if (!status.ok()) return report(status);
+  std::vector<std::unique_ptr<whale::Transport>> transports(1);
+  auto obstacles = std::make_unique<Bytes>();
+  Engine::instance().call([&] {
+    transports[0] = whale::make_socket_transport(rank, {sockets, sockets + size});
+    status = check_hosts(hosts_size, *transports[0]);
+    if (!status.ok() || share_memory == 0) return;
+    const auto gather = [network = transports[0].get()](const void* mine, size_t bytes, void* all) {
+      return whale::gather_by_sockets(network, mine, bytes, all);
+    };
+    status = whale::share_memory(std::move(transports[0]), true, {hosts, hosts + hosts_size}, gather, Engine::instance().doorbell(),
+                                 &transports[0], &obstacles->parts);
+  });
+  if (!status.ok()) return report(status);
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  status = Engine::instance().add(name, std::move(transports), &endpoints);
+  if (!status.ok()) return report(status);
+  *handle = new Communicator{endpoints[0], nullptr, true};
   *notes = obstacles.release();
   return report(Status::Ok());
 }
@@ -250,7 +281,7 @@ WHALE_EXPORT int whale_abort(void* handle, const char* message) {
   return report(Status::Ok());
 }
 
-// Says good-bye. With MPI it then waits up to timeout_s for the other ranks' good-byes, unless one of them was lost; `all_left`
+// Says good-bye. Between processes it then waits up to timeout_s for the other ranks' good-byes, unless one of them was lost; `all_left`
 // tells whether they came.
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   Status status = Engine::check_not_forked();
@@ -259,7 +290,7 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   Engine::instance().forget(*communicator->endpoint);
   communicator->endpoint->leave();
   *all_left = communicator->endpoint->closed() ? 1 : 0;
-  if (communicator->mpi == nullptr) return report(Status::Ok());
+  if (!communicator->waits_at_end) return report(Status::Ok());
   const int64_t deadline_ns = whale::now_ns() + static_cast<int64_t>(timeout_s * 1e9);
   while (!communicator->endpoint->closed() && !communicator->endpoint->lost() && whale::now_ns() < deadline_ns) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

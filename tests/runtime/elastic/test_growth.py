@@ -1,0 +1,103 @@
+"""Ranks that come: how they are connected, who is there, and what the launcher reads of hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import whale_ops
+from whale.errors import ClusterError, CommError
+from whale.launcher.growth.hosts_from import HostsFrom, hosts_of
+from whale.launcher.mpirun import Host
+from whale.runtime.elastic.door import Door
+from whale.runtime.elastic.growth import Commits, Members, shares_with
+from whale.runtime.ranks.watch import Change
+
+pytestmark = pytest.mark.core
+SECRET = "s" * 32
+
+
+def test_ranks_connect_by_their_doors_and_strangers_do_not() -> None:
+    doors = {rank: Door(f"127.0.0.1 {SECRET}") for rank in (1, 4, 5)}
+    addresses = {rank: door.address for rank, door in doors.items()}
+    host, _, port = addresses[1].rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger, ThreadPoolExecutor(3) as pool:
+        stranger.sendall(b"x" * 40)
+        wanted = [pool.submit(doors[r].connected, 7, r, (1, 4, 5), addresses, lambda: False) for r in doors]
+        ends = [one.result(timeout=20) for one in wanted]
+        assert stranger.recv(1) == b""
+    assert [[descriptor < 0 for descriptor in end] for end in ends] == [[i == j for j in range(3)] for i in range(3)]
+    comms = [whale_ops.over_sockets(f"door {i}", i, end, share_memory=False) for i, end in enumerate(ends)]
+    with ThreadPoolExecutor(3) as pool:
+        said = pool.map(lambda comm: comm.allgather_bytes("x", bytes([comm.rank])), comms)
+        assert list(said) == [[b"\0", b"\1", b"\2"]] * 3
+        list(pool.map(lambda comm: comm.leave(5.0), comms))
+    for door in doors.values():
+        door.close()
+
+
+def test_who_waits_for_a_rank_that_is_gone_gives_up() -> None:
+    doors = [Door(f"127.0.0.1 {SECRET}") for _ in range(2)]
+    addresses = {rank: door.address for rank, door in enumerate(doors)}
+    for rank, door in enumerate(doors):
+        asked = iter(range(3))
+        with pytest.raises(CommError, match="gone while the ranks connect anew"):
+            door.connected(rank, rank, (0, 1), addresses, lambda asked=asked: next(asked, None) is None)
+        door.close()
+
+
+def test_who_is_there() -> None:
+    members = Members(3, {0, 1, 2}, [Change(1, None, None), Change(None, [3, 4], {}), Change(3, None, None)])
+    assert (members.there, members.left) == ((0, 2, 4), (0, 2))
+    members.inside.add(4)
+    assert members.left == (0, 2, 4)
+
+
+def test_of_what_was_committed_the_latest_two_calls_are_kept() -> None:
+    commits = Commits()
+    for calls, state in ((0, b"a"), (1, b"b"), (1, b"c"), (2, b"d")):
+        commits.keep(calls, state)
+    assert commits.held == {1: b"c", 2: b"d"}
+
+
+def test_newcomers_have_shares_as_the_others_have_on_average() -> None:
+    assert shares_with([], 4) == []
+    assert shares_with([2, 4], 4) == [2, 4, 3, 3]
+
+
+def test_hosts_come_from_a_file_or_from_a_program(tmp_path: Path) -> None:
+    listed = tmp_path / "hosts"
+    listed.write_text("a slots=2  # two\nb:3\n\nc\n")
+    assert hosts_of(str(listed)) == (Host("a", 2), Host("b", 3), Host("c", 1))
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho a:4\n")
+    program.chmod(0o700)
+    assert hosts_of(str(program)) == (Host("a", 4),)
+    program.write_text("#!/bin/sh\necho nothing >&2; exit 3\n")
+    with pytest.raises(ClusterError, match="ended with code 3: nothing"):
+        hosts_of(str(program))
+
+
+def test_a_change_of_the_list_is_news_and_so_is_an_answer_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a:1")
+    hosts = HostsFrom(str(path))
+    hosts.news.setblocking(True)
+    try:
+        hosts.ask()
+        assert hosts.news.recv(1, socket.MSG_PEEK)
+        hosts.news.setblocking(False)
+        assert hosts.take() == (True, (Host("a", 1),))
+        assert hosts.take() is None
+        os.replace(path, tmp_path / "away")
+        hosts.news.setblocking(True)
+        assert hosts.news.recv(1, socket.MSG_PEEK)
+        hosts.news.setblocking(False)
+        forced, wrong = hosts.take() or (True, "")
+        assert not forced and "No such file" in str(wrong)
+    finally:
+        hosts.close()

@@ -1,0 +1,162 @@
+"""Connections between ranks that were not started together: each rank listens, and groups of them connect anew.
+
+Anybody who reaches the port may connect. Who does has to show the run's secret at once, and which group it means; what
+comes for a group that this rank does not make yet waits.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from whale.errors import CommError
+
+_SECRET_BYTES = 32
+_REST = struct.Struct("!II")  # number of the group, rank
+_SHOWS_S, _TRIES_S, _LOOKS_S = 5.0, 0.05, 0.1
+_STRANGERS = 64
+
+
+class Door:
+    """Where ranks of the run reach this process, from its making to ``close``.
+
+    Args:
+      peers: the address to listen at, and the run's secret, as `whale run` says them.
+    """
+
+    def __init__(self, peers: str) -> None:
+        address, secret = peers.split(" ")
+        self._secret = secret.encode()
+        self._listener = socket.create_server((address, 0), backlog=_STRANGERS)
+        self.address = f"{address}:{self._listener.getsockname()[1]}"
+        self._came: dict[tuple[int, int], socket.socket] = {}
+        self._changed = threading.Condition()
+        self._strangers = threading.Semaphore(_STRANGERS)
+        threading.Thread(target=self._accept, name="whale-door", daemon=True).start()
+
+    def connected(
+        self, group: int, me: int, members: Sequence[int], addresses: Mapping[int, str], given_up: Callable[[], bool]
+    ) -> list[int]:
+        """Descriptors of connections with the others of a group, in order; -1 for this rank's own.
+
+        Args:
+          group: its number, which no other group of the run has.
+          me, members: ranks of the run, as they were started.
+          addresses: where each of them listens.
+          given_up: whether one of them is known to be gone.
+
+        Raises:
+          CommError: it is.
+        """
+        found: dict[int, socket.socket] = {}
+        try:
+            for other in members:
+                if other < me:
+                    found[other] = self._reach(group, me, other, addresses[other], given_up)
+            for other in members:
+                if other > me:
+                    found[other] = self._awaited(group, other, given_up)
+            for other in members:
+                if other > me:
+                    found[other].sendall(b"+")
+        except BaseException as error:
+            for connection in found.values():
+                connection.close()
+            if isinstance(error, OSError):
+                raise _gone(members[-1]) from error
+            raise
+        for connection in found.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+        return [-1 if other == me else found[other].detach() for other in members]
+
+    def close(self) -> None:
+        """Nobody reaches this process any more."""
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        with self._changed:
+            for connection in self._came.values():
+                connection.close()
+            self._came.clear()
+
+    def _reach(self, group: int, me: int, other: int, address: str, given_up: Callable[[], bool]) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        while not given_up():
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=_SHOWS_S)
+            except OSError:
+                time.sleep(_TRIES_S)
+                continue
+            try:
+                connection.sendall(self._secret + _REST.pack(group, me))
+                connection.settimeout(_LOOKS_S)
+                while not given_up():
+                    try:
+                        if connection.recv(1):  # it makes the same group
+                            return connection
+                        break
+                    except TimeoutError:
+                        continue
+            except OSError:
+                pass
+            connection.close()
+        raise _gone(other)
+
+    def _awaited(self, group: int, other: int, given_up: Callable[[], bool]) -> socket.socket:
+        with self._changed:
+            while (group, other) not in self._came:
+                if given_up():
+                    raise _gone(other)
+                self._changed.wait(_LOOKS_S)
+            for late in [key for key in self._came if key[0] < group]:
+                self._came.pop(late).close()
+            return self._came.pop((group, other))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._strangers.acquire()
+            threading.Thread(target=self._look_at, args=(connection,), name="whale-stranger", daemon=True).start()
+
+    def _look_at(self, connection: socket.socket) -> None:
+        """Keeps a connection that shows the secret within `_SHOWS_S`."""
+        try:
+            until_s, said = time.monotonic() + _SHOWS_S, b""
+            while len(said) < _SECRET_BYTES + _REST.size:
+                connection.settimeout(max(0.001, until_s - time.monotonic()))
+                data = connection.recv(_SECRET_BYTES + _REST.size - len(said))
+                if not data:
+                    raise OSError
+                said += data
+            if not hmac.compare_digest(said[:_SECRET_BYTES], self._secret):
+                raise OSError
+        except OSError:
+            connection.close()
+            return
+        finally:
+            self._strangers.release()
+        with self._changed:
+            key = _REST.unpack(said[_SECRET_BYTES:])
+            if (before := self._came.pop(key, None)) is not None:
+                before.close()
+            self._came[key] = connection
+            self._changed.notify_all()
+
+
+def _gone(rank: int) -> CommError:
+    return CommError(
+        "a rank is gone while the ranks connect anew",
+        given=f"the rank that was started as number {rank}, or another one",
+        expected="all of them",
+        action="look at its log",
+    )

@@ -1,0 +1,169 @@
+"""The ranks of an elastic run as they are now: who they are, how they are connected, and what they count in common."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+
+import whale_ops
+from whale.config import Config
+from whale.runtime.elastic.allowed import fitting
+from whale.runtime.elastic.door import Door
+from whale.runtime.elastic.growth import Members, Welcome, shares_with
+from whale.runtime.elastic.meeting import gathered, sent
+from whale.runtime.ranks.connect import as_configured
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+from whale.runtime.ranks.trace import Trace
+from whale.runtime.ranks.watch import Watch
+from whale.runtime.variables.outside import Outside
+from whale.runtime.variables.owner import VariableOwner
+from whale.started import GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins
+
+
+class Run(Protocol):
+    """What changes of a run's context when its ranks do."""
+
+    config: Config
+    place: ProcessPlace
+    size: int
+    ranks: tuple[int, ...]
+    comms: Sequence[Any]
+    comm_name: str
+    watch: Watch | None
+    trace: Trace | None
+    variables: VariableOwner
+    programs: int
+    elements: int
+    auto: Any
+    saved: Any
+    described: Any
+    compiled_for: dict[str, str]
+    outside: Outside | None
+    at_end: list[Callable[[], None]]
+
+
+class Group:
+    """The ranks of a run.
+
+    Args:
+      run: gives its context.
+
+    Attributes:
+      number: of what was told of ranks that are gone or have come, and this rank has acted on.
+      divisions: how often rows were divided anew, or ranks taken in.
+      me: this rank, as it was started; members: all of them; (): this one has not been taken in.
+      ranks: what is known of them.
+      door: where others reach this one; None where no rank may join.
+    """
+
+    def __init__(self, run: Callable[[], Run]) -> None:
+        self._of, context, began_with = run, run(), joins()
+        self.number = self.divisions = 0
+        self._name = context.comm_name
+        self.me = context.place.rank
+        started = began_with or context.size
+        self.ranks = Members(started, set(range(started)))
+        self.members = () if began_with else self.ranks.left
+        self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.door = Door(os.environ[PEERS_VARIABLE]) if GROWS_VARIABLE in os.environ else None
+        if self.door is not None:
+            self._watch.tell({"address": self.door.address})
+            context.at_end.append(self.door.close)
+
+    @property
+    def _watch(self) -> Watch:
+        watch = self._of().watch
+        assert watch is not None  # every rank of `whale run` has one, if several take part
+        return watch
+
+    def hear(self, timeout_s: float) -> bool:
+        """Whether there is news of ranks; waits for it."""
+        changes = self._watch.changes(self.number, timeout_s)
+        if len(changes) <= self.number:
+            return False
+        self.number, self.ranks.changes = len(changes), changes
+        return True
+
+    def wait_until_asked_in(self) -> None:
+        """Of a process that joins: it is ready, and waits until all ranks know of it."""
+        self._watch.tell({"ready": True})
+        while self.me not in self.ranks.there:
+            self.hear(TURN_TIMEOUT_S)
+
+    def communicator(self, members: Sequence[int], kind: int, **shared: Any) -> whale_ops.Communicator:
+        """Of some of the ranks; ``kind`` and ``shared`` as of ``Members.communicator``. It is looked after."""
+        comm = self.ranks.communicator(self._name, self.me, members, kind, self.door, self._watch, **shared)
+        self._watch.look_after(comm, members, self.number)
+        return comm
+
+    def alone(self) -> None:
+        """Nobody else is left to be looked after."""
+        self._watch.look_after(None, self.members, self.number)
+
+    def share_again(self, dataset: Any) -> None:
+        """Has a dataset be divided (``divide_again``) whenever the ranks are others, or their shares."""
+        self._datasets.add(dataset)
+
+    def divide(self, shares: list[int]) -> None:
+        """The shares of rows are these from now on."""
+        context = self._of()
+        context.config = context.config.but({"replica.shares": shares})
+        if context.auto is not None:
+            context.auto = msgspec.structs.replace(context.auto, shares=())
+
+    def divide_data(self) -> None:
+        """Datasets are read by the ranks and the shares that there are now."""
+        for dataset in list(self._datasets):
+            dataset.divide_again()
+
+    def place(self, hosts: Sequence[str], me: int) -> None:
+        """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it."""
+        context, size = self._of(), len(hosts)
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
+        context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
+        context.size, context.ranks = size, (me,)
+        context.variables = VariableOwner(keeps_first=True)
+        context.auto = context.saved = context.described = None
+        if changes := fitting(context.config, size):
+            context.config = context.config.but(changes)
+        context.compiled_for.clear()
+
+    def grow(self, welcome: Welcome | None) -> Welcome:
+        """Connects all ranks that are there; gives newcomers what the others know, and returns it. Collective.
+
+        Raises:
+          CommError: one of them is gone.
+        """
+        context, members = self._of(), self.ranks.there
+        comm = self.communicator(members, 3, share_memory=context.config["communication.shared_memory"])
+        known = Welcome(*sent(comm, 0, None if welcome is None else tuple(vars(welcome).values())))
+        hosts = [one.decode() for one in gathered(comm, socket.gethostname().encode())]
+        self.place(hosts, members.index(self.me))
+        context.programs, context.elements, self.divisions = known.programs, known.elements, known.divisions
+        if known.shares:
+            self.divide(shares_with(known.shares, len(members)))
+        self.members, self.ranks.inside = members, self.ranks.inside | set(members)
+        if context.outside is None:
+            context.outside = Outside()
+        self.connect(comm)
+        return known
+
+    def connect(self, comm: whale_ops.Communicator | None) -> None:
+        """The ranks exchange through this from now on; None: this one is alone."""
+        context = self._of()
+        if comm is not None:
+            as_configured(comm, context.config)
+            if context.trace is not None:
+                comm.trace_start(context.trace.descriptor)
+        elif context.outside is not None:  # nobody is left with whom this rank could differ
+            context.outside.take_back()
+            context.outside = None
+        context.comms = () if comm is None else (comm,)
+        context.comm_name = "" if comm is None else comm.name
+        self.divide_data()

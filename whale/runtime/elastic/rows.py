@@ -1,0 +1,29 @@
+"""Batches whose rows are divided among other ranks than when they were read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whale.capture.sharded import ShardedTensor
+from whale.errors import ClusterError
+from whale.passes.facts.batch import rows_of_ranks
+from whale.runtime.ranks.ranks import Ranks
+
+
+def rows_again(context: Ranks, value: Any) -> Any:
+    """The rows of a batch that are this rank's now."""
+    if type(value) is not ShardedTensor:
+        return value
+    if len(value.sizes) == context.size:
+        rows = sum(value.sizes)
+        if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):
+            return value
+    if value.source is None:
+        raise ClusterError(
+            "rows of a batch that a rank read are gone with it",
+            given="a wh.ShardedTensor that was made by the script",
+            expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
+            action="take batches of wh.shard(dataset)",
+        )
+    iterator, position, leaf = value.source
+    return iterator.read_again(position)[leaf]

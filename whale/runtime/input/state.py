@@ -1,0 +1,85 @@
+"""``wh.State``: where a training loop is, so that another process can take it up there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from whale.errors import ProgramError
+from whale.runtime.input.data import ShardedDataset
+from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.run.context import current
+
+
+class State:
+    """What a training loop has to know to go on where it is: its epoch, what it has counted, its place in the data.
+
+        state = wh.State(epoch=0, losses=[])
+        for epoch in range(state.epoch, 10):
+            state.epoch = epoch
+            for x, y in state.rest(batches):  # of wh.shard
+                state.losses.append(float(step(x, y)))
+
+    The keywords become attributes. In a process that joins an elastic run (``whale run --hosts-from``), making it waits
+    until the others take the process in, and the attributes are theirs; ``rest`` then begins with the batch that is
+    their next one. Whale's variables need no mention: a step brings them. Elsewhere it keeps what it is given.
+
+    Args:
+      values: numbers, strings, arrays, and lists, tuples and dicts of such.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      CommError: a process that joins is not taken in, since another rank is gone.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __init__(self, **values: Any) -> None:
+        context = current("wh.State")
+        self._elastic = context.elastic
+        self._iterator: ShardedIterator | None = None
+        self._place: tuple[int, int] | None = None
+        vars(self).update(values)
+        said = self._elastic.come_in() if self._elastic is not None else None
+        if said is not None:
+            taken_up, self._place = unpack(said)
+            vars(self).update(taken_up)
+
+    def rest(self, dataset: ShardedDataset) -> Iterator[Any]:
+        """The batches of an epoch, or those that are left of it where another process has begun; commits before each.
+
+        Raises:
+          ProgramError: it is no dataset of ``wh.shard``.
+        """
+        if not isinstance(dataset, ShardedDataset):
+            raise ProgramError(
+                "nobody knows where a loop is in this dataset",
+                given=type(dataset).__name__,
+                expected="a dataset of wh.shard, whose batches are counted",
+                action="state.rest(wh.shard(dataset))",
+            )
+        self._iterator = iter(dataset)
+        if self._place is not None:
+            self._iterator.go_to(self._place)
+            self._place = None
+        try:
+            while True:
+                self.commit()
+                try:
+                    batch = next(self._iterator)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            self._iterator = None
+
+    def commit(self) -> None:
+        """The loop is where another process could take it up: before whatever the ranks do together next."""
+        if self._elastic is not None and self._elastic.keeps_commits:
+            values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+            place = self._iterator.place if self._iterator is not None else self._place
+            self._elastic.commit(pack((values, place)))
