@@ -9,11 +9,17 @@ from whale.errors import ClusterError
 from whale.passes.facts.batch import rows_of_ranks
 from whale.runtime.ranks.ranks import Ranks
 
+# Attribute of a tensor that a rank read while it was alone: (weak reference to the iterator, number of the batch, and
+# of the tensor in it), as the source of a part.
+ALONE = "_whale_source"
+
 
 def rows_again(context: Ranks, value: Any) -> Any:
     """The rows of a batch that are this rank's now."""
     if type(value) is not ShardedTensor:
-        return value
+        reference, *place = getattr(value, ALONE, None) or (lambda: None, 0, 0)
+        iterator = reference() if context.size > 1 else None
+        return value if iterator is None else iterator.read_again(place[0])[place[1]]
     if len(value.sizes) == context.size:
         rows = sum(value.sizes)
         if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):

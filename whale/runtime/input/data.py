@@ -69,6 +69,8 @@ class ShardedDataset:
 
     def divide_again(self) -> None:
         """The ranks are others now: this one reads the rows that are its own among them."""
+        elastic = self._context.elastic
+        self._epochs.may_grow = elastic is not None and elastic.keeps_commits and not self._context.between_processes
         if self._epochs.cut is None:
             self._told = False
             self._divide()

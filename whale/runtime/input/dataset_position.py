@@ -12,6 +12,7 @@ from tensorflow.python.trackable.base import Trackable
 
 from whale.capture.sharded import ShardedTensor, drawing
 from whale.errors import ProgramError
+from whale.runtime.elastic.rows import ALONE
 
 _KEY = "position"
 
@@ -27,6 +28,7 @@ class Epochs:
       reproducible: "" or why another run would see other samples.
       parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
       cut: this rank's part of a whole batch, where every rank reads all of them; None: it reads its part.
+      may_grow: whether this rank is alone for the moment.
       begun: iterations so far.
       opened: how many of them the dataset itself knows of: those since the ranks have divided it.
       iterators: those that may go on.
@@ -38,6 +40,7 @@ class Epochs:
     reproducible: str
     parts: int
     cut: Callable[[Any], Any] | None = None
+    may_grow: bool = False
     begun: int = 0
     opened: int = 0
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
@@ -99,6 +102,8 @@ class ShardedIterator(Trackable):
         for leaf, part in enumerate(tf.nest.flatten(element)):
             if type(part) is ShardedTensor:
                 part.source = self, position, leaf
+            elif self._epochs.may_grow and isinstance(part, tf.Tensor):  # this rank is alone, and may not stay so
+                setattr(part, ALONE, (weakref.ref(self), position, leaf))
         return element
 
     def divided_again(self) -> None:
