@@ -291,7 +291,7 @@ class Job:
 
     def _greet(self, link: ranks.RankLink, kind: Kind, payload: bytes) -> bool:
         newcomers = self._newcomers
-        rank = link.greet(kind, payload, self._options.ranks, newcomers and newcomers.expects)
+        rank = link.greet(kind, payload, self._options.ranks, newcomers.expects if newcomers is not None else None)
         if rank is None or rank in self._links:
             link.rank = None
             return False
