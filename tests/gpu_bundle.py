@@ -113,7 +113,9 @@ def unpack(folder: Path, libraries: Path = build.IN_PLACE) -> None:
             raise SystemExit(f"{folder / name} is missing or damaged: copy {folder} again")
     libraries.mkdir(parents=True, exist_ok=True)
     for path in (folder / "lib").iterdir():
-        shutil.copy2(path, libraries)
+        temporary = libraries / f".{path.name}.new"
+        shutil.copy2(path, temporary)
+        temporary.replace(libraries / path.name)  # a process that has the old one mapped keeps it
 
 
 def _sha256(path: Path) -> str:

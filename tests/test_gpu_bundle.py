@@ -62,7 +62,11 @@ def test_a_bundle_is_used_where_it_is_whole_and_fits(index: None, libraries: Pat
         "lib/libwhale_cuda.so",
         *(f"wheels/{name}-1.0-py3-none-any.whl" for name in ("cuda_part", "framework", "second")),
     ]
-    gpu_bundle.unpack(folder, there)
+    there.mkdir()
+    (there / "libwhale_cuda.so").write_bytes(b"older")
+    with (there / "libwhale_cuda.so").open("rb") as mapped:
+        gpu_bundle.unpack(folder, there)
+        assert mapped.read() == b"older", "a process that has it mapped would break"
     assert (there / "libwhale_cuda.so").read_bytes() == b"built" and not (there / "objects").exists()
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(folder / "wheels")]
     subprocess.run([*install, "--target", str(tmp_path / "site"), "framework"], check=True)
