@@ -14,6 +14,11 @@ _IGNORED = frozenset(
 _LARGEST_CONSTANT = 8  # elements; larger ones are data
 
 
+def dtype_of(text: str) -> str:
+    """The dtype of the first result of an operation, by its signature."""
+    return text.partition(") -> ")[2].partition("[")[0]
+
+
 def signature(program: Program, node: Node) -> str:
     """Equal for operations that take equal time: op, operands' and results' types, attributes, small constants."""
     operands = []

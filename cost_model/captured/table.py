@@ -46,6 +46,21 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
 
 
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU of the host."""
+
+    name: str
+    memory_gb: Positive
+
+
+class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Copies from one of TensorFlow's devices to another one, by its names: (bytes, seconds), by size."""
+
+    source: str
+    target: str
+    samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whole steps without exchanges: what they took, and what is predicted from their operations as they are alone.
 
@@ -72,6 +87,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slice_s: how long a computing thread keeps its core when another waits for it.
         wake_s: what an engine waits for a core when all compute.
         operations, curves, steps: see there.
+        gpus, copies: of a machine that has GPUs, which operations were measured on then; no prediction uses copies yet.
     """
 
     host: str
@@ -84,6 +100,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operations: list[Operation]
     curves: list[Curve]
     steps: list[Step] = []
+    gpus: list[Gpu] = []
+    copies: list[Copies] = []
     version: int = FORMAT_VERSION
 
     def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> Table:

@@ -25,7 +25,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError
 from whale.ir.program import Node
 from whale.ir.values import DType
-from whale.runtime.ranks import device_exchange
+from whale.runtime.ranks import device_exchange, gpus
 from whale.runtime.ranks.device_exchange import Gpu
 
 Start = Callable[..., None]
@@ -202,7 +202,7 @@ step(tf.ones((8, 4)))
 )
 def test_kernels_for_gpus_are_found_by_types(op: str, dtype: str, has: bool) -> None:
     whale_ops.ops()
-    assert device_exchange.has_gpu_kernel(Node("x", op, attrs={"T": DType(dtype)})) == has
+    assert gpus.has_gpu_kernel(Node("x", op, attrs={"T": DType(dtype)})) == has
 
 
 def test_a_kernel_of_other_types_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_kernel_of_other_types_does_not_count(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels, "get_registered_kernels_for_op", lambda op: registered)
     for dtype in ("float32", "float64"):
         node = Node("x", "Bincount", attrs={"T": DType(dtype)})
-        assert device_exchange.has_gpu_kernel(node) == (dtype == "float32")
+        assert gpus.has_gpu_kernel(node) == (dtype == "float32")
 
 
 def test_ranks_of_one_process_are_refused(ranks: Start) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from cost_model.captured.machine import Rates
 from whale.ir.program import Program
 from whale.planner.captured.search import unequal
+from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 
 SUSPECT = 1.1  # ranks that seem to differ by more are measured again
@@ -132,4 +133,5 @@ def _seconds(call: Callable[[], Any], least_s: float) -> float:
     while count < 5 or time.perf_counter() < start_s + least_s:
         call()
         count += 1
+    await_gpus()
     return (time.perf_counter() - start_s) / count

@@ -30,6 +30,7 @@ from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.updates.fuse import UPDATE
+from whale.runtime.ranks.gpus import await_gpus
 from whale_ops.memory import memory, reset_peak
 
 _tags = itertools.count()
@@ -205,6 +206,7 @@ def _call_s(call: Callable[[], Any]) -> float:
     """The median over rounds of one call's seconds."""
     start_s = time.perf_counter()
     call()
+    await_gpus()
     once_s = time.perf_counter() - start_s
     repeats = max(1, min(200, int(LEAST_S / max(once_s, 1e-6))))
     rounds = []
@@ -212,6 +214,7 @@ def _call_s(call: Callable[[], Any]) -> float:
         start_s = time.perf_counter()
         for _ in range(repeats):
             call()
+        await_gpus()
         rounds.append((time.perf_counter() - start_s) / repeats)
     return statistics.median(rounds)
 

@@ -18,7 +18,8 @@ import tensorflow as tf
 from cost_model.captured import table as tables
 from cost_model.captured.machine import measured_machine
 from cost_model.captured.predict import predict_ranks
-from cost_model.captured.table import Curve, Operation, Step, Table
+from cost_model.captured.signature import dtype_of
+from cost_model.captured.table import Curve, Step, Table
 from whale import python
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
@@ -26,6 +27,7 @@ from whale.ir.program import Program
 from whale.lowering.local import localise
 from whale.passes.order import make_plan
 from whale.runtime.measure import operations as measure
+from whale.runtime.measure.gpus import copies, found_gpus
 from whale.runtime.measure.steps import step_seconds
 from whale.runtime.measure.without_exchanges import apart, talks_inside
 from whale.runtime.spread.mesh import plan_program
@@ -62,7 +64,9 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
     found, _ = measure.measure(list(measure.distinct(samples.programs()).values()), SECONDS_FOR_OPERATIONS, say)
     call_s, node_s = measure.overheads()
     name = platform.node() or "local"
-    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves)
+    devices = [one.name for one in tf.config.list_logical_devices("GPU")]
+    gpus, copied = (found_gpus(), copies(["/device:CPU:0", *devices])) if devices else ([], [])
+    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves, [], gpus, copied)
     tables.write(table, out)
     return table
 
@@ -170,19 +174,19 @@ def replan(planned: Planned, **changes: object) -> Planned:
 
 def summary(table: Table) -> str:
     """Some lines for people."""
-    fastest: dict[str, Operation] = {}
+    fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
     for o in table.operations:
         if o.op in ("MatMul", "Conv2D", "AddV2"):
-            best = fastest.get(o.op)
-            rate = (o.flops if o.op != "AddV2" else o.moved_bytes) / o.seconds
-            if best is None or rate > (best.flops if o.op != "AddV2" else best.moved_bytes) / best.seconds:
-                fastest[o.op] = o
+            amount, unit = (o.moved_bytes, "GB/s") if o.op == "AddV2" else (o.flops, "GFLOP/s")
+            kind = o.op, dtype_of(o.signature)
+            fastest[kind] = max(fastest.get(kind, (0.0, unit)), (amount / o.seconds / 1e9, unit))
     lines = [f"{table.host}: {table.cores:g} cores, {len(table.operations)} operations, {len(table.steps)} steps"]
-    for op, o in sorted(fastest.items()):
-        lines.append(
-            f"  {op:<8} up to {o.moved_bytes / o.seconds / 1e9:.1f} GB/s" if op == "AddV2"
-            else f"  {op:<8} up to {o.flops / o.seconds / 1e9:.1f} GFLOP/s"
-        )  # fmt: skip
+    lines += [f"  {gpu.name}, {gpu.memory_gb:.0f} GB" for gpu in table.gpus]
+    lines += [f"  {op:<8} {dtype:<8} up to {rate:.1f} {unit}" for (op, dtype), (rate, unit) in sorted(fastest.items())]
+    for one in table.copies:
+        (_, first_s), (last, last_s) = one.samples[0], one.samples[-1]
+        way = f"{one.source.removeprefix('/device:')} to {one.target.removeprefix('/device:')}"
+        lines.append(f"  {way:<14} copied: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")
     for c in table.curves:
         (_, first_s), (last, last_s) = c.samples[0], c.samples[-1]
         lines.append(f"  {c.kind:<14} {c.ranks} ranks: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")

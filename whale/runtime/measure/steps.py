@@ -94,6 +94,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def main() -> None:
     """One process: told a program's number, it runs a step of it and prints its seconds."""
     from whale.runtime.measure.operations import whole_step
+    from whale.runtime.ranks.gpus import await_gpus
 
     calls = [whole_step(program) for program in pickle.loads(Path(sys.argv[1]).read_bytes())]
     for call in calls:
@@ -103,6 +104,7 @@ def main() -> None:
     for line in sys.stdin:
         start_s = time.perf_counter()
         calls[int(line)]()
+        await_gpus()
         print(time.perf_counter() - start_s, flush=True)
 
 

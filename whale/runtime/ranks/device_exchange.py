@@ -14,11 +14,8 @@ from pathlib import Path
 import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
-from whale.ir.program import Node, Program
-from whale.ir.values import DType
 from whale.log import log
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS, PINNED
-from whale.passes.exchange.without_kernels import processor_lines
 from whale.started import ProcessPlace
 from whale_ops import build_cuda
 
@@ -119,33 +116,6 @@ def device_buffer_bytes(config: Config) -> int:
 def library() -> Path:
     """Where `python -m whale_ops.build_cuda` puts its library."""
     return build_cuda.IN_PLACE / build_cuda.NAME
-
-
-def told_of_processors(programs: Sequence[Program]) -> list[str]:
-    """Which operations of what the ranks run TensorFlow computes on processors, as lines for people."""
-    import tensorflow as tf
-
-    if not tf.test.is_built_with_cuda():
-        return ["Which operations have no kernel for GPUs is told by a TensorFlow for GPUs: tensorflow[and-cuda]"]
-    whale_ops.ops()  # their kernels, too
-    return processor_lines(programs, has_gpu_kernel)
-
-
-def has_gpu_kernel(node: Node) -> bool:
-    """Whether this TensorFlow has a kernel for GPUs of an operation with these types."""
-    import tensorflow as tf
-    from tensorflow.python.framework.kernels import get_registered_kernels_for_op
-
-    def is_allowed(name: str, types: Sequence[int]) -> bool:
-        given = node.attrs.get(name)
-        asked = given if isinstance(given, tuple | list) else (given,)
-        return all(isinstance(one, DType) and tf.as_dtype(str(one)).as_datatype_enum in types for one in asked)
-
-    return any(
-        kernel.device_type in ("GPU", "DEFAULT")
-        and all(is_allowed(one.name, one.allowed_values.list.type) for one in kernel.constraint)
-        for kernel in get_registered_kernels_for_op(node.op).kernel
-    )
 
 
 def take_gpu(local_rank: int) -> Gpu:

@@ -31,7 +31,7 @@ from whale.planner.report.draw_captured import Drawn
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.ranks.device_exchange import told_of_processors
+from whale.runtime.ranks.gpus import told_of_processors
 from whale.runtime.run.context import process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run

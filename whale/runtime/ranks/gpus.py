@@ -1,0 +1,45 @@
+"""What this process's TensorFlow does with GPUs: which kernels it has, and when they are through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import whale_ops
+from whale.ir.program import Node, Program
+from whale.ir.values import DType
+from whale.passes.exchange.without_kernels import processor_lines
+
+
+def await_gpus() -> None:
+    """Returns when GPUs have computed what was started: calls of TensorFlow return before that."""
+    import tensorflow as tf
+
+    if tf.config.list_logical_devices("GPU"):
+        tf.test.experimental.sync_devices()
+
+
+def told_of_processors(programs: Sequence[Program]) -> list[str]:
+    """Which operations of what the ranks run TensorFlow computes on processors, as lines for people."""
+    import tensorflow as tf
+
+    if not tf.test.is_built_with_cuda():
+        return ["Which operations have no kernel for GPUs is told by a TensorFlow for GPUs: tensorflow[and-cuda]"]
+    whale_ops.ops()  # their kernels, too
+    return processor_lines(programs, has_gpu_kernel)
+
+
+def has_gpu_kernel(node: Node) -> bool:
+    """Whether this TensorFlow has a kernel for GPUs of an operation with these types."""
+    import tensorflow as tf
+    from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+
+    def is_allowed(name: str, types: Sequence[int]) -> bool:
+        given = node.attrs.get(name)
+        asked = given if isinstance(given, tuple | list) else (given,)
+        return all(isinstance(one, DType) and tf.as_dtype(str(one)).as_datatype_enum in types for one in asked)
+
+    return any(
+        kernel.device_type in ("GPU", "DEFAULT")
+        and all(is_allowed(one.name, one.allowed_values.list.type) for one in kernel.constraint)
+        for kernel in get_registered_kernels_for_op(node.op).kernel
+    )
