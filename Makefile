@@ -35,7 +35,7 @@ CUDA_PACKAGES := nvidia-nccl-cu12 nvidia-cuda-nvcc nvidia-cuda-cccl
 # Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 TF_KERAS := $(if $(filter-out 2.15.%,$(TF)),'tf_keras==$(basename $(TF)).*')
 TF_FOR_GPUS := tensorflow[and-cuda]
-BUNDLE := dist/gpu-bundle
+BUNDLE := build/gpu-bundle
 BUNDLED = --wheels $(TOOLS) '$(TF_FOR_GPUS)==$(TF)' $(MPI_PACKAGE) $(CUDA_PACKAGES) --alone $(TF_KERAS) \
   --extras demo test bench $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto

@@ -1,6 +1,6 @@
 """What a machine with GPUs and without a network needs for ``make gpu``, packed on one that has a network.
 
-``make gpu-bundle`` packs into dist/gpu-bundle: wheels/ with all that pip would install there, lib/ with the built
+``make gpu-bundle`` packs into build/gpu-bundle: wheels/ with all that pip would install there, lib/ with the built
 libraries, bundle.json with what there is, by its SHA-256. ``make gpu`` on the other machine checks and uses it.
 
     python -m tests.gpu_bundle list   --wheels REQUIREMENT ... [--alone REQUIREMENT ...] [--extras NAME ...]

