@@ -23,6 +23,7 @@ from whale.runtime.elastic import balance, generations
 from whale.runtime.run.context import running
 
 BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 12
+LAST = 100 + EPOCHS * BATCHES  # behind it no step follows
 generations.ALONE_BYTES = 150  # so that some pieces are sent alone, and others together
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
 
@@ -45,10 +46,10 @@ class Faults:
             slow_down()
         elif kind == "join":
             grow()
-        elif kind == "copy":
+        elif kind == "copy" and (step == 0 or running().elastic._generations is not None) and step < LAST:
             setattr(generations.Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind is not None:
-            os.kill(os.getpid(), _SIGNALS[kind])
+            os.kill(os.getpid(), _SIGNALS.get(kind, signal.SIGKILL))  # where nothing is copied, as by "kill"
 
 
 def grow() -> None:

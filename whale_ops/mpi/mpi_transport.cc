@@ -75,7 +75,7 @@ class MpiTransport final : public Transport {
       MPI_Cancel(&receive.request);
       MPI_Wait(&receive.request, MPI_STATUS_IGNORE);
     }
-    if (own_) MPI_Comm_free(&communicator_);
+    if (own_ && !left_out) MPI_Comm_free(&communicator_);
     --open_transports;
   }
 

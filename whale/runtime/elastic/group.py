@@ -70,6 +70,7 @@ class Group:
         started = began_with or context.size
         self.ranks = Members(started, set(range(started)))
         self.members = () if began_with else self.ranks.left
+        self._made = [(comm, self.members) for comm in context.comms]
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self.door = Door(os.environ[PEERS_VARIABLE]) if GROWS_VARIABLE in os.environ else None
         if self.door is not None:
@@ -90,6 +91,11 @@ class Group:
         self.number, self.ranks.changes = len(changes), changes
         return True
 
+    @property
+    def over(self) -> bool:
+        """Whether a rank has come to its end, and so the run."""
+        return self._watch.over
+
     def wait_until_asked_in(self) -> None:
         """Of a process that joins: it is ready, and waits until all ranks know of it."""
         self._watch.tell({"ready": True})
@@ -99,8 +105,16 @@ class Group:
     def communicator(self, members: Sequence[int], kind: int, **shared: Any) -> whale_ops.Communicator:
         """Of some of the ranks; ``kind`` and ``shared`` as of ``Members.communicator``. It is looked after."""
         comm = self.ranks.communicator(self._name, self.me, members, kind, self.door, self._watch, **shared)
+        self._made.append((comm, tuple(members)))
         self._watch.look_after(comm, members, self.number)
         return comm
+
+    def _left(self, comm: whale_ops.Communicator, ranks: Sequence[int]) -> bool:
+        """Leaves a communicator that is not used any more; whether all others have, too, or are gone."""
+        for i, rank in enumerate(ranks):
+            if rank not in self.ranks.there:
+                comm.lose(i, "is gone")
+        return comm.leave(0.0)
 
     def alone(self) -> None:
         """Nobody else is left to be looked after."""
@@ -165,5 +179,6 @@ class Group:
             context.outside.take_back()
             context.outside = None
         context.comms = () if comm is None else (comm,)
+        self._made = [(old, ranks) for old, ranks in self._made if old is comm or not self._left(old, ranks)]
         context.comm_name = "" if comm is None else comm.name
         self.divide_data()

@@ -59,7 +59,9 @@ class Members:
         latest = next(change.addresses for change in reversed(self.changes) if change.addresses)
         addresses = {int(rank): address for rank, address in latest.items()}
         known = len(self.changes)
-        sockets = door.connected(group, me, members, addresses, lambda: len(watch.changes(0, 0.0)) > known)
+        sockets = door.connected(
+            group, me, members, addresses, lambda: watch.over or len(watch.changes(0, 0.0)) > known
+        )
         return whale_ops.over_sockets(name, members.index(me), sockets, **shared)
 
 

@@ -109,6 +109,12 @@ class Watch:
             self._lock.wait_for(lambda: len(self._changes()) > more_than, timeout_s)
             return [Change(*map(message.get, ("rank", "joined", "addresses"))) for message in self._changes()]
 
+    @property
+    def over(self) -> bool:
+        """Whether a rank has come to its end, and so the run."""
+        with self._lock:
+            return any(not message.get("goes_on") for message in self._heard)
+
     def start(self) -> str:
         """Of a process that joins: what the ranks have begun with, as one of them has told it by ``tell``.
 

@@ -259,7 +259,6 @@ class Elastic:
             hosts = hosts_left(context.config["communication.emulate_hosts"], members)
             share = context.config["communication.shared_memory"]
             comm = group.communicator(members, 1, share_memory=share, hosts=hosts)
-            meeting.leave(0.0)
         group.connect(comm)
 
     def _mine(self) -> Said:
@@ -310,6 +309,7 @@ class Elastic:
 
         Raises:
           CommError: one of them is gone while they take this one in.
+          SystemExit: they have come to their end before they took it in.
         """
         if self._group.members:
             return None
@@ -318,6 +318,9 @@ class Elastic:
             try:
                 return self._grow(None).state
             except CommError:
+                if self._group.over:
+                    log.warning("the others have come to their end, and this process has not joined them")
+                    raise SystemExit(0) from None
                 if not self._group.hear(_WORD_S):
                     raise
 

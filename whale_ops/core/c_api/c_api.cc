@@ -296,7 +296,7 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   *all_left = communicator->endpoint->closed() ? 1 : 0;
-  finalizable = *all_left ? communicator->mpi : nullptr;
+  finalizable = *all_left && !communicator->endpoint->misses() ? communicator->mpi : nullptr;
   return report(status);
 }
 

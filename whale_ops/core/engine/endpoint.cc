@@ -32,7 +32,8 @@ Endpoint::Endpoint(std::string name, std::unique_ptr<Transport> transport, std::
       hosts_(group_by_memory(*transport_)),
       several_hosts_(*std::max_element(hosts_.begin(), hosts_.end()) > 0),
       wake_(std::move(wake)),
-      left_(size_, false) {}
+      left_(size_, false),
+      gone_(size_, false) {}
 
 Endpoint::~Endpoint() = default;
 
@@ -72,12 +73,20 @@ bool Endpoint::poll(int64_t now) {
   worked |= transport_->progress(this);
   worked |= work();
   if (now >= next_check_ns_) check_waits(now);
-  if (self_left_ && delayed_.empty() && transport_->drained() &&
-      std::all_of(left_.begin(), left_.end(), [](bool left) { return left; })) {
+  if (self_left_ && delayed_.empty() && is_over()) {
     transport_.reset();  // here and not in the destructor: all calls of a transport belong to this thread
+    in_transit_.clear();
     closed_ = true;
   }
   return worked;
+}
+
+bool Endpoint::is_over() const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!left_[rank] && !gone_[rank]) return false;
+  }
+  const bool some_gone = std::any_of(gone_.begin(), gone_.end(), [](bool gone) { return gone; });
+  return some_gone ? transport_->may_end() : transport_->drained();
 }
 
 // A piece of each, so that none holds up the others' messages.

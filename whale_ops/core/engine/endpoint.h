@@ -59,13 +59,15 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // each naming itself. Nothing when the peer has said good-bye. `what` ends a sentence that begins with "rank 1".
   void lose(int peer, const std::string& what);
   bool lost() const { return lost_.load(); }
+  // Whether a peer is gone that has not said good-bye.
+  bool misses() const { return misses_.load(); }
   // The error with which all operations fail from now on, if any.
   Status failure() const;
   // The operations that have waited for some time, as of the last look at them: those that move tensors first, oldest first.
   std::vector<Wait> waits() const;
   // Says good-bye to the other ranks; operations of this rank fail from now on.
   void leave();
-  // Whether all ranks have left and nothing of this rank is under way any more.
+  // Whether all ranks have left, or are gone, and nothing of this rank is under way any more.
   bool closed() const { return closed_.load(); }
   void set_link(LinkModel link);
   // Of all-reduces submitted from now on, where it can serve them. Equal on all ranks.
@@ -80,6 +82,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   bool has_active() const { return !active_.empty(); }
 
  private:
+  bool is_over() const;
   struct InTransit {
     std::shared_ptr<Operation> operation;
     int lane;
@@ -162,6 +165,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::vector<Wait> waits_;  // as of the last check_waits
   Status failure_;           // aborted_, for other threads
   std::atomic<bool> closed_{false};
+  std::atomic<bool> misses_{false};
   std::atomic<bool> lost_{false};
 
   // Engine thread only.
@@ -176,6 +180,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   LinkModel engine_link_;
   int64_t link_free_ns_ = 0;
   std::vector<bool> left_;
+  std::vector<bool> gone_;  // without a word, as somebody says who sees their processes
   std::unordered_map<int, int64_t> send_grace_ns_;  // peers that have left: when sends to them are given up
   bool self_left_ = false;
   Status aborted_;

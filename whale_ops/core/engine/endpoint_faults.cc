@@ -74,7 +74,10 @@ void Endpoint::peer_left(int peer) {
 }
 
 void Endpoint::peer_lost(int peer, const std::string& what) {
-  if (peer < 0 || peer >= size_ || peer == rank_ || left_[peer] || !aborted_.ok()) return;
+  if (peer < 0 || peer >= size_ || peer == rank_ || left_[peer]) return;
+  gone_[peer] = true;
+  misses_ = true;
+  if (!aborted_.ok()) return;
   lost_ = true;
   const std::string sentence = "rank " + std::to_string(peer) + " " + what;
   std::vector<std::shared_ptr<Operation>> operations;

@@ -68,6 +68,8 @@ class HostTransport final : public Transport {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.backlog.empty(); });
   }
 
+  bool may_end() const override { return !has_remote() || network_->may_end(); }
+
   void send(int to, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
             TransportSink* sink) override {
     if (!peers_[to].shared) return network_->send(to, header, note, payload, cookie, sink);

@@ -59,6 +59,10 @@ class SocketTransport final : public Transport {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.broken || (peer.out.empty() && peer.parked.empty()); });
   }
 
+  bool may_end() const override {
+    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.broken || peer.out.empty(); });
+  }
+
   void send(int to, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
             TransportSink* sink) override {
     Peer& peer = peers_[to];

@@ -84,6 +84,8 @@ class Transport {
   virtual bool share_tensors(int /* one */, int /* other */) const { return false; }
   // Whether every send that was given to the network has left this rank's memory.
   virtual bool drained() const = 0;
+  // Whether it may end though peers that are gone have not taken what was sent to them: nothing reads that memory any more.
+  virtual bool may_end() const { return drained(); }
 };
 
 }  // namespace whale
