@@ -59,6 +59,7 @@ class ShardedDataset:
         self._epochs = Epochs(
             elements=self._traced,
             begin=lambda: iter(self._read),
+            make_again=self._divide,
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,

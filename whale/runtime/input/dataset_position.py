@@ -24,6 +24,7 @@ class Epochs:
     Attributes:
       elements: from how many of its first batches are left out to an iterator.
       begin: begins an iteration over the dataset and leaves it: a shuffle that reshuffles goes on to its next order.
+      make_again: makes the dataset anew, so that its shuffle begins with its first order.
       reshuffles: each iteration has another order.
       reproducible: "" or why another run would see other samples.
       parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
@@ -36,6 +37,7 @@ class Epochs:
 
     elements: Callable[[int], Iterator[Any]]
     begin: Callable[[], object]
+    make_again: Callable[[], object]
     reshuffles: bool
     reproducible: str
     parts: int
@@ -44,6 +46,13 @@ class Epochs:
     begun: int = 0
     opened: int = 0
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
+
+    def open_again(self) -> None:
+        """Iterations go on in a dataset that was made anew, so that any of its orders can be had."""
+        self.make_again()
+        self.opened = 0
+        for iterator in self.iterators:
+            iterator.go_back()
 
     def divided_again(self) -> None:
         """Ranks are gone. Where each reads its rows, the dataset is another one now, and iterations go on in it."""
@@ -67,8 +76,8 @@ class ShardedIterator(Trackable):
         epochs.iterators.add(self)
         self._number: int | None = None  # of the iteration; known when it begins
         self._elements: Iterator[Any] | None = None
-        self._again: tuple[int, list[Any]] | None = None  # the batch that was divided again, and its leaves
-        self._whole: Any = None  # the latest batch, where every rank reads all of it
+        self._again: dict[int, list[Any]] = {}  # leaves of batches that were divided again, by number
+        self._wholes: dict[int, Any] = {}  # the latest two batches, where every rank reads all of them
 
     def __iter__(self) -> ShardedIterator:
         return self
@@ -82,20 +91,33 @@ class ShardedIterator(Trackable):
         self.begin()
         element = next(self._elements)  # type: ignore[arg-type]
         if self._epochs.cut is not None:
-            self._whole, element = element, self._epochs.cut(element)
+            self._wholes = {n: whole for n, whole in self._wholes.items() if n == self._position - 1}
+            self._wholes[self._position], element = element, self._epochs.cut(element)
         self._position += 1
         return self._marked(element, self._position - 1)
 
     def read_again(self, position: int) -> list[Any]:
-        """The leaves of the batch of this number, which was the latest one, as it is divided now."""
-        if self._again is None or self._again[0] != position:
+        """The leaves of the batch of this number, as it is divided now. It was one of the latest two.
+
+        What is read next stays the same.
+        """
+        if position not in self._again:
             if self._epochs.cut is not None:
-                element = self._marked(self._epochs.cut(self._whole), position)
+                element = self._marked(self._epochs.cut(self._wholes[position]), position)
             else:
-                self.go_back(position)
+                behind = self._position
+                self._read_from(position)
                 element = self.read()
-            self._again = position, tf.nest.flatten(element)
-        return self._again[1]
+                if self._position != behind:
+                    self._read_from(behind)
+            self._again[position] = tf.nest.flatten(element)
+        return self._again[position]
+
+    def _read_from(self, position: int) -> None:
+        """The next batch is that of this number of the same order, also if the dataset has gone on to a later one."""
+        if self._epochs.reshuffles and self._number is not None and self._epochs.opened > self._number:
+            self._epochs.open_again()
+        self.go_back(position)
 
     def _marked(self, element: Any, position: int) -> Any:
         """The batch of this number, whose parts say where they are from."""
@@ -108,7 +130,7 @@ class ShardedIterator(Trackable):
 
     def divided_again(self) -> None:
         """The ranks are others now."""
-        self._again = None
+        self._again = {}
         if self._epochs.cut is None:
             self.go_back()
 
