@@ -74,21 +74,32 @@ def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[i
 
 def executions(program: Program) -> Counter[str]:
     """How often a step runs each function of a program; a loop whose turns are not known counts as one turn."""
-    found: Counter[str] = Counter()
+    if not program.functions:
+        return Counter()
+    known: dict[tuple[str, tuple[tuple[int, int], ...]], Counter[str]] = {}
 
-    def visit(graph: Program, times: int, arguments: Mapping[int, int]) -> None:
+    def inside(name: str, arguments: Mapping[int, int]) -> Counter[str]:
+        """What one run of a function runs, for the values of its arguments that are known."""
+        key = name, tuple(sorted(arguments.items()))
+        if key not in known:  # micro-batches call the same functions
+            known[key] = within(program.functions[name], arguments)
+        return known[key]
+
+    def within(graph: Program, arguments: Mapping[int, int]) -> Counter[str]:
+        found: Counter[str] = Counter()
         counted = turns(graph, program.functions, arguments)
         for node in graph.nodes:
             loop = counted.get(node.name, Turns(1, {}))
             for key, function in function_refs(node):
                 if function.name in program.functions:
                     # A loop asks once more than it goes on.
-                    often = times * (loop.count + (node.op in LOOPS and key == "cond"))
-                    found[function.name] += often
-                    visit(program.functions[function.name], often, loop.arguments)
+                    times = loop.count + (node.op in LOOPS and key == "cond")
+                    found[function.name] += times
+                    for name, often in inside(function.name, loop.arguments).items():
+                        found[name] += times * often
+        return found
 
-    visit(program, 1, {})
-    return found
+    return within(program, {})
 
 
 def function_of(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:

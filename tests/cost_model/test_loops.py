@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from cost_model.captured.machine import measured_machine
 from cost_model.captured.predict import Ran, predict_ranks
 from cost_model.captured.unroll import unrolled
-from cost_model.ops import program_work
+from cost_model.ops import executions, program_work
 from tests.cost_model.test_captured import TABLE
 from whale.capture.function import capture_function
 from whale.errors import PlanError
-from whale.ir.program import Program
+from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.values import Func, TensorType
 from whale.lowering.local import localise
 from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
@@ -181,3 +183,21 @@ def test_a_loop_or_branch_that_data_decide_is_refused_and_says_what_to_do() -> N
 def test_a_plan_counts_what_loops_do_as_often_as_they_do_it() -> None:
     program = recurrent(TURNS, 8)
     assert make_plan(program, PlanSettings(size=2)).total_flops == products(program)[1]
+
+
+def test_a_function_that_many_call_is_gone_through_once_and_counted_for_each() -> None:
+    def calls(name: str, of: str, times: int) -> Program:
+        start = const_node("start", np.zeros(()))
+        nodes = [start]
+        for i in range(times):
+            nodes.append(
+                Node(f"call_{i}", "WhaleCall", (Ref("start"),), (), {"f": Func(of)}, (TensorType("float64", ()),))
+            )
+        return Program(name, tuple(nodes), (), (), (Ref("start"),), ())
+
+    depth, times = 12, 5  # 5 ** 12 calls, were each gone through
+    functions = {f"f{i}": calls(f"f{i}", f"f{i + 1}", times) for i in range(depth)}
+    functions[f"f{depth}"] = calls(f"f{depth}", "", 0)
+    main = calls("main", "f0", times)
+    found = executions(Program(main.name, main.nodes, (), (), main.outputs, (), functions))
+    assert found == Counter({f"f{i}": times ** (i + 1) for i in range(depth + 1)})

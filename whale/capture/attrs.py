@@ -98,11 +98,12 @@ class NodeAttrs(Mapping[str, Any]):
     shared with the graph it came from: nobody writes to it.
     """
 
-    __slots__ = ("_decoded", "node_def")
+    __slots__ = ("_decoded", "_names", "node_def")
 
     def __init__(self, node_def: Any) -> None:
         self.node_def = node_def
         self._decoded: dict[str, Any] = {}
+        self._names: tuple[str, ...] | None = None
 
     def __getitem__(self, key: str) -> Any:
         try:
@@ -120,12 +121,17 @@ class NodeAttrs(Mapping[str, Any]):
         return not key.startswith("_") or key in _KEPT_INTERNAL
 
     def __iter__(self) -> Iterator[str]:
-        for key in self.node_def.attr:
-            if not key.startswith("_") or key in _KEPT_INTERNAL:
-                yield key
+        return iter(self._keys())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._keys())
+
+    def _keys(self) -> tuple[str, ...]:
+        """Read once: passes go through the attributes of all nodes many times."""
+        if self._names is None:
+            kept = (key for key in self.node_def.attr if not key.startswith("_") or key in _KEPT_INTERNAL)
+            self._names = tuple(kept)
+        return self._names
 
     def __repr__(self) -> str:
         return f"NodeAttrs({dict(self)!r})"

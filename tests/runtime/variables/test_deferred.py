@@ -154,13 +154,17 @@ def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
     np.testing.assert_array_equal(kept, first[3])
 
 
-def test_little_variables_of_keras_are_made_without_recording_them(
+def test_what_stays_whole_and_little_variables_are_made_without_recording_them(
     ranks: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[Any] = []
     monkeypatch.setattr(deferred, "record", lambda make, dtype: recorded.append(record(make, dtype)) or recorded[-1])
     ranks(2)
     with wh.replica():
+        copied = tf.keras.layers.Dense(32)
+        copied.build((None, 64))
+    assert not recorded and all(deferred_of(getattr(w, "value", w)) is None for w in copied.weights)
+    with wh.split():
         layer = tf.keras.layers.Dense(32)
         layer.build((None, 64))
     kernel, bias = (getattr(w, "value", w) for w in layer.weights)

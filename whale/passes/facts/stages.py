@@ -47,6 +47,8 @@ def stages_of(program: Program) -> tuple[str, ...]:
     """The stages in the order of the data; those that run side by side, in the order in which they were entered."""
     stage = {n.name: stage_of(n.scope) for n in program.nodes}
     found = sorted({s for s in stage.values() if s}, key=_entered_as)
+    if not found:
+        return ()
     before: dict[str, set[str]] = {s: set() for s in found}  # what it reads of, directly or not
     handles, free = program.variable_of, free_nodes(program)
     weights: set[str] = set()  # what is read from variables, whose stages say nothing about the order

@@ -301,9 +301,20 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
         return ref.node if r is None else r.group
 
     waits: dict[str | int, set[str | int]] = {}
+    left = {number: {m.ref.node for m in members} for number, members in plan.groups.items()}
+    groups_of: dict[str, list[int]] = {}
+    for number, names in left.items():
+        for name in names:
+            groups_of.setdefault(name, []).append(number)
+    in_order = True  # each group is read behind all its members, so that it has a place among the nodes
     for node in program.nodes:
         operands = zip(node.inputs, strategies[node.name].inputs)
-        waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
+        before = waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
+        in_order = in_order and not any(type(b) is int and left[b] for b in before)
+        for number in groups_of.get(node.name, ()):
+            left[number].discard(node.name)
+    if in_order:
+        return
     for number, members in plan.groups.items():
         if members[0].graph == graph:
             waits[number] = {m.ref.node for m in members}

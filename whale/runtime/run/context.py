@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 
 _T = TypeVar("_T")
+_REPLICAS = re.compile(r"replica_\d+(/replica_\d+)*")  # paths of wh.replica without devices
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,15 @@ class Context(Ranks):
         return spread and self.config["batch.mode"] == "local"
 
     @property
+    def _only_replicates(self) -> bool:
+        """Whether the scopes that are entered leave variables whole on all ranks, and no plan is given that does not.
+
+        To record what initializers do costs a first step more than to do it: not for what is whole in the end.
+        """
+        given = self.saved is not None or self.described is not None
+        return not given and all(_REPLICAS.fullmatch(path) for path in self.scopes)
+
+    @property
     def may_divide_variables(self) -> bool:
         """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
         if self.dry is not None or (self.size == 1 and not self.config["offload.level"]):
@@ -248,7 +259,7 @@ class Context(Ranks):
             self.config.zero_level
             or self.config["offload.level"]
             or self.config["auto_parallel"]
-            or self.scopes
+            or (self.scopes and not self._only_replicates)
             or self.dividing_scope_seen
         )
 
