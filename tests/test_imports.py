@@ -86,7 +86,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     + ("math", "nn", "structure"),
     "whale.passes": ("settings", "dump", "facts", "normalise", "layout", "exchange", "memory", "judge", "in_time")
     + ("lay_out", "order"),
-    "whale.passes.normalise": ("folding", "*"),
+    "whale.passes.normalise": ("folding", "emitter", "by_ids", "*"),
     "whale.planner": ("described", "search", "captured", "report", "run_described", "ask", "why", "offers"),
     "whale.runtime": (
         "ranks",

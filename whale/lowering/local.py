@@ -17,13 +17,14 @@ from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dty
 from whale.lowering.attention import emit_attention
 from whale.lowering.emit import Emitter, is_joint, unread_communication
 from whale.lowering.reshard import emit_reshard
-from whale.lowering.rows import RowExchanges
+from whale.lowering.rows import RowExchanges, emit_sums, sums_of
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
-from whale.rules.base import UNCHANGED, Local, as_whole
+from whale.rules.base import OWNED, UNCHANGED, Local, as_whole
 from whale.rules.empty import known_outputs
 from whale.rules.graph import USE, called_functions, handles_lists, recreatable, view
 from whale.rules.nn.attention import RINGS
+from whale.rules.rows import SUMS_BY_ID, is_owned
 
 _ENDS = frozenset(
     {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
@@ -262,8 +263,10 @@ class _Localiser:
 
     def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
         e = self.emitter
+        if node.op == SUMS_BY_ID:
+            self.local[Ref(node.name, 1), strategy.outputs[1]] = Ref(sums_of(e, node.name))
         spread = any(type(p) is Split or type(p) is Partial for p in strategy.inputs + strategy.outputs)
-        if not spread and name == node.name and self._unchanged(node, strategy):
+        if not spread and name == node.name and node.op != SUMS_BY_ID and self._unchanged(node, strategy):
             e.nodes[name] = node
             return
         control_flow = node.op in HAS_BODIES
@@ -303,6 +306,8 @@ class _Localiser:
             types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
             inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
         outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
+        if OWNED in node.attrs and is_owned(view(self.program, node, self.plan.size), strategy):
+            outputs = node.outputs  # as many rows as this rank has of them
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
         if node.op == "Placeholder" and spread and handle is None:
             attrs = {**attrs, "shape": Shape(outputs[0].shape)}
@@ -316,6 +321,9 @@ class _Localiser:
         if edit.route is not None:
             assert rule is not None
             self.rows.emit(node, edit.route, lowered, self.get, rule.exchanged_bytes(op, strategy))
+        elif node.op == SUMS_BY_ID:
+            types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+            emit_sums(e, name, inputs[0], inputs[1], types[0], types[1])
         elif inside is not None and edit.window is not None and edit.window.masked == -1:
             found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
             e.nodes[found_in.name] = found_in

@@ -21,6 +21,7 @@ from whale.lowering.emit import Emitter
 from whale.rules.base import Route
 from whale.rules.graph import view
 from whale.rules.registry import rule_of
+from whale.rules.rows import SUMS_BY_ID
 
 _GROUP = "group "  # begins what stands for sums that travel together
 _ROUTE_RESULTS = 4  # asked, back, sent, came: of each table
@@ -87,7 +88,9 @@ class RowExchanges:
             return
         added = e.reshape(f"{node.name}/{e.prefix}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
         sums = self._join("sums", "WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
-        if route.table is None:
+        if node.op == SUMS_BY_ID:
+            emit_sums(e, node.name, asked, sums, TensorType(ids.dtype, (None,)), some)
+        elif route.table is None:
             self._add_up(node, route, local, asked, sums, ids.dtype)
         else:
             e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
@@ -226,6 +229,27 @@ class RowExchanges:
                 break
             ref, placement = made.inputs[0], before
         return ref, placement
+
+
+def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of_rows: TensorType) -> Ref:
+    """What ``WhaleSumsById`` is on a rank: node ``name`` has each id once; the sums of the rows that belong to each.
+
+    Args:
+      ids, rows: the ranks' own, of these types.
+    """
+    each = TensorType("int32", of_ids.shape)
+    kinds = {"T": DType(of_ids.dtype), "out_idx": DType("int32")}
+    once = e.add(name, "Unique", (ids,), kinds, (TensorType(of_ids.dtype, (None,)), each))
+    number = {"T": DType(of_ids.dtype), "out_type": DType("int32")}
+    count = e.add(f"{name}/{e.prefix}_count", "Size", (once,), number, (TensorType("int32", ()),))
+    kinds = {"T": DType(of_rows.dtype), "Tindices": DType("int32"), "Tnumsegments": DType("int32")}
+    total = TensorType(of_rows.dtype, (None, *(of_rows.shape or ())[1:]))
+    return e.add(sums_of(e, name), "UnsortedSegmentSum", (rows, Ref(name, 1), count), kinds, (total,))
+
+
+def sums_of(e: Emitter, name: str) -> str:
+    """The node that has the sums of ``WhaleSumsById`` on a rank."""
+    return f"{name}/{e.prefix}_sums"
 
 
 def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:

@@ -33,8 +33,9 @@ from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalise.annotate import annotate, mark_flattened, task_graphs
-from whale.passes.normalise.blocks import mark_blocks
-from whale.passes.normalise.every_id import look_up_every_id
+from whale.passes.normalise.by_ids.blocks import mark_blocks
+from whale.passes.normalise.by_ids.by_owner import update_by_owner
+from whale.passes.normalise.by_ids.every_id import look_up_every_id
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow
@@ -117,6 +118,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),
     Pass("annotate", always, lambda p, s: annotate(p)),
     Pass("mark_flattened", always, lambda p, s: mark_flattened(p)),
+    Pass("update_by_owner", lambda s: s.size > 1, lambda p, s: update_by_owner(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
     Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, _fewest_bytes(s))),

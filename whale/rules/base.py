@@ -56,6 +56,9 @@ class OpView:
 # Attribute of a gather, scatter or segment sum that is known to stay within blocks: what stands in one part of the
 # indices' first dimension addresses the same part of the table. Its value is how many such parts there are.
 BLOCKS = "_whale_blocks"
+# Attribute of a node that does the same to each of the rows that a table has for ids taken once, whose number only the
+# run knows: operands and results of such rows may lie with the owners of the table's rows (see ``whale.rules.rows``).
+OWNED = "_whale_owned"
 
 
 @dataclass(frozen=True, slots=True)

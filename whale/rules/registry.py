@@ -96,7 +96,9 @@ class LineRule:
             found = tuple(wide for s in found if (wide := self.halo(op, s)) is not None)
         if self.local is not None and any(in_runs(p) for s in found for p in s.inputs + s.outputs):
             found = tuple(s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1)
-        return [*rows.exchanged(op, self.routes, current, wanted), *found] if self.routes else list(found)
+        at_owners = rows.owned(op, current, wanted)
+        exchanged = rows.exchanged(op, self.routes, current, wanted) if self.routes else []
+        return [*at_owners, *exchanged, *found]
 
     def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
         """See ``Rule.exchanged_bytes``."""
@@ -109,6 +111,8 @@ class LineRule:
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
         """See ``Rule.localize``."""
         if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+            return UNCHANGED
+        if rows.is_owned(op, strategy):
             return UNCHANGED
         if self.routes and self.exchanges_rows(op, strategy):
             return Local(route=rows.route(op, self.routes, strategy))

@@ -6,6 +6,10 @@ all-to-all of as many (``WhaleReturnRows``), and what is added to rows goes the 
 way to read a table that is cut by rows, zeros for rows of others, moves as many rows to every rank as all have ids.
 
 The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put).
+
+``WhaleSumsById`` makes of ids and rows each id once, and the sums of its rows: what an optimizer does with them
+happens where the table's rows are. How many each rank has only the run knows; such tensors lie as the table does, which
+says who has the row of which id, and their ids count from the owner's first row. Only nodes with ``OWNED`` read them.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.ir.layout import B, Placement, Split, Strategy, split
+from whale.ir.program import Node
 from whale.ir.values import TensorType, item_bytes, static_shape
-from whale.rules.base import BLOCKS, OpView, Route
+from whale.rules.base import BLOCKS, OWNED, OpView, Route
 
+# Each id once, and the sums of the rows that belong to it; no rank's kernel is this one (``whale.lowering.rows``).
+SUMS_BY_ID = "WhaleSumsById"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}
 
@@ -30,12 +37,14 @@ class Rows:
       table: None: the result.
       values: what is added to rows; None: the result, rows that are read.
       columns: the last dimension of the ids is a position in several dimensions of the table.
+      once: the results are each id once, and what belongs to it, added up: they lie as the table whose rows they mean.
     """
 
     ids: int
     table: int | None = None
     values: int | None = None
     columns: bool = False
+    once: bool = False
 
     def table_of(self, op: OpView) -> TensorType:
         """The table, whole."""
@@ -71,7 +80,7 @@ def exchanged(
             inputs[rows.table] = table
         if rows.values is not None:
             inputs[rows.values] = lies
-        outputs = (table if rows.table is None else lies,) if op.outputs else ()
+        outputs = (table if rows.table is None else lies,) * len(op.outputs)
         found[Strategy(tuple(inputs), outputs, f"rule {op.node.op}: rows exchanged")] = None
     return list(found)
 
@@ -82,6 +91,42 @@ def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
     if not isinstance(ids, Split) or not isinstance(table, Split):
         return False
     return _addresses_part(op, rows, table) and _can(op, rows)
+
+
+def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
+    """The ways to do something with rows of ids taken once where the table has them."""
+    if not op.attr(OWNED, 0):
+        return []
+    at = [_has_owned_rows(t) for t in (*op.inputs, *op.outputs)]
+    tables = {
+        lies: None
+        for has, lies in zip(at, (*current, *(wanted or (None,) * len(op.outputs))))
+        if has and isinstance(lies, Split) and lies.dim == 0 and lies.blocks == 1 and lies.halo == (0, 0)
+    }
+    found = []
+    for table in tables:
+        lie = [table if has else B for has in at]
+        inputs, outputs = tuple(lie[: len(op.inputs)]), tuple(lie[len(op.inputs) :])
+        found.append(Strategy(inputs, outputs, f"rule {op.node.op}: rows of ids, where the table has them"))
+    return found
+
+
+def is_owned(op: OpView, strategy: Strategy) -> bool:
+    """Whether a strategy is one of ``owned``."""
+    ways = owned(op, strategy.inputs, strategy.outputs)
+    return any((way.inputs, way.outputs) == (strategy.inputs, strategy.outputs) for way in ways)
+
+
+def lies_with_owners(node: Node, index: int, placement: Placement) -> bool:
+    """Whether a result of a node lies where a table has the rows that it is of; then it lies nowhere else."""
+    if not isinstance(placement, Split) or placement.dim != 0:
+        return False
+    return (OWNED in node.attrs or node.op == SUMS_BY_ID) and _has_owned_rows(node.outputs[index])
+
+
+def _has_owned_rows(t: TensorType) -> bool:
+    """Whether a tensor beside rows of ids has such rows, or is the variable that they are of."""
+    return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
 
 
 def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
@@ -129,7 +174,7 @@ def _can(op: OpView, rows: Rows) -> bool:
         return False
     if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or int(op.attr(BLOCKS, 0)) >= op.parts > 1:
         return False
-    if not all(t.is_static for t in op.outputs):
+    if not rows.once and not all(t.is_static for t in op.outputs):
         return False
     if op.node.op == "GatherV2":
         axis = op.const(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from benchmarks.giant.measure import SPREAD, Line, Scopes, difference, ranks, weight
+from benchmarks.giant.embeddings import SMALL_DLRM
+from benchmarks.giant.measure import SPREAD, Line, Scopes, counted, difference, ranks, weight
 from whale.errors import ProgramError
 from whale.ir.layout import Split
 
@@ -94,3 +96,38 @@ def test_what_changes_every_row_is_refused() -> None:
     assert "weight_decay" in str(caught.value)
     with pytest.raises(ProgramError, match="only optimizers of Keras 3"):
         wh.optimizers.lazy(object())
+
+
+@pytest.mark.parametrize(
+    "name, count, config",
+    [
+        ("Adam", 4, {}),
+        ("Ftrl", 3, {"replica.shares": [2, 1, 1]}),
+        ("RowWiseAdagrad", 2, {"pipeline.num_micro_batch": 2}),
+        ("Adagrad", 2, {"zero.level": "1"}),
+    ],
+)
+def test_tables_by_rows_are_stepped_where_their_rows_are(name: str, count: int, config: dict[str, Any]) -> None:
+    make = partial(SMALL_DLRM, tables=2, optimizer=name)
+    line = Line(name, make, 0, count, config)
+    with ranks(line):
+        model = make(SPREAD, tf.float64)
+        plan = wh.function(model.step).plan(*model.batch(0))
+        of_rows = [p for v, p in plan.variables.items() if "lookup" in v or "/Gather" in v]
+        states = {"Adam": 2, "Ftrl": 2, "RowWiseAdagrad": 1, "Adagrad": 1}[name]
+        assert [p.dim for p in of_rows if isinstance(p, Split)] == [0] * len(model.tables) * (1 + states)
+        kinds = Counter(name.split("/")[-1].partition("_")[0] for name in plan.routed)
+        assert kinds == {"embedding": 2, "UnsortedSegmentSum": 2}
+    assert difference(line) <= LIMIT
+
+
+def test_rows_of_a_lazy_optimizer_travel_once() -> None:
+    make = partial(SMALL_DLRM, tables=2, optimizer="Adam")
+    with ranks(Line("Adam", make, 0)):
+        model = make(SPREAD, tf.float32)
+        step = wh.function(model.step)
+        step(*model.batch(0))
+        before = counted()
+        step(*model.batch(1))
+        numbers = 4 * 3 * 2 * 8  # how many ids go from each rank to each other one, of each table
+        assert counted() - before == model.wanted(1) + numbers

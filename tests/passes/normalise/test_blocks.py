@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from whale.capture.function import capture_function
-from whale.passes.normalise.blocks import mark_blocks
+from whale.passes.normalise.by_ids.blocks import mark_blocks
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 from whale.rules.base import BLOCKS

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.passes.normalise.every_id import look_up_every_id
+from whale.passes.normalise.by_ids.every_id import look_up_every_id
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.inline import inline
 

@@ -234,7 +234,8 @@ class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
         others = list(range(1, len(gradient.shape)))
         self.assign_add(sums, tf.reduce_mean(tf.square(gradient), others))
         roots = tf.sqrt(tf.convert_to_tensor(sums))
-        roots = tf.reshape(roots, tf.concat([tf.shape(roots), tf.ones([len(others)], tf.int32)], 0))
+        for _ in others:
+            roots = tf.expand_dims(roots, -1)
         rate = tf.cast(learning_rate, gradient.dtype)
         self.assign_sub(variable, rate * gradient / (roots + self.epsilon))
 

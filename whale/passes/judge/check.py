@@ -26,6 +26,7 @@ from whale.rules.base import as_whole, with_per_rank
 from whale.rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
 from whale.rules.nn.attention import RINGS, ring_bytes
 from whale.rules.nn.norm import per_rank_moments
+from whale.rules.rows import lies_with_owners
 
 _AGAIN = "make the plan again with `whale plan`"
 
@@ -181,6 +182,8 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
         keys.add(r.key)
         direct = type(r.source) in (Broadcast, FirstRank) or not isinstance(r.target, FirstRank)
+        if lies_with_owners(node, r.ref.index, r.source) or lies_with_owners(node, r.ref.index, r.target):
+            raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "rows that stay with their owners")
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
         if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):

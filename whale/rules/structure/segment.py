@@ -12,7 +12,7 @@ from whale.ir.values import numpy_dtype
 from whale.rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import times
 from whale.rules.registry import rule
-from whale.rules.rows import Rows
+from whale.rules.rows import SUMS_BY_ID, Rows
 
 
 def bincount(op: OpView) -> str:
@@ -83,6 +83,7 @@ RULES = (
     rule("UnsortedSegmentMax", unsorted, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
     rule("UnsortedSegmentMin", unsorted, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
     rule("UnsortedSegmentProd", unsorted, reduce="prod", local=_segments_here, produces_any=True),
+    rule(SUMS_BY_ID, "i^, i^ q* -> =u^, u^ q*", routes=Rows(ids=0, values=1, once=True)),
     rule("SegmentSum SegmentMean", _SORTED, lin="0"),
     rule("SegmentMax", _SORTED, mono="max:0"),
     rule("SegmentMin", _SORTED, mono="min:0"),

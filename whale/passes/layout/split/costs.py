@@ -17,6 +17,7 @@ from whale.passes.layout.split.sequence import surcharge
 from whale.passes.layout.split.tensor_forms import TensorForms
 from whale.rules import rule_of
 from whale.rules.graph import view
+from whale.rules.rows import lies_with_owners
 
 _WHOLE_VARIABLE = 1e-3  # what a variable costs that lies whole: it decides among layouts that cost the same
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
@@ -76,14 +77,18 @@ def tensor_forms(
             if ref in fetched:
                 readers.append((None, (fetched[ref],)))
             tensor = region.program.type_of(ref)
-            price = partial(_price, tensor, region.parts, region.unknown_rows)
-            found.append(TensorForms(forms, number[producer.name] if chosen else None, tuple(readers), price, tensor))
+            owned = any(lies_with_owners(producer, ref.index, form) for form in forms)
+            price = partial(_price, tensor, owned, region.parts, region.unknown_rows)
+            made_by = number[producer.name] if chosen else None
+            found.append(TensorForms(forms, made_by, tuple(readers), price, (tensor, owned)))
     return found
 
 
-def _price(tensor: TensorType, parts: int, unknown_rows: int, source: Placement, wanted: Placement) -> float:
+def _price(
+    tensor: TensorType, owned: bool, parts: int, unknown_rows: int, source: Placement, wanted: Placement
+) -> float:
     if source == wanted:
         return 0.0
-    if tensor.dtype in UNMOVABLE:
+    if owned or tensor.dtype in UNMOVABLE:
         return math.inf
     return change_cost(tensor, source, wanted, parts, unknown_rows)
