@@ -107,7 +107,7 @@ class _Localiser:
         effects += self._unread(outputs, effects)
         if what is not None and self.plan.size > 1:
             effects.append(self._check(what))
-        nodes = topological(self.emitter.nodes)
+        nodes = tuple(map(_of_this_axis, topological(self.emitter.nodes)))
         communicates = self.emitter.communicates
         variables = tuple(self._variable(v) for v in self.program.variables if v.node in self.emitter.nodes)
         result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
@@ -382,6 +382,13 @@ class _Localiser:
                 changed["parallel_iterations"] = 1
             return changed, node.op.removeprefix("Stateless")
         return changed, node.op
+
+
+def _of_this_axis(node: Node) -> Node:
+    """The node without the mark by which its rows could lie with owners along this axis."""
+    if OWNED not in node.attrs:
+        return node
+    return replace(node, attrs={name: value for name, value in node.attrs.items() if name != OWNED})
 
 
 def _as_whole(strategy: Strategy) -> Strategy:
