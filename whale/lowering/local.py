@@ -106,7 +106,7 @@ class _Localiser:
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
         effects += self._unread(outputs, effects)
         if what is not None and self.plan.size > 1:
-            effects.append(self._check(what))
+            effects.append(_check(self.emitter, self.plan, what))
         nodes = tuple(map(_of_this_axis, topological(self.emitter.nodes)))
         communicates = self.emitter.communicates
         variables = tuple(self._variable(v) for v in self.program.variables if v.node in self.emitter.nodes)
@@ -160,11 +160,6 @@ class _Localiser:
         if node.op not in HAS_BODIES:
             return False
         return any(func.name in self.talks for func in called_functions(node))
-
-    def _check(self, what: str) -> str:
-        e = self.emitter
-        attrs = {"key": "whale/check", "fingerprint": self.plan.fingerprint, "what": what, "ranks": ()}
-        return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
 
     # -- tensors
 
@@ -293,7 +288,7 @@ class _Localiser:
             if i in edit.added:
                 operand = f"{name}/whale_operand_{i}"
                 t = self.program.type_of(ref)
-                both = (found, e.const(f"{operand}/added", self._added(edit.added[i])))
+                both = (found, e.const(f"{operand}/added", _added(edit.added[i], self.plan.in_time)))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             if i in edit.moved:
                 operand = f"{name}/{e.prefix}_from_first_{i}"
@@ -341,11 +336,6 @@ class _Localiser:
         else:
             e.nodes[name] = lowered
 
-    def _added(self, value: np.ndarray) -> np.ndarray:
-        """Streams of micro-batches are others than those of ranks."""
-        with np.errstate(over="ignore"):
-            return value * np.array(_TIME_STREAM, value.dtype) if self.plan.in_time else value
-
     def _unchanged(self, node: Node, strategy: Strategy) -> bool:
         """Whether this rank runs the node as it stands in the program (most do: optimizers, whole tensors)."""
         if node.op in HAS_BODIES or (self.rank != 0 and any(map(self._absent, node.controls))):
@@ -382,6 +372,18 @@ class _Localiser:
                 changed["parallel_iterations"] = 1
             return changed, node.op.removeprefix("Stateless")
         return changed, node.op
+
+
+def _check(e: Emitter, plan: Plan, what: str) -> str:
+    """The node by which ranks find out that they run different things."""
+    attrs = {"key": "whale/check", "fingerprint": plan.fingerprint, "what": what, "ranks": ()}
+    return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
+
+
+def _added(value: np.ndarray, in_time: bool) -> np.ndarray:
+    """Streams of micro-batches are others than those of ranks."""
+    with np.errstate(over="ignore"):
+        return value * np.array(_TIME_STREAM, value.dtype) if in_time else value
 
 
 def _of_this_axis(node: Node) -> Node:
