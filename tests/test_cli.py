@@ -94,11 +94,11 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
     assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None, None), False, None, [])
     main(["plan", "--set", "a.split=2", "train.py"])
-    assert DryRun.seen == ("train.py", (), 2, None, (None, None, None), False, None, ["a.split=2"])
+    assert DryRun.seen == ("train.py", (), None, None, (None, None, None), False, None, ["a.split=2"])
     # Right behind the script its own options may stand; from the first other one on, all is the script's.
     main(["plan", "train.py", "--cluster", "c.yaml", "-o=p.json", "--set", "a.split=2", "--width", "8", "-o", "x"])
     assert DryRun.seen == (
-        "train.py", ("--width", "8", "-o", "x"), 2, "p.json", (None, "c.yaml", None), False, None, ["a.split=2"]
+        "train.py", ("--width", "8", "-o", "x"), None, "p.json", (None, "c.yaml", None), False, None, ["a.split=2"]
     )  # fmt: skip
     main(["plan", "train.py", "-np", "3", "--", "-o", "x"])
     assert DryRun.seen == ("train.py", ("-o", "x"), 3, None, (None, None, None), False, None, [])

@@ -19,7 +19,7 @@ from whale.errors import WhaleError
 from whale.passes.order import normalise
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure.profile import programs as profile_programs
-from whale.runtime.run.context import current
+from whale.runtime.run.context import DryRun, current
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.plan_prediction import Planned, predict_plan
@@ -46,7 +46,7 @@ def main() -> None:
 def plan(name: str, kind_name: str) -> Planned:
     """The workload under one plan."""
     workload, kind = WORKLOADS[name], KINDS[kind_name]
-    with planning_run(kind.ranks, lambda *_: None):
+    with planning_run(DryRun(kind.ranks, lambda *_: None)):
         wh.init(kind.configuration(workload.batch))
         step, batch = make_step(workload, lambda fn: fn, kind.scope())
         captured = capture_function(step, batch, {})

@@ -2,6 +2,7 @@
 
 measured_machine   a host that `whale profile` measured, operation by operation
 cluster_machine    the devices of a cluster file, by the catalogue's formulas
+cluster_rates      the same in a few figures each
 rated_machine      ranks that were measured for a moment (`Rates`)
 """
 
@@ -17,6 +18,7 @@ from cost_model.formulas.collectives import COLLECTIVES, group, point_to_point_s
 from cost_model.formulas.compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
 from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
 from cost_model.ops.work import Work
+from whale.errors import ClusterError
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Program
 
@@ -43,6 +45,15 @@ class Machine:
     memory_bytes: Sequence[float]
     call_s: float = 0.0
     counted_from_bytes: int = 0
+
+    def check_holds(self, ranks: int) -> None:
+        """Raises ClusterError where so many ranks are more than the machine has."""
+        if ranks > len(self.sharing.hosts):
+            raise ClusterError(
+                "the plan has more ranks than the cluster has devices",
+                given=f"{ranks} ranks, {len(self.sharing.hosts)} devices",
+                action="give a larger cluster, or plan for fewer ranks",
+            )
 
     def allocated(self, size: int) -> int:
         """Bytes that the allocator gives for a tensor."""
@@ -112,12 +123,7 @@ def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) ->
 
 def cluster_machine(cluster: Cluster) -> Machine:
     """The devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
-    devices: list[tuple[int, HostEntry, DeviceEntry]] = []
-    number = 0
-    for host in cluster.hosts:
-        for _ in range(host.count):
-            devices += [(number, host, entry) for entry in host.devices for _ in range(entry.count)]
-            number += 1
+    devices = _devices(cluster)
 
     def exchange_s(what: Exchange) -> float:
         mine = [devices[r] for r in what.ranks]
@@ -144,6 +150,40 @@ def cluster_machine(cluster: Cluster) -> Machine:
         exchange_s=exchange_s,
         memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
     )
+
+
+def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
+    """What each device of a cluster does at best, in the order of its file; of exchanges, what they take of it.
+
+    Args:
+        dtype: of the operands of products.
+    """
+    found = []
+    for _, _, entry in _devices(cluster):
+        one = rates_of(entry.device, dtype, entry.share)
+        found.append(
+            Rates(
+                flops_per_s=one.matmul_flops_per_s,
+                bytes_per_s=one.memory_bytes_per_s,
+                start_s=one.kernel_s,
+                exchange_s=0.0,
+                exchanged_bytes_per_s=one.memory_bytes_per_s,
+                origin=f"{cluster.name}, by the catalogue's figures",
+                exchanges_compute=False,
+            )
+        )
+    return found
+
+
+def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
+    """(number of its host, the host, the entry) of each device, in the order of the file."""
+    found: list[tuple[int, HostEntry, DeviceEntry]] = []
+    number = 0
+    for host in cluster.hosts:
+        for _ in range(host.count):
+            found += [(number, host, entry) for entry in host.devices for _ in range(entry.count)]
+            number += 1
+    return found
 
 
 def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:

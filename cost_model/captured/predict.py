@@ -12,7 +12,6 @@ from cost_model.captured.execute import Played, run
 from cost_model.captured.graph import Exchange, Graph, graph_of
 from cost_model.captured.liveness import live_bytes, peak_bytes
 from cost_model.captured.machine import Machine
-from whale.errors import ClusterError
 from whale.ir.program import Program
 
 SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
@@ -108,13 +107,8 @@ def predict_ranks(
         PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
         ClusterError: the machine has fewer ranks, or its profile lacks what a program runs.
     """
-    if len(programs) > len(machine.sharing.hosts):
-        raise ClusterError(
-            "the plan has more ranks than the cluster has devices",
-            given=f"{len(programs)} ranks, {len(machine.sharing.hosts)} devices",
-            action="give a larger cluster, or plan for fewer ranks",
-        )
     size = len(programs)
+    machine.check_holds(size)
     priced = [_priced(program, rank, size, machine, True) for rank, program in enumerate(programs)]
     graphs, seconds, scratch = [one[0] for one in priced], [one[1] for one in priced], [one[2] for one in priced]
     sharing = machine.sharing

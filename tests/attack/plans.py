@@ -20,6 +20,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
+from whale.runtime.run.context import DryRun
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.proof import prove
 
@@ -89,7 +90,7 @@ def changed(tree: Any, generator: random.Random) -> Any:
 def made(config: dict[str, Any]) -> tuple[Plan, Program, PlanSettings]:
     """What a dry run of two ranks plans for the model's step."""
     found: list[tuple[Plan, Program, PlanSettings]] = []
-    with planning_run(2, lambda plan, program, settings, _: found.append((plan, program, settings))):
+    with planning_run(DryRun(2, lambda plan, program, settings, _: found.append((plan, program, settings)))):
         wh.init(config)
         one_step()
     return found[0]

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from whale.planner.described.layer_tables import Table
 
 
+BUDGET_S = 8.0  # of the search for transformers and tables
+
+
 def add_to(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
@@ -27,14 +30,17 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--describe",
         metavar="MODEL",
-        help="gpt:layers=96,hidden=12288,heads=96,batch=1536, moe:...,experts=64, "
-        "dlrm:tables=26,rows=1000000,batch=4096 or classifier:classes=1000000,features=512,batch=64",
+        help="gpt:layers=96,hidden=12288,heads=96,batch=1536 or moe:...,experts=64; "
+        "dlrm:tables=26,rows=1000000,batch=4096, classifier:classes=1000000,features=512,batch=64, or "
+        "bert:, t5:, vit: and resnet: with the fields of their model files, spread as auto_parallel would",
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
     verb.add_argument("--batch", type=positive, metavar="ROWS", help="rows of the global batch")
-    verb.add_argument("--budget", type=seconds, default=8.0, metavar="S", help="seconds for the search (default 8)")
+    verb.add_argument(
+        "--budget", type=seconds, metavar="S", help="seconds for the search (default 8, or 30 as auto_parallel has)"
+    )
     verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
     verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")
@@ -54,7 +60,13 @@ def add_to(verbs: Any) -> None:
 
 def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
     """Adds what a script's plan takes, before the script or right behind it."""
-    verb.add_argument("-np", dest="ranks", type=positive, default=2, metavar="N", help="number of ranks (default 2)")
+    verb.add_argument(
+        "-np",
+        dest="ranks",
+        type=positive,
+        metavar="N",
+        help="number of ranks (default: the devices of a cluster file, or 2)",
+    )
     verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
     verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
@@ -135,14 +147,14 @@ def _described(given: argparse.Namespace) -> int:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
     machines = named_cluster(given.cluster, given.network, cpu_quota())
     transformer, table, batch = _model(given)
-    limits = ask.limits(given.fixed, given.budget)
-    with searching(f"searching, for {given.budget:g} s at most"):
+    limits = ask.limits(given.fixed, given.budget or BUDGET_S)
+    with searching(f"searching, for {given.budget or BUDGET_S:g} s at most"):
         plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
     if given.out:
         planfile.save(plan, given.out)
     print(show.show(plan, show.terminal_width()))
     if given.fixed:
-        free = ask.plan(machines, batch, transformer, table, given.software, ask.limits([], given.budget))
+        free = ask.plan(machines, batch, transformer, table, given.software, ask.limits([], given.budget or BUDGET_S))
         line = f"{', '.join(given.fixed)}: {show.against(plan, free)}"
         print("\n" + "\n".join(wrap(line, show.terminal_width())))
     if given.advise and transformer is not None:
@@ -160,7 +172,7 @@ def _captured(given: argparse.Namespace) -> int:
     with searching("planning each way") as end, without_startup_lines(given.verbose):
         from whale.runtime.tools.described_ways import main
 
-        return main(given.describe, given.batch, given.cluster, given.network, given.out, end)
+        return main(given.describe, given.batch, given.cluster, given.network, given.out, given.budget, end)
 
 
 def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None, int]:
@@ -184,7 +196,7 @@ def _offers(given: argparse.Namespace) -> int:
     if given.cluster or given.advise or given.planner != "whale":
         raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
     transformer, table, batch = _model(given)
-    limits = ask.limits(given.fixed, given.budget)
+    limits = ask.limits(given.fixed, given.budget or BUDGET_S)
     with searching("searching"):
         answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.software, limits)
     best = answers[0].plan

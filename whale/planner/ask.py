@@ -29,8 +29,8 @@ LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 
 
-# Families whose step is captured and planned as a script's: one layer of theirs is large.
-CAPTURED = ("classifier", "dlrm")
+# Families whose step is captured and planned as a script's: their layers are unlike.
+CAPTURED = ("bert", "t5", "vit", "resnet", "dlrm", "classifier")
 MOST = {"layers": 4096}
 MOST_OTHERWISE = 10**12
 
@@ -45,8 +45,8 @@ def describe(text: str) -> tuple[Transformer, int | None]:
     names = [f.name for f in msgspec.structs.fields(Transformer)]
     example = "gpt:layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=51200,batch=1536"
     if family not in ("gpt", "moe"):
-        others = ["moe:...,experts=64", "dlrm:tables=26,rows=1000000", "classifier:classes=1000000"]
-        raise PlanError("there is no such kind of model", given=text, expected=" or ".join([example, *others]))
+        others = ["moe:...,experts=64", *(f"{name}:..." for name in CAPTURED)]
+        raise PlanError("there is no such kind of model", given=text, expected=", ".join([example, *others]))
     values: dict[str, int] = dict(DEFAULTS)
     for part in filter(None, rest.split(",")):
         name, _, number = part.partition("=")

@@ -31,6 +31,7 @@ from whale.planner.captured import search
 from whale.planner.report import analysis
 from whale.runtime.compile import auto
 from whale.runtime.run import context
+from whale.runtime.run.context import DryRun
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.mesh import plan_program
@@ -42,7 +43,7 @@ __all__ = ["double", "speed"]
 def saved(path: Path, step: Callable[[], None], **config: Any) -> Plan:
     """What a dry run of two ranks plans for a step, written to a file."""
     plans: list[Plan] = []
-    with planning_run(2, lambda plan, *_: plans.append(plan)):
+    with planning_run(DryRun(2, lambda plan, *_: plans.append(plan))):
         wh.init(config)
         step()
     plans[0].save(path)

@@ -7,19 +7,18 @@ is played by the cost model, and its memory is judged as compilation judges it (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from cost_model.captured.graph import MAY_BE_FUSED
-from cost_model.captured.machine import Machine, Rates, measured_machine, rated_machine
-from cost_model.captured.predict import rank_seconds, step_seconds
+from cost_model.captured.machine import rated_machine
+from cost_model.captured.predict import step_seconds
 from cost_model.captured.table import Table
 from cost_model.ops.work import work
 from whale.errors import PlanError, WhaleError
-from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.mesh import Axis
 from whale.ir.plan_text import human_bytes
@@ -31,6 +30,7 @@ from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.balance import balanced
+from whale.planner.captured.ground import Ground, unequal
 from whale.planner.captured.pipelines import chain, least_seconds, pipelines, staged, why_none, work_of_chain
 from whale.planner.captured.ways import Choice, choices, scoped, trains
 
@@ -39,60 +39,25 @@ BUDGET_S = 30.0
 LEAST_GAIN = 0.03
 STATE_DIVIDED = ", optimizer's state divided"
 RECOMPUTE = "auto"  # which activations, where memory is too small for all (see whale.passes.memory.recompute)
-UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
-# An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
-PASSES_OF_AN_EXCHANGE = 3
-
-# What some ranks would run of a normalised program: (program, settings, ranks) -> their programs.
-Lower = Callable[[Program, PlanSettings, Sequence[int]], list[Program]]
-# Which settings would make the step fit into so many bytes of a rank, in words.
-Options = Callable[[float], str]
-# The program as it was captured, normalised under other settings.
-Again = Callable[[PlanSettings], Program]
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What ways are judged by.
-
-    Attributes:
-      rates: of each rank.
-      profile: what `whale profile` measured, which then prices operations instead of the rates; None: nothing.
-      lower: makes what ranks would run.
-      limit_bytes: memory that each rank has for a step.
-      options: what would make a step fit.
-      again: None: the program cannot be captured with its gradients marked, which recomputation needs.
-    """
-
-    rates: Sequence[Rates]
-    profile: Table | None
-    lower: Lower
-    limit_bytes: float
-    options: Options
-    again: Again | None
-
-    @property
-    def origin(self) -> str:
-        """Where the figures come from, in words."""
-        return self.rates[0].origin if self.profile is None else f"{self.profile.host} as `whale profile` measured it"
-
-    def machine(self, program: Program, size: int) -> Machine:
-        """What prices the operations of ``size`` ranks that run ``program``."""
-        if self.profile is not None:
-            return measured_machine(self.profile, size, [fingerprint(program)])
-        return rated_machine(self.rates, self.limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """A choice with what a step of it is predicted to take: seconds, and bytes of the rank that holds most.
 
-    Bytes are 0 where nobody asks, since something that fits is faster.
+    ``lacking_bytes``: of the rank that lacks most memory; 0 or less: all have enough. Both are 0 where nobody asks,
+    since something that fits is faster.
     """
 
     choice: Choice
     seconds: float
-    bytes: int
+    bytes: int = 0
+    lacking_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.lacking_bytes <= 0
 
 
 @dataclass
@@ -112,7 +77,7 @@ class Search:
 
     def to_beat_s(self) -> float:
         """What takes as long or longer is not taken."""
-        fitting = [way.seconds for way in self.found if way.bytes <= self.ground.limit_bytes]
+        fitting = [way.seconds for way in self.found if way.fits]
         return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
 
     def look(self, program: Program, settings: PlanSettings, choice: Choice) -> None:
@@ -128,16 +93,10 @@ class Search:
 
     def full(self) -> Iterator[Choice]:
         """What does not fit and is faster than all that fits, fastest first, while that is so."""
-        full = [way for way in self.found if way.bytes > self.ground.limit_bytes]
+        full = [way for way in self.found if not way.fits]
         for way in sorted(full, key=lambda w: w.seconds):
             if way.seconds < self.to_beat_s():
                 yield way.choice
-
-
-def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
-    """Whether ranks differ by more than what is taken to be noise."""
-    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
-    return max(speeds) > by * min(speeds)
 
 
 def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Program, PlanSettings]:
@@ -178,7 +137,7 @@ def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
 
 
 def best_way(
-    program: Program, settings: PlanSettings, ground: Ground, stages: int = 0
+    program: Program, settings: PlanSettings, ground: Ground, stages: int = 0, budget_s: float | None = None
 ) -> tuple[Choice, list[str], bool]:
     """(the fastest choice by prediction, of those that fit into memory; what was found, line by line; whether there was
     time for every way).
@@ -188,11 +147,12 @@ def best_way(
 
     Args:
       stages: only pipelines of so many; 0: any way.
+      budget_s: on the clock, after which no further way is looked at; None: as long as a run has.
 
     Raises:
       PlanError: no way can run, or none fits into the ranks' memory; says by how much, and what would make it fit.
     """
-    search = Search(ground, time.monotonic() + BUDGET_S)
+    search = Search(ground, time.monotonic() + (BUDGET_S if budget_s is None else budget_s))
     looked_at = _looked_at(program, settings, ground, stages)
     # Stages take longest to plan. What is found without them, with less held, says how fast they have to be.
     for staged_ones in (False, True):
@@ -248,14 +208,13 @@ def _may_divide_state(program: Program, settings: PlanSettings, ranks: int, leve
 def _best(search: Search, ground: Ground) -> Way:
     if not search.found:
         raise PlanError("no way to spread the program was found", reason="; ".join(search.lost))
-    limit = ground.limit_bytes
-    fitting = [way for way in search.found if way.bytes <= limit]
+    fitting = [way for way in search.found if way.fits]
     if not fitting:
-        least = min(search.found, key=lambda way: way.bytes)
+        least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(ground.limits_bytes)
         raise PlanError(
             "the program fits into the ranks' memory in no way",
             given=f"{human_bytes(least.bytes)} per rank, {least.choice.name}, which takes the least",
-            expected=f"at most {human_bytes(limit)}, {human_bytes(least.bytes - limit)} less",
+            expected=f"at most {human_bytes(limit)}, {human_bytes(least.lacking_bytes)} less",
             action=ground.options(limit),
         )
     best = min(fitting, key=lambda way: way.seconds)
@@ -264,10 +223,10 @@ def _best(search: Search, ground: Ground) -> Way:
 
 def _told(best: Way, search: Search, ground: Ground) -> Iterator[str]:
     yield f"{best.choice.name}, predicted {1e3 * best.seconds:.2f} ms a step ({ground.origin})"
-    limit = ground.limit_bytes
     for way in sorted(search.found, key=lambda w: w.seconds):
         if way is not best:
-            fits = "" if way.bytes <= limit else f", does not fit: {human_bytes(way.bytes)} of {human_bytes(limit)}"
+            limit = human_bytes(way.bytes - way.lacking_bytes)
+            fits = "" if way.fits else f", does not fit: {human_bytes(way.bytes)} of {limit}"
             yield f"  {way.choice.name}: {1e3 * way.seconds:.2f} ms{fits}"
     for one in search.lost:
         yield f"  {one}"
@@ -285,16 +244,29 @@ def predicted(
       WhaleError: the program cannot be spread so.
     """
     unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(ground.rates)
-    # Ranks of a profile share one host's cores, so all are played; else the first of equal ranks stands for all.
-    ranks = range(settings.size if unlike or ground.profile is not None else 1)
+    ranks = _played(settings, choice, ground)
     programs = dict(zip(ranks, _lowered(program, settings, choice, ground, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     played = {rank: inline(one) for rank, one in programs.items()}
-    seconds = step_seconds(played, settings.size, ground.machine(program, settings.size))
+    seconds = step_seconds(played, settings.size, ground.machine(program))
     if seconds >= needed_s:
-        return Way(choice, seconds, 0)
-    held = programs if unlike else {0: programs[0]}
-    return Way(choice, seconds, max(sum(step_bytes(one, rank, settings.size).values()) for rank, one in held.items()))
+        return Way(choice, seconds)
+    asked = programs if unlike else {0: programs[0]}
+    held = {rank: sum(step_bytes(one, rank, settings.size).values()) for rank, one in asked.items()}
+    return Way(choice, seconds, max(held.values()), ground.lacking_bytes(held))
+
+
+def _played(settings: PlanSettings, choice: Choice, ground: Ground) -> Sequence[int]:
+    """Ranks whose steps say what a step of all takes."""
+    shares = choice.shares or settings.batch.shares or (0,) * settings.size
+    unlike = len(set(zip(ground.rates, shares))) > 1
+    # Those of a profile share one host's cores; those of a stage or group wait for each other, and not for all.
+    if isinstance(ground.on, Table) or choice.stages or (unlike and (choice.tensors or choice.group)):
+        return range(settings.size)
+    first: dict[Any, int] = {}
+    for rank, kind in enumerate(zip(ground.rates, shares)):
+        first.setdefault(kind, rank)
+    return list(first.values())
 
 
 def _lowered(
@@ -325,18 +297,22 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
     if _may_divide_state(program, settings, settings.size, 1):
         found.append(Choice(f"data parallel{STATE_DIVIDED}", zero=1))
     if not settings.batch.local:
-        price = rated_machine(ground.rates).operations[0]
+        # A table prices what ranks compute at the same time, on cores that they share.
+        shared = isinstance(ground.on, Table)
+        operations = (rated_machine(ground.rates) if shared else ground.machine(program)).operations
+        prices = [operations[ground.rates.index(one)] for one in dict.fromkeys(ground.rates)]
 
         def seconds(node: Node) -> float:
+            """On the fastest rank."""
             does = work(node, [program.type_of(r) for r in node.inputs])
-            return price(program, node, does)[0] if does.kernels else 0.0
+            return min(price(program, node, does)[0] for price in prices) if does.kernels else 0.0
 
         asked = settings.time.micro_batches
         every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
-        alike = every and ground.profile is None and not unequal(ground.rates)
-        least = least_seconds(program, seconds, ground.rates[0].start_s, settings.size) if alike else lambda _: 0.0
+        start_s = min(one.start_s for one in ground.rates)
+        least = least_seconds(program, seconds, start_s, settings.size) if every and not shared else lambda _: 0.0
         lasting = [(one, least(one)) for one in every]
-        if ground.profile is None and not unequal(ground.rates):
+        if not shared:
             alone_s = sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
     lasting = [(one, alone_s if one.alone else 0.0) for one in found] + lasting
     if not stages:
@@ -353,28 +329,10 @@ def _looked_at(program: Program, settings: PlanSettings, ground: Ground, stages:
     return lasting
 
 
-def _without_waiting(rates: Sequence[Rates]) -> Machine:
-    """Of exchanges, what is work of the rank's own core: all that it sends is read, added and written."""
-    return rated_machine([
-        replace(
-            one,
-            exchange_s=0.0,
-            exchanged_bytes_per_s=max(one.exchanged_bytes_per_s, one.bytes_per_s / PASSES_OF_AN_EXCHANGE),
-        )
-        for one in rates
-    ])  # fmt: skip
-
-
-def _seconds_of_each(program: Program, stands_for: int, ground: Ground) -> list[float]:
-    """Seconds that each rank would take for what rank ``stands_for`` runs."""
-    size = len(ground.rates)
-    return [rank_seconds(program, stands_for, size, _without_waiting([one] * size)) for one in ground.rates]
-
-
 def _speeds(program: Program, settings: PlanSettings, ground: Ground) -> list[float]:
     """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
     (first,) = _lowered(program, settings, Choice("equal rows"), ground, (0,))
-    times = _seconds_of_each(inline(first), 0, ground)
+    times = ground.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
 
 
@@ -392,7 +350,7 @@ def _by_speed(
             return []
         few, many = (shares.index(most) for most in (min(shares), max(shares)))
         lowered = _lowered(program, settings, Choice("rows by speed", shares=shares), ground, (few, many))
-        least, most = (_seconds_of_each(inline(one), at, ground) for one, at in zip(lowered, (few, many)))
+        least, most = (ground.seconds_of_each(inline(one), at) for one, at in zip(lowered, (few, many)))
         per_row = [(more - less) / (shares[many] - shares[few]) for less, more in zip(least, most)]
         once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
         if min(per_row) > 0:

@@ -69,6 +69,9 @@ def choices(program: Program, size: int) -> list[Choice]:
     if size == 1 or has_scopes(program):
         return found
     found.append(Choice("every rank alone", alone=True))
+    tables = _tables(program)
+    if len(tables) > 1:
+        found.append(Choice(f"split of {len(tables)} tables", tables))
     for name in _large_weights(program):
         found.append(Choice(f"split from {name} on", (name,)))
         if not program.functions:
@@ -125,15 +128,27 @@ def products(program: Program) -> dict[str, list[Node]]:
     return found
 
 
+def _trained_bytes(program: Program) -> dict[str, int]:
+    """Handle of a trained weight that products or lookups read -> its size, largest first."""
+    updated = {handle for node in program.nodes for handle in updates(program, node)}
+    sizes = {h: program.variable_of[h].type.bytes for h in products(program) if h in updated}
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
 def _large_weights(program: Program) -> list[str]:
     """Names of the largest trained weights, largest first; of several readers' products the first one counts."""
-    read = products(program)
-    updated = {handle for node in program.nodes for handle in updates(program, node)}
-    sizes = {h: program.variable_of[h].type.bytes for h in read if h in updated}
-    order = sorted(sizes, key=lambda h: -sizes[h])
-    total = sum(sizes.values())
-    large = [h for h in order if sizes[h] >= max(LEAST_BYTES, 0.05 * total)]
-    return [program.variable_of[h].name for h in large[:MOST_WEIGHTS]]
+    sizes = _trained_bytes(program)
+    least = max(LEAST_BYTES, 0.05 * sum(sizes.values()))
+    return [program.variable_of[h].name for h, size in sizes.items() if size >= least][:MOST_WEIGHTS]
+
+
+def _tables(program: Program) -> tuple[str, ...]:
+    """Names of all trained weights that are only looked up, and worth it; none where they are little of the whole."""
+    sizes, read = _trained_bytes(program), products(program)
+    tables = {h: n for h, n in sizes.items() if n >= LEAST_BYTES and all(r.op in ROW_LOOKUPS for r in read[h])}
+    if sum(tables.values()) < 0.05 * sum(sizes.values()):
+        return ()
+    return tuple(program.variable_of[h].name for h in tables)
 
 
 def scoped(program: Program, choice: Choice) -> Program:

@@ -6,6 +6,8 @@ the same way, because the variables lie so.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from tensorflow.python.eager.context import eager_mode
 
@@ -15,7 +17,8 @@ from whale.errors import ClusterError, PlanError
 from whale.ir.program import Program
 from whale.log import log
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.search import Again, Ground, Options, apply, best_way
+from whale.planner.captured.ground import Again, Ground, Options
+from whale.planner.captured.search import apply, best_way
 from whale.planner.captured.ways import Choice, has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import choice_of
@@ -98,12 +101,9 @@ def _agreed(
     kept = _kept(program, settings, context, number)
     if kept is not None:
         return kept
-    with eager_mode():  # a session's script has a graph here, which is not to grow
-        rates = measured_rates(context, dry, program)
+    ground = _ground(program, context, options, again)
 
     def look() -> Choice:
-        limit, _ = limit_bytes(context.config, context.local_ranks)
-        ground = Ground(rates, _profile(context), planned_ranks, limit, options, again)
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
             chosen, lines, is_whole = best_way(program, settings, ground, context.config["pipeline.num_stages"])
         _say(chosen, lines)
@@ -128,6 +128,19 @@ def _agreed(
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
     return msgspec.json.decode(data[1:], type=Choice)
+
+
+def _ground(program: Program, context: Context, options: Options, again: Again | None) -> Ground:
+    """What ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
+    size, dry, profile = context.planned_size, context.dry, _profile(context)
+    if dry is not None and dry.cluster is not None and profile is None:
+        ground = Ground.described(dry.cluster, program, size, planned_ranks, options, again)
+        asked = context.config["memory.limit_bytes"]
+        return replace(ground, limits_bytes=[asked] * size) if asked else ground
+    with eager_mode():  # a session's script has a graph here, which is not to grow
+        rates = measured_rates(context, dry is not None, program)
+    limit, _ = limit_bytes(context.config, context.local_ranks)
+    return Ground(rates, profile, planned_ranks, [limit] * size, options, again)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:

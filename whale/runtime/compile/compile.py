@@ -34,7 +34,7 @@ from whale.passes.memory.offload import crossing_bytes
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.search import Again, Options
+from whale.planner.captured.ground import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import seen_by_plan, spread_program

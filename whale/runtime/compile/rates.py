@@ -11,7 +11,7 @@ import msgspec
 
 from cost_model.captured.machine import Rates
 from whale.ir.program import Program
-from whale.planner.captured.search import unequal
+from whale.planner.captured.ground import unequal
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 

@@ -21,10 +21,11 @@ _v1 = tf.compat.v1
 RATE = 1e-3
 
 
-def program_of(d: Description) -> Program:
+def program_of(d: Description, mark_gradients: bool = False) -> Program:
     """The captured step; not normalised. Allocates no weights.
 
-    With recompute it carries the marks for ``PlanSettings.memory.recompute="collection"``.
+    With recompute it carries the marks for ``PlanSettings.memory.recompute="collection"``, and if asked for, those of
+    gradients without it.
     """
     with tf.Graph().as_default() as graph:
         batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in models.inputs(d).items()}
@@ -35,7 +36,7 @@ def program_of(d: Description) -> Program:
             return _v1.get_variable(name, shape, tf.as_dtype(dtype), initial, use_resource=True, trainable=False)
 
         loss, updates = _step(d, batch, made, variable)
-        capture = GraphCapture(graph, mark_gradients=d.recompute != "none")
+        capture = GraphCapture(graph, mark_gradients=mark_gradients or d.recompute != "none")
         captured = capture.capture([loss, *updates], {t: tuple(t.shape.as_list()) for t in batch.values()})
     return captured.program
 

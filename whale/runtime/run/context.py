@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from cost_model.machines.cluster import Cluster
 from whale.capture.captured import CapturedVariable
 from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError, ConfigError
@@ -35,12 +36,13 @@ class DryRun:
     """A run that only plans: every program is planned for ``size`` ranks and runs on one.
 
     ``seen`` gets the plan, the normalised program, how it was planned, and what the first ranks run. ``saved``: file of
-    the plan to be under.
+    the plan to be under. ``cluster``: the devices that ``auto_parallel`` plans for; None: ranks as fast as this one.
     """
 
     size: int
     seen: Callable[[Plan, Program, PlanSettings, Sequence[Program]], None]
     saved: str = ""
+    cluster: Cluster | None = None
 
 
 @dataclass

@@ -5,17 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
-from whale.ir.plan import Plan
-from whale.ir.program import Program
 from whale.log import log, set_level
-from whale.passes.settings import PlanSettings
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
 from whale.runtime.ranks.connect import as_configured, connect, share_where_possible
@@ -36,11 +33,9 @@ from whale.started import PROGRESS_VARIABLE, ProcessPlace, joins, process_place
 
 
 @contextmanager
-def planning_run(
-    size: int, seen: Callable[[Plan, Program, PlanSettings, Sequence[Program]], None], saved: str = ""
-) -> Iterator[None]:
+def planning_run(dry: DryRun) -> Iterator[None]:
     """An ``init`` inside makes a dry run, which ends with the scope."""
-    process.dry = DryRun(size, seen, saved)
+    process.dry = dry
     try:
         yield
     finally:

@@ -1,47 +1,45 @@
-"""`whale plan --describe dlrm:...` and `classifier:...`: models of one large layer, planned each way and compared.
+"""`whale plan --describe bert:...`, and other families of `FAMILIES`: a described step is captured, and spread as
+`auto_parallel` would spread it over the devices of a cluster.
 
-Their step is captured, planned and predicted as a script's is, so what is predicted is what the ranks would run.
+What is predicted is what the ranks would run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
-from cost_model.captured.predict import CapturedPrediction
 from cost_model.machines.allocation import named_cluster
 from cost_model.machines.cluster import Cluster
 from whale.cgroup import cpu_quota
 from whale.errors import PlanError
-from whale.ir.plan_text import format_plan, human_bytes
+from whale.ir.plan import Plan
+from whale.ir.plan_text import format_plan
+from whale.ir.program import Program
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
+from whale.planner.captured.ground import Ground
+from whale.planner.captured.search import apply, best_way
+from whale.planner.captured.ways import Choice
+from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.described import Description, program_of
-from whale.runtime.described.families import Classifier, Dlrm
-from whale.runtime.spread.lower import make_any_plan
-from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan
+from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
+from whale.runtime.spread.lower import first_ranks, make_any_plan, planned_ranks, shown_ranks, with_memory
+from whale.runtime.tools.plan_prediction import Planned, kept, predict_plan
 
-FAMILIES: dict[str, type[Dlrm] | type[Classifier]] = {"dlrm": Dlrm, "classifier": Classifier}
-SPLIT = {"dlrm": "tables sharded by rows", "classifier": "classes sharded"}
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to spread a described model: its plan, what a step takes, and by how much it does not fit (bytes)."""
-
-    name: str
-    planned: Planned
-    predicted: CapturedPrediction
-    lacking: float
-
-    def text(self) -> str:
-        """A line of the table."""
-        fits = f"   does not fit by {human_bytes(self.lacking)}" if self.lacking > 0 else ""
-        step_ms, held = 1e3 * self.predicted.step_s, human_bytes(self.predicted.peak_bytes)
-        return f"  {self.name:<42} {step_ms:>10.2f} {held:>12} {human_bytes(self.planned.plan.logical_bytes):>12}{fits}"
+FAMILIES: dict[str, type[Description]] = {
+    "bert": Bert,
+    "t5": T5,
+    "vit": Vit,
+    "resnet": Resnet,
+    "dlrm": Dlrm,
+    "classifier": Classifier,
+}
+SPREAD = ("split", "tensor_parallel", "sequence_parallel", "recompute")  # fields that say how a model is spread
 
 
 def read(text: str, batch: int | None = None) -> Description:
@@ -54,7 +52,7 @@ def read(text: str, batch: int | None = None) -> Description:
     fields: dict[str, str | int] = {} if batch is None else {"batch": batch}
     for part in filter(None, rest.split(",")):
         name, _, value = part.partition("=")
-        if name.strip() == "split":
+        if name.strip() in SPREAD:
             raise PlanError(
                 "how a model is spread is no part of its description", given=part, action="leave it out: it is chosen"
             )
@@ -63,53 +61,65 @@ def read(text: str, batch: int | None = None) -> Description:
         # Lists of widths are for model files.
         return msgspec.convert({"family": family, **fields}, FAMILIES[family], strict=False)
     except msgspec.ValidationError as error:
-        names = ", ".join(f.name for f in msgspec.structs.fields(FAMILIES[family]) if f.name != "split")
+        names = ", ".join(f.name for f in msgspec.structs.fields(FAMILIES[family]) if f.name not in SPREAD)
         raise PlanError("a description cannot be read", given=text, reason=str(error), expected=names) from error
 
 
-def ways(described: Description, cluster: Cluster) -> list[Way]:
-    """Each way that can be planned for all of the cluster's devices, and one device alone; the fastest that fits first.
+def spread(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Choice, list[str], Plan]:
+    """(the fastest way that fits, over all devices; what was found, line by line; its plan, with the prediction).
+
+    Args:
+      budget_s: seconds on the clock, after which no further way is looked at; None: as long as a run has.
 
     Raises:
-      PlanError: none can be planned.
+      PlanError: the model can be spread in no way, or fits in none.
     """
-    limits = machine(cluster, 1).memory_bytes
-    size = len(limits)
-    tried: list[tuple[str, Description, PlanSettings]] = [("one device", described, PlanSettings(size=1))]
-    if size > 1:
-        everywhere = PlanSettings(size=size)
-        divided = msgspec.structs.replace(described, split=True)
-        tried += [("data parallel", described, everywhere)]
-        tried += [(SPLIT[type(described).__name__.lower()], divided, everywhere)]
-        if described.optimizer == "adam":
-            tried += [("data parallel, optimizer's state sharded", described, everywhere.but(zero__level=1))]
-            tried += [("data parallel, state and weights sharded", described, everywhere.but(zero__level=3))]
-    found, refused = [], []
-    for name, description, settings in tried:
-        try:
-            found.append(_way(name, description, settings, cluster, limits))
-        except PlanError as error:
-            refused.append(f"{name}: {error.message}")
-    if not found:
-        raise PlanError("no way to spread the model was found", reason="; ".join(refused))
-    return sorted(found, key=lambda way: (way.lacking > 0, way.predicted.step_s))
+    captured = program_of(described, mark_gradients=True)
+    settings = PlanSettings(size=cluster.device_count)
+    again = partial(normalise, captured)
+    apart = all(entry.device.kind == "gpu" for host in cluster.hosts for entry in host.devices)
+
+    def options(limit_bytes: float) -> str:
+        return options_text(settings, limit_bytes, captured, lambda: captured, first_ranks, apart)
+
+    program = again(settings)
+    ground = Ground.described(cluster, program, settings.size, planned_ranks, options, again)
+    choice, lines, _ = best_way(program, settings, ground, budget_s=budget_s)
+    return choice, lines, planned_as(choice, captured, cluster)
 
 
-def _way(name: str, description: Description, settings: PlanSettings, cluster: Cluster, limits: Sequence[float]) -> Way:
-    program = normalise(program_of(description), settings)
-    planned = Planned(program, make_any_plan(program, settings), settings)
-    predicted = predict_plan(planned, cluster)
-    lacking = max(rank.peak_bytes - limit for rank, limit in zip(predicted.ranks, limits))
-    return Way(name, planned, predicted, lacking)
+def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
+    """The plan of a captured step that is spread in one way over all devices, with what it is predicted to take.
+
+    Raises:
+      PlanError: it cannot be spread so.
+    """
+    settings = PlanSettings(size=cluster.device_count)
+    if choice.recompute:
+        settings = settings.but(memory__recompute=choice.recompute)
+    program, settings = apply(normalise(captured, settings), settings, choice)
+    plan = make_any_plan(program, settings)
+    predicted = kept(
+        predict_plan(Planned(program, plan, settings), cluster), f"{cluster.name}, by the catalogue's figures"
+    )
+    plan = with_memory(plan, shown_ranks(program, plan, settings), settings)
+    return replace(plan, predicted=predicted, choice=msgspec.json.encode(choice).decode())
 
 
 def main(
-    text: str, batch: int | None, cluster: str, network: str | None, out: str | None, found: Callable[[], None]
+    text: str,
+    batch: int | None,
+    cluster: str,
+    network: str | None,
+    out: str | None,
+    budget_s: float | None,
+    found: Callable[[], None],
 ) -> int:
     """Prints what each way takes, and the plan of the fastest that fits.
 
     Args:
       out: file that receives that plan as JSON.
+      budget_s: see `spread`.
       found: called when all are known, before anything is printed.
 
     Raises:
@@ -117,20 +127,9 @@ def main(
       PlanError: the description cannot be read, or nothing fits.
     """
     machines = named_cluster(cluster, network, cpu_quota())
-    every = ways(read(text, batch), machines)
+    _, lines, plan = spread(read(text, batch), machines, budget_s)
     found()
-    best = every[0]
-    lines = [f"  {'':<42} {'ms a step':>10} {'at most':>12} {'moved':>12}", *(way.text() for way in every)]
-    sys.stdout.write("\n".join([f"{text}, on {machines.name}", *lines, "", ""]))
-    if best.lacking > 0:
-        raise PlanError(
-            "the model fits into the devices' memory in no way",
-            given=f"{human_bytes(best.predicted.peak_bytes)} on a device, {best.name}",
-            action=f"use more devices, or such with {human_bytes(best.lacking)} more",
-        )
-    predicted = kept(best.predicted, f"{machines.name}, by the catalogue's figures")
-    plan = replace(best.planned.plan, predicted=predicted)
     if out is not None:
         plan.save(out)
-    sys.stdout.write(f"{best.name}\n{format_plan(plan)}")
+    sys.stdout.write("\n".join([f"{text}, on {machines.name}", *lines, "", format_plan(plan)]))
     return 0

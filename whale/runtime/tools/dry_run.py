@@ -32,7 +32,7 @@ from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.ranks.gpus import told_of_processors
-from whale.runtime.run.context import process, running
+from whale.runtime.run.context import DryRun, process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, shown_ranks, with_memory
@@ -84,10 +84,24 @@ class Prediction:
         Raises:
           ClusterError: it cannot be read, or none was named and this machine has not been measured.
         """
-        return self._machines() if self.cluster is not None else read(self.profile or default_path())
+        return self.machines() or read(self.profile or default_path())
 
-    def _machines(self) -> Cluster:
-        return named_cluster(self.cluster or "local", self.network, cpu_quota())
+    def machines(self) -> Cluster | None:
+        """The cluster, where one is named.
+
+        Raises:
+          ClusterError: its file cannot be read.
+        """
+        return None if self.cluster is None else named_cluster(self.cluster, self.network, cpu_quota())
+
+    def devices(self) -> int:
+        """How many devices a cluster file has; 0: none is named, or this machine, which has no number of ranks.
+
+        Raises:
+          ClusterError: it cannot be read.
+        """
+        on = self.machines()
+        return on.device_count if on is not None and self.cluster != "local" else 0
 
     def of(self, planned: Planned) -> tuple[Predicted | None, str]:
         """(what the plan is predicted to take, or why that is not known).
@@ -96,8 +110,7 @@ class Prediction:
           ClusterError: a file that was named cannot be read, or does not fit the plan.
           PlanError: a file was named, and the program has no predicted time.
         """
-        if self.cluster is not None:
-            on = self._machines()
+        if (on := self.machines()) is not None:
             return kept(predict_plan(planned, on), f"{on.name}, by the catalogue's figures"), ""
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
@@ -121,12 +134,13 @@ class Prediction:
             return
         ranks = len(next(iter(plan.memory.values())))
         limits: Sequence[float] = [settings.memory.limit_bytes or math.inf] * ranks
-        if self.cluster is not None and not settings.memory.limit_bytes:
-            limits = machine(self._machines(), settings.size).memory_bytes
+        on = self.machines()
+        if on is not None and not settings.memory.limit_bytes:
+            limits = machine(on, settings.size).memory_bytes
         totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
-            devices = [e.device for h in self._machines().hosts for e in h.devices] if self.cluster else []
+            devices = [entry.device for host in on.hosts for entry in host.devices] if on is not None else []
             beside_host = bool(devices) and all(device.kind == "gpu" for device in devices)
             options = options_text(settings, min(limits), planned.program, None, first_ranks, beside_host)
             raise refusal_of_plan(plan.program, plan.memory, limits, options)
@@ -135,7 +149,7 @@ class Prediction:
 def main(
     script: str,
     args: Sequence[str],
-    ranks: int,
+    ranks: int | None,
     out: str | None = None,
     prediction: Prediction = Prediction(),
     is_model: bool = False,
@@ -147,6 +161,7 @@ def main(
 
     Args:
       args: the script's arguments.
+      ranks: None: as many as the devices of a cluster file, else 2.
       out: file that receives the plan as JSON.
       prediction: on what the time is predicted.
       is_model: ``script`` is a model file (see whale.runtime.described).
@@ -159,8 +174,8 @@ def main(
       PlanError: a choice cannot be read, or the plan does not fit.
       ProgramError: the script ended without a step that takes a batch.
     """
-    asked = [read_what_if(text) for text in fixed]
-    planned = _described(script, ranks) if is_model else first_step(script, args, ranks)
+    asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
+    planned = _described(script, ranks) if is_model else first_step(script, args, ranks, on=prediction.machines())
     predicted, why = prediction.of(planned)
     plan = replace(planned.plan, predicted=predicted)
     found()
@@ -244,13 +259,14 @@ def _described(path: str, ranks: int) -> Planned:
     return Planned(program, make_any_plan(program, settings), settings)
 
 
-def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") -> Planned:
+def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on: Cluster | None = None) -> Planned:
     """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
 
     Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
 
     Args:
       saved: file of a plan that the step is under, instead of being planned.
+      on: the devices that ``auto_parallel`` plans for; None: ranks as fast as this process.
 
     Raises:
       ClusterError: the script does not exist.
@@ -272,9 +288,9 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "") ->
             raise _Planned
         seen[program.name] = None
 
-    runs, outside = process.runs, Outside()
+    runs, outside, dry = process.runs, Outside(), DryRun(ranks, stop, saved, on)
     try:
-        with as_main(script, args), planning_run(ranks, stop, saved), suppress(_Planned), failures_told(script):
+        with as_main(script, args), planning_run(dry), suppress(_Planned), failures_told(script):
             runpy.run_path(script, run_name="__main__")
     finally:
         outside.take_back()
