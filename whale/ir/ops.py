@@ -89,6 +89,8 @@ APPLIES = _each("ResourceApply", f"{_DENSE_OPTIMIZERS} AdamWithAmsgrad KerasMome
 APPLIES_ROWS = _each("ResourceSparseApply", f"{_OPTIMIZERS} KerasMomentum")
 # Rows or elements of a variable (operand 0) are changed, by their numbers.
 SCATTERS = _each("ResourceScatter", _SCATTERS)
+# Those that change each row by itself, where a number is there once.
+ROW_SCATTERS = _each("ResourceScatter", "Add Sub Update")
 # The state of a random generator, which is a variable (operand 0), goes on.
 ADVANCES = _named(
     "RngSkip RngReadAndSkip StatefulRandomBinomial StatefulStandardNormal StatefulStandardNormalV2 "

@@ -10,6 +10,7 @@
 
 #include "tensorflow/core/common_runtime/device.h"
 #include "tensorflow/core/common_runtime/device_mgr.h"
+#include "tensorflow/core/common_runtime/input_colocation_exemption_registry.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/function.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -151,6 +152,9 @@ class CallOp : public tensorflow::AsyncOpKernel {
   std::mutex mutex_;
   std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
 };
+
+// It passes resources on; what reads them is placed when the function is instantiated.
+const tensorflow::input_colocation_exemption_registration::InputColocationExemptionRegistration passes_resources_on("WhaleCall");
 
 REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_CPU), CallOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from whale.ir.ops import IDENTITIES, REDUCTIONS
+from whale.ir.ops import IDENTITIES, REDUCTIONS, ROW_SCATTERS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.facts.scopes import split_scope
@@ -20,7 +20,6 @@ from whale.rules import rule_of
 from whale.rules.base import OWNED
 from whale.rules.rows import SUMS_BY_ID
 
-_WRITES = frozenset({"ResourceScatterUpdate", "ResourceScatterAdd", "ResourceScatterSub"})
 _COUNTS = frozenset({"Size"})
 
 
@@ -74,7 +73,7 @@ class _Update:
         fetched = {ref.node for ref in program.outputs}
         if fetched & {self.unique.name, *self.counts, *self.marked, self.sums[0].name}:
             return False
-        return any(program.by_name[n].op in _WRITES for n in self.marked)
+        return any(program.by_name[n].op in ROW_SCATTERS for n in self.marked)
 
     def _counts_ids(self, ref: Ref) -> bool:
         """Whether ``ref`` is the number of ids, and tells nobody but the sums."""
@@ -92,7 +91,7 @@ class _Update:
         refs = node.inputs
         if node.op == "ResourceGather":
             made, fits = self.rows, found == [1] and refs[1] in self.ids and not node.attrs.get("batch_dims", 0)
-        elif node.op in _WRITES:
+        elif node.op in ROW_SCATTERS:
             return refs[1] in self.ids and (found == [1, 2] and refs[2] in self.rows)
         elif all(refs[i] in self.ids for i in found):
             made, fits = self.ids, node.op in IDENTITIES | {"Cast"}
