@@ -131,6 +131,7 @@ def test_the_mpi_of_this_environment() -> None:
 def _look(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(software, "look", lambda: iter(findings))
     monkeypatch.setattr(report.machine, "look", lambda: iter(()))
+    monkeypatch.setattr(report.gpus, "look", lambda driver: iter(()))
 
 
 def test_a_problem_gives_code_1_and_the_remedy(

@@ -22,7 +22,7 @@ INCLUDED: dict[str, set[str]] = {
     "core/collective": {"core/base"},
     "core/operation": {"core/base", "core/transport", "core/collective"},
     "core/engine": {"core/transport", "core/collective", "core/operation"},
-    "core/device": {"core/base", "core/engine"},
+    "core/device": {"core/base", "core/collective", "core/engine"},
     "core/update": {"core/base"},
     "core/c_api": {"core/base", "core/transport", "core/collective", "core/engine", "core/device"},
     "mpi": {"core/transport"},
