@@ -109,6 +109,18 @@ def test_gradients_can_travel_with_16_bits(with_devices: Start) -> None:
     assert 2.0**-19 < error < 2.0**-9, "rounded, and no more than the wire rounds"
 
 
+def equals_one_device(start: Start, options: dict[str, Any]) -> None:
+    """Four ranks that ``start`` begins train as one device does."""
+    centred = "pipeline.num_micro_batch" not in options
+    one, losses_of_one, _ = trained(tf.function, centred=centred)
+    start(4, **options)
+    scope = (lambda: wh.split(axis="expert")) if "mesh" in options else nullcontext
+    weights, losses, _ = trained(wh.function, centred=centred, scope=scope)
+    np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
+    for weight, other in zip(weights, one):
+        np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,14 +132,7 @@ def test_gradients_can_travel_with_16_bits(with_devices: Start) -> None:
 )
 def test_every_exchange_is_one_of_devices(with_devices: Start, options: dict[str, Any]) -> None:
     """Groups along each axis, what scopes bring together, gathered and scattered state."""
-    centred = "pipeline.num_micro_batch" not in options
-    one, losses_of_one, _ = trained(tf.function, centred=centred)
-    with_devices(4, **NCCL, **options)
-    scope = (lambda: wh.split(axis="expert")) if "mesh" in options else nullcontext
-    weights, losses, _ = trained(wh.function, centred=centred, scope=scope)
-    np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
-    for weight, other in zip(weights, one):
-        np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
+    equals_one_device(with_devices, {**NCCL, **options})
 
 
 def test_stages_send_from_device_to_device(with_devices: Start) -> None:
@@ -282,14 +287,7 @@ def test_ranks_without_a_gpu_are_refused_where_they_cannot_take_part(
 def test_ranks_with_and_without_a_gpu_compute_what_one_device_computes(
     with_mixed_devices: Start, options: dict[str, Any]
 ) -> None:
-    centred = "pipeline.num_micro_batch" not in options
-    one, losses_of_one, _ = trained(tf.function, centred=centred)
-    with_mixed_devices(4, **PINNED, **options)
-    scope = (lambda: wh.split(axis="expert")) if "mesh" in options else nullcontext
-    weights, losses, _ = trained(wh.function, centred=centred, scope=scope)
-    np.testing.assert_allclose(losses, losses_of_one, rtol=1e-12)
-    for weight, other in zip(weights, one):
-        np.testing.assert_allclose(weight, other, rtol=1e-10, atol=1e-13)
+    equals_one_device(with_mixed_devices, {**PINNED, **options})
 
 
 def test_what_a_rank_lacks(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
 from whale.runtime.spread.lower import first_ranks, make_any_plan, planned_ranks, shown_ranks, with_memory
-from whale.runtime.tools.plan_prediction import Planned, kept, predict_plan
+from whale.runtime.tools.plan_prediction import Planned, predicted_on
 
 FAMILIES: dict[str, type[Description]] = {
     "bert": Bert,
@@ -99,9 +99,7 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
         settings = settings.but(memory__recompute=choice.recompute)
     program, settings = apply(normalise(captured, settings), settings, choice)
     plan = make_any_plan(program, settings)
-    predicted = kept(
-        predict_plan(Planned(program, plan, settings), cluster), f"{cluster.name}, by the catalogue's figures"
-    )
+    predicted = predicted_on(Planned(program, plan, settings), cluster)
     plan = with_memory(plan, shown_ranks(program, plan, settings), settings)
     return replace(plan, predicted=predicted, choice=msgspec.json.encode(choice).decode())
 

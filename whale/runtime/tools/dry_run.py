@@ -37,7 +37,7 @@ from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
-from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan, rank_programs
+from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan, predicted_on, rank_programs
 from whale.runtime.tools.what_if import compared, read_what_if
 from whale.runtime.variables.outside import Outside
 
@@ -111,7 +111,7 @@ class Prediction:
           PlanError: a file was named, and the program has no predicted time.
         """
         if (on := self.machines()) is not None:
-            return kept(predict_plan(planned, on), f"{on.name}, by the catalogue's figures"), ""
+            return predicted_on(planned, on), ""
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
             return None, "No predicted time: this machine has not been measured (`whale profile`)\n"

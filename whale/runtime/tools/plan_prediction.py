@@ -69,6 +69,11 @@ def predict_plan(
     return predict_ranks(programs, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
 
 
+def predicted_on(planned: Planned, cluster: Cluster) -> Predicted:
+    """What a plan keeps of its prediction on the devices of a cluster; raises as `predict_plan` does."""
+    return kept(predict_plan(planned, cluster), f"{cluster.name}, by the catalogue's figures")
+
+
 def machine(on: Table | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
     """What the ranks run on; ``marks``: fingerprints that the program's own step may have been measured under."""
     return measured_machine(on, ranks, marks, counted_from_bytes) if isinstance(on, Table) else cluster_machine(on)
