@@ -16,6 +16,7 @@ import gc
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,22 @@ class ConvNet(Model):
 MODELS: dict[str, type[Model]] = {"mlp": Mlp, "gpt": Gpt, "convnet": ConvNet}
 
 
+def peaks_above(make: Callable[[], Callable[[], Any]], steps: int = 5) -> list[int]:
+    """Of some steps, the most bytes asked for at a time beyond those live before it, sorted; ``make`` makes the step.
+
+    The allocator's own figures would be of pieces, up to twice as large as what was asked for, by what ran before.
+    """
+    gc.collect()
+    with allocations.recorded() as peaks:
+        step = make()
+        step()
+        gc.collect()
+        for _ in range(steps):
+            allocations.step(step)
+    assert len(peaks) == steps
+    return sorted(one.most_bytes - one.before_bytes for one in peaks)
+
+
 def measured_and_predicted(model: type[Model], steps: int = 8) -> tuple[list[int], int]:
     """(peaks of some steps, sorted; what was predicted), in bytes, under the run that was started."""
     gc.collect()
@@ -123,7 +140,7 @@ def measured_and_predicted(model: type[Model], steps: int = 8) -> tuple[list[int
     assert f"predicted for a step of {next(iter(report.predicted))}" in str(report)
     one = sum(4 * int(np.prod(s)) for s in model.shapes)
     assert of_step["parameters"] >= one <= of_step["slots"]  # in whole pieces
-    return sorted(peaks), sum(of_step.values())
+    return sorted(one.most_bytes for one in peaks), sum(of_step.values())
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -22,13 +22,20 @@ _TAKEN, _GIVEN_BACK = "MemoryAllocation", "MemoryDeallocation"
 _EVENTS_LEVEL = 2  # of the profiler: what allocators do
 
 
+class Asked(NamedTuple):
+    """Of one step, in bytes: those live when it begins, and the most that are at a time."""
+
+    before_bytes: int
+    most_bytes: int
+
+
 @contextmanager
-def recorded() -> Iterator[list[int]]:
-    """Records the process inside the context; the list then has, of each step, the most bytes asked for at a time.
+def recorded() -> Iterator[list[Asked]]:
+    """Records the process inside the context; the list then has what each step asked for.
 
     It has to begin before the first tensor is made: what is there already is not counted.
     """
-    peaks: list[int] = []
+    peaks: list[Asked] = []
     options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=_EVENTS_LEVEL, python_tracer_level=0)
     with tempfile.TemporaryDirectory() as folder:
         tf.profiler.experimental.start(folder, options)
@@ -46,7 +53,7 @@ def step(call: Callable[[], Any]) -> None:
         call()
 
 
-def _peaks(data: bytes) -> list[int]:
+def _peaks(data: bytes) -> list[Asked]:
     from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
     space = XSpace()
@@ -68,12 +75,12 @@ def _peaks(data: bytes) -> list[int]:
     surplus: dict[int, int] = {}
     surplus_bytes = before_bytes = live_bytes = 0
     inside = first = False
-    peaks: list[int] = []
+    peaks: list[Asked] = []
     for _, name, facts in sorted(events, key=lambda e: e[0]):
         if not facts:
             inside = name == _STEP
             if inside:
-                peaks.append(live_bytes)
+                peaks.append(Asked(live_bytes, live_bytes))
             continue
         piece_bytes, address = int(facts["allocation_bytes"]), int(facts["addr"])
         if not first:
@@ -89,7 +96,7 @@ def _peaks(data: bytes) -> list[int]:
             before_bytes -= piece_bytes
         live_bytes = int(facts["bytes_allocated"]) - before_bytes - surplus_bytes
         if inside:
-            peaks[-1] = max(peaks[-1], live_bytes)
+            peaks[-1] = Asked(peaks[-1].before_bytes, max(peaks[-1].most_bytes, live_bytes))
     return peaks
 
 

@@ -33,7 +33,7 @@ def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], Non
 
     workload, kind = WORKLOADS[workload_name], KINDS[kind_name]
     wh.init(kind.configuration(workload.batch))
-    with allocations.recorded() as asked_bytes:
+    with allocations.recorded() as asked:
         step, batch = make_step(workload, wh.function, kind.scope())
         for _ in range(4):
             step(*batch)
@@ -58,7 +58,7 @@ def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], Non
         peak_bytes = memory().peak_bytes
         return {
             "times_s": times_s, "cpu_s": cpu_s, "loss": loss,
-            "asked_bytes": max(asked_bytes), "live_bytes": live_bytes, "peak_bytes": peak_bytes,
+            "asked_bytes": max(one.most_bytes for one in asked), "live_bytes": live_bytes, "peak_bytes": peak_bytes,
         }  # fmt: skip
 
     return answer, wh.shutdown

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.memory import peaks_above
 from whale.errors import PlanError
 from whale.ir.plan import Plan
-from whale_ops.memory import memory, reset_peak
 
 Start = Callable[..., None]
 TYPE = "gradient_checkpoint.type"
@@ -174,15 +174,9 @@ def test_activations_between_checkpoints_are_not_held(ranks: Start, micro_batche
 
     def peak_bytes(kind: str) -> int:
         ranks(1, **{TYPE: kind, "pipeline.num_micro_batch": micro_batches})
-        model = Model(wh.function, width, layers, 4)
-        model.step(x)
-        gc.collect()
-        reset_peak()
-        before = memory().live_bytes
-        model.step(x)
-        peak = memory().peak_bytes - before
+        peaks = peaks_above(lambda: partial(Model(wh.function, width, layers, 4).step, x))
         wh.shutdown()
-        return peak
+        return peaks[0]
 
     held, marked, chosen = map(peak_bytes, ("", "collection", "auto"))
     # Of each layer, two tensors are held, or those of one of four segments, and three checkpoints.

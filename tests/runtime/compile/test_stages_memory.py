@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.memory import peaks_above
 from whale.ir.schedule import live_micro_batches, schedule
-from whale_ops.memory import memory, reset_peak
 
 Start = Callable[..., None]
 ROWS, WIDE, NARROW = 128, 1024, 16  # of a micro-batch; what is narrow is too small to be counted
@@ -21,14 +21,7 @@ HELD = 4  # wide tensors that a backward pass reads
 def peak_bytes(step: Callable[[tf.Tensor], tf.Tensor], micro_batches: int) -> int:
     """The least of some steps' peaks, above what was there before."""
     x = tf.random.stateless_normal((micro_batches * ROWS, NARROW), (1, 2))
-    step(x)
-    gc.collect()
-    before, found = memory().live_bytes, []
-    for _ in range(3):
-        reset_peak()
-        step(x)
-        found.append(memory().peak_bytes - before)
-    return min(found)
+    return peaks_above(lambda: partial(step, x), 3)[0]
 
 
 def trained_peak_bytes(wide: int, stages: int, micro_batches: int) -> int:
