@@ -37,7 +37,7 @@ TF_KERAS := $(if $(filter-out 2.15.%,$(TF)),'tf_keras==$(basename $(TF)).*')
 TF_FOR_GPUS := tensorflow[and-cuda]
 BUNDLE := build/gpu-bundle
 BUNDLED = --wheels $(TOOLS) '$(TF_FOR_GPUS)==$(TF)' $(MPI_PACKAGE) $(CUDA_PACKAGES) --alone $(TF_KERAS) \
-  --extras demo test bench $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
+  --extras test bench $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 DEBIAN_BAZEL := bazel-bootstrap bazel-platforms bazel-rules-java bazel-rules-proto
 
 # The newest Python for which that TensorFlow has wheels.
@@ -140,7 +140,7 @@ build: $(VENV)/.installed
 
 $(VENV)/.installed: $(VENV)/.tensorflow pyproject.toml setup.py
 	@echo "Installing Whale into $(VENV): compiles the op library, about a minute"
-	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[demo,test]'
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.installed
