@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.ray": {"whale.frontends"},
     "whale.launcher": {
         "whale.errors",
+        "whale.ir",
         "whale.started",
         "whale.log",
         "whale.python",

@@ -47,6 +47,17 @@ def test_a_module_runs_with_m(launcher: Launcher) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] __main__ package ['-x', '1']" for rank in range(2)]
 
 
+def test_tensorflow_is_imported_without_collections(launcher: Launcher) -> None:
+    """Also where the script has looked whether it is there; the collector is on before and after."""
+    (launcher.folder / "tensorflow").mkdir()
+    launcher.script("import gc; WITHIN = gc.isenabled()", "tensorflow/__init__.py")
+    script = launcher.script(
+        "import gc, importlib.util\nfound = importlib.util.find_spec('tensorflow') is not None\n"
+        "before = gc.isenabled()\nimport tensorflow\nprint(found, before, tensorflow.WITHIN, gc.isenabled())"
+    )
+    assert launcher.run("-np", "1", script).stdout.split()[1:] == ["True", "True", "False", "True"]
+
+
 def test_ranks_are_told_their_place_and_threads(launcher: Launcher) -> None:
     script = launcher.script(
         "import os, json, whale.started\n"
