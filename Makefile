@@ -49,6 +49,8 @@ PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pytho
 endif
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# Each of the hundreds of processes that tests start would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
