@@ -142,6 +142,7 @@ def core() -> ctypes.CDLL:
         "whale_set_link": (None, [pointer, double, double]),
         "whale_set_algorithm": (integer, [pointer, text]),
         "whale_lose": (integer, [pointer, integer, text]),
+        "whale_read_lent": (integer, [pointer, integer, long, pointer, long]),
         "whale_waits": (pointer, [pointer]),
         "whale_counters": (pointer, [pointer]),
         "whale_trace_start": (None, [pointer, integer]),

@@ -144,6 +144,23 @@ class Communicator:
         """
         self._check(self._core.whale_lose(self._handle, rank, what.encode()))
 
+    def shares_tensors(self, peer: int) -> bool:
+        """Whether this rank and a peer of its machine read each other's large tensors where they lie."""
+        return not self._core.whale_read_lent(self._handle, peer, 0, None, 0)
+
+    def read_lent(self, peer: int, place: int, into: Any) -> None:
+        """Copies what a peer has lent (``whale_lend``) and still holds, or held when its process ended.
+
+        Args:
+            place: as ``whale_lend`` said there.
+            into: a contiguous array of what is wanted.
+
+        Raises:
+            CommError: the two share no tensors, or that is outside of what the peer shares.
+        """
+        memory = (ctypes.c_char * into.nbytes).from_buffer(into)
+        self._check(self._core.whale_read_lent(self._handle, peer, place, ctypes.addressof(memory), into.nbytes))
+
     def waits(self) -> list[Wait]:
         """The operations of this rank that have waited for some time, tensors first, then by how long."""
         found = self._native.take_bytes(self._core.whale_waits(self._handle))

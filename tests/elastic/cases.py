@@ -18,6 +18,7 @@ MODES = ("loop", "shard", "save", "fit", "arrays")
 # Under which ranks hold parts of variables: of a rank and the one with its copies, one may go at a time.
 PARTS = tuple("zero1 zero3 stages split mesh zero3+save stages+save".split())
 PARTS += tuple(f"{kind}+shard" for kind in ("zero1", "zero3", "stages", "split", "mesh"))
+PARTS += tuple(f"{kind}+large" for kind in ("zero1+shard", "zero3", "stages", "split+shard", "mesh"))
 _STEPS = 12
 _LIMIT_S = 300.0
 
@@ -93,7 +94,7 @@ class Reference:
 
     def of(self, mode: str) -> list[np.ndarray]:
         """Losses and values."""
-        kind = mode if mode in ("fit", "arrays") else "loop"
+        kind = mode if mode in ("fit", "arrays") else "loop+large" if "large" in mode else "loop"
         if kind not in self._known:
             result = self._folder / f"{kind}.npz"
             line = [sys.executable, str(SCRIPT), kind, str(result), ""]

@@ -2,7 +2,7 @@
 
 MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a checkpoint after every step), "fit" and
 "arrays" (Keras, with a dataset or with arrays). In "zero1", "zero3", "stages", "split" and "mesh" (2 x tensor ranks)
-ranks hold parts of variables; these stand beside others: "zero3+save".
+ranks hold parts of variables; these stand beside others: "zero3+save". "large": parts lie where other ranks read them.
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
 sent; "join": one more rank joins, for which the program has to be one of "shard".
@@ -22,7 +22,7 @@ import whale as wh
 from whale.runtime.elastic import balance, generations
 from whale.runtime.run.context import running
 
-BATCH, BATCHES, EPOCHS, WIDTH = 24, 6, 2, 12
+BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
 LAST = 100 + EPOCHS * BATCHES  # behind it no step follows
 generations.ALONE_BYTES = 150  # so that some pieces are sent alone, and others together
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
@@ -99,12 +99,12 @@ class Net:
     """A table, a normalisation with statistics over the batch, a count that the loss reads: all that can be written."""
 
     def __init__(self, kinds: set[str]) -> None:
-        self.scopes = scopes(kinds)
+        self.scopes, self.width = scopes(kinds), LARGE if "large" in kinds else WIDTH
         rng = np.random.default_rng(0)
         self.table = tf.Variable(rng.normal(size=(9, 4)), name="table")
-        self.w = tf.Variable(rng.normal(size=(4, WIDTH)), name="w")
-        self.v = tf.Variable(rng.normal(size=(WIDTH, 1)), name="v")
-        self.mean = tf.Variable(np.zeros(WIDTH), trainable=False, name="mean")
+        self.w = tf.Variable(rng.normal(size=(4, self.width)), name="w")
+        self.v = tf.Variable(rng.normal(size=(self.width, 1)), name="v")
+        self.mean = tf.Variable(np.zeros(self.width), trainable=False, name="mean")
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
         self.trained = [self.table, self.w, self.v]
         self.momenta = [tf.Variable(tf.zeros_like(v), trainable=False) for v in self.trained]
@@ -118,7 +118,7 @@ class Net:
                 h = (x + tf.gather(self.table, ids)) @ self.w
                 mean = tf.reduce_mean(h, 0)
             with self.scopes[1]():
-                out = tf.tanh(h - mean) @ self.v
+                out = tf.tanh(h - mean) @ self.v * (WIDTH / self.width)
             scale = 1 + 1 / tf.cast(self.count.read_value(), tf.float64)
             loss = scale * tf.reduce_mean((out - y) ** 2)
         self.mean.assign(0.9 * self.mean + 0.1 * mean)

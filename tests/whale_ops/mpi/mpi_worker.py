@@ -11,6 +11,7 @@ import glob
 import os
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
@@ -210,7 +211,36 @@ def shared_tensors(communicator: whale_ops.Communicator) -> str:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     np.testing.assert_array_equal(mine[0].numpy(), floats[rank], "a child wrote into its parent's tensor")
+    _lent(communicator, floats, odd)
     return f"{outcome}, shared tensors agree, {_shared_abort(communicator)}"
+
+
+def _lent(communicator: whale_ops.Communicator, arrays: list[np.ndarray], odd: Any) -> None:
+    """What a rank has lent is read by a peer, as it was when it was lent, also if it lay elsewhere before."""
+    import tensorflow as tf
+
+    ops, peer = whale_ops.ops(), (communicator.rank + 1) % communicator.size
+    variable = tf.Variable(2 * odd)
+    lent, places = ops.whale_lend(inputs=[odd, *ops.whale_values(variables=[variable.handle], T=[tf.float32])])
+    variable.assign(-odd)
+    np.testing.assert_array_equal(lent[1], 2 * arrays[communicator.rank])
+    said = communicator.allgather_bytes("places", places.numpy().tobytes(), harness.TIMEOUT_S)
+    assert communicator.shares_tensors(peer) and not communicator.shares_tensors(communicator.rank)
+    for place, factor in zip(np.frombuffer(said[peer], np.int64), (1, 2)):
+        found = np.empty_like(arrays[peer])
+        communicator.read_lent(peer, int(place), found)
+        np.testing.assert_array_equal(found, factor * arrays[peer])
+    try:
+        communicator.read_lent(peer, 1 << 60, found)
+        raise AssertionError("memory outside of what is shared was read")
+    except CommError as error:
+        assert "has not mapped" in str(error)
+    try:
+        ops.whale_lend(inputs=[tf.zeros(5)])
+        raise AssertionError("a small tensor was lent")
+    except tf.errors.InvalidArgumentError as error:
+        assert "256 KiB" in error.message
+    communicator.allgather_bytes("read", b"", harness.TIMEOUT_S)
 
 
 def _shared_abort(communicator: whale_ops.Communicator) -> str:

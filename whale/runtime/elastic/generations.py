@@ -1,9 +1,10 @@
 """What ranks held before and after their latest steps, each its own pieces and those of another: none is lost with it.
 
 A rank that is gone takes pieces with it which nobody else has. So after each step every rank sends such pieces to
-another one, on another host where there is one. The others may be a step apart when it goes. Then those that are ahead
-go back, for which each keeps what it held before the step; that is free until the step writes, and then as much memory
-as the rank's own pieces.
+another one, on another host where there is one. A rank of the same machine that has mapped its memory is told where
+they lie instead: that memory outlives the process, and holds them still, since nobody writes to what is lent. The
+others may be a step apart when it goes. Then those that are ahead go back, for which each keeps what it held before the
+step; that is free until the step writes, and then as much memory as the rank's own pieces.
 
 Moment        a rank's pieces at one moment
 Copies        of pieces of other ranks, after a number of steps
@@ -12,9 +13,11 @@ Generations   the last two of each
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from whale.runtime.variables.holdings import Holding
 from whale.runtime.variables.owner import VariableOwner
 
 ALONE_BYTES = 64 << 10  # from here on a piece is a message of its own: to bring it together with others takes longer
+LENT_BYTES = 256 << 10  # what is smaller is not made where peers read it (whale_ops/ops/memory/arena_allocator.cc)
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class _Message:
-    """Pieces that one rank alone has, sent together: one large one as it lies, or small ones of a dtype in a row."""
+    """Pieces that one rank alone has, together: one large one as it lies, or small ones of a dtype in a row.
+
+    ``lent``: the rank that keeps copies reads them in that one's memory.
+    """
 
     rank: int
     key: str
     dtype: tf.DType
     pieces: Sequence[tuple[int, int, tuple[int, ...]]]  # (number of the holding, of the piece, its shape)
+    lent: bool = False
 
     @property
     def elements(self) -> int:
@@ -60,38 +68,59 @@ class _Message:
         return sum(math.prod(shape) for *_, shape in self.pieces)
 
     def packed(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
-        """What is sent, of this rank's piece of every holding."""
-        rows = [tf.reshape(mine[i], [-1]) for i, *_ in self.pieces]
-        return rows[0] if len(rows) == 1 else tf.concat(rows, 0)
+        """What is sent or lent, of this rank's piece of every holding."""
+        if self.lent and len(self.pieces) == 1:
+            return mine[self.pieces[0][0]]
+        return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
-    def unpacked(self, row: tf.Tensor) -> Iterator[tuple[int, int, tf.Tensor]]:
-        """(number of the holding, of the piece, the piece)."""
+    def unpacked(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
+        """(number of the holding, of the piece, what gives the piece) of what gives the row of them."""
         begin = 0
         for i, piece, shape in self.pieces:
-            count = math.prod(shape)
-            yield i, piece, tf.reshape(row[begin : begin + count], shape)
-            begin += count
+            end = begin + math.prod(shape)
+            yield i, piece, functools.partial(_cut, row, begin, end, shape)
+            begin = end
 
 
 class Copies:
-    """Of the pieces that some other ranks alone had. ``received``: messages with what has come of them."""
+    """Of the pieces that some other ranks alone had. ``received``: messages, each with what gives what came of it."""
 
-    def __init__(self, received: Sequence[tuple[_Message, tf.Tensor]]) -> None:
+    def __init__(self, received: Sequence[tuple[_Message, Callable[[], tf.Tensor]]]) -> None:
         self._received = received
 
-    def pieces(self) -> Iterator[tuple[int, int, tf.Tensor]]:
-        """(number of the holding, of the piece, the piece)."""
+    def pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
+        """(number of the holding, of the piece, what gives the piece)."""
         for message, row in self._received:
             yield from message.unpacked(row)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the variables lie; what reads this rank's pieces, and what also sends them to the rank that keeps copies."""
+    """How the variables lie.
+
+    Attributes:
+      places: of this rank's pieces among ``holdings``.
+      handles: of their memory.
+      exchange: reads them, and sends or lends them to the rank that keeps copies.
+      kept: messages of others.
+    """
 
     holdings: Sequence[Holding]
-    read: Callable[[], Any]
+    places: Sequence[int]
+    handles: Sequence[Any]
     exchange: Callable[[], Any]
+    kept: Sequence[_Message]
+
+    def read(self) -> list[tf.Tensor]:
+        """This rank's pieces."""
+        return _values([self.holdings[i].dtype for i in self.places], self.handles)
+
+    def spread(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Of every holding this rank's piece, of what it has."""
+        found: list[tf.Tensor | None] = [None] * len(self.holdings)
+        for i, value in zip(self.places, values):
+            found[i] = value
+        return found
 
 
 class Generations:
@@ -109,12 +138,14 @@ class Generations:
 
     def __init__(self, ranks: Ranks, variables: VariableOwner, hosts: Sequence[str], copies: bool) -> None:
         self.ranks, self._variables, self.rank = ranks, variables, ranks.rank
+        self._comm = ranks.comms[0]
         self._keepers = tuple(_keeper(rank, hosts) for rank in range(ranks.size)) if copies else ()
         self.begun: dict[int, Moment] = {}
         self.taken: dict[int, Moment] = {}
         self.copies: dict[int, list[Copies]] = {}
+        self._lent: dict[int, list[Any]] = {}  # number of steps -> tensors that stay as they are, where they are
         self._layouts: dict[Any, _Layout] = {}
-        self._latest: Any = None
+        self._latest: _Layout | None = None
 
     def before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
         """Step number ``step`` is about to begin; collective where the variables lie otherwise than before.
@@ -123,9 +154,9 @@ class Generations:
           assigned: handle's number -> whole value of which the pieces were just cut.
         """
         before, layout = self._latest, self._layout()
-        if self._latest != before:
+        if layout is not before:
             self._copied(step - 1, layout)
-        self.begun[step] = Moment(layout.holdings, self._by_place(layout.read(), layout), assigned)
+        self.begun[step] = Moment(layout.holdings, layout.spread(layout.read()), assigned)
         self.begun.pop(step - 2, None)
 
     def after(self, step: int) -> None:
@@ -135,12 +166,17 @@ class Generations:
             holding.forget_first()
         self.taken.clear()
         self.taken[step] = Moment(layout.holdings, self._copied(step, layout), {})
-        self.copies.pop(step - 2, None)
+        for kept in (self.copies, self._lent):
+            kept.pop(step - 2, None)
 
     def now(self) -> Moment:
         """What this rank holds; not collective."""
         holdings = self._variables.holdings(self.ranks.size)
-        values = _by_place(_present(holdings, self.rank), holdings, self.rank)
+        own = [holding if holding.piece(self.rank) is not None else None for holding in holdings]
+        values = [
+            None if one is None else gen_resource_variable_ops.read_variable_op(one.handle(self.rank), one.dtype)
+            for one in own
+        ]
         given = {holding.key: whole for holding in holdings if (whole := holding.assigned()) is not None}
         return Moment(holdings, values, given)
 
@@ -158,47 +194,117 @@ class Generations:
     def _layout(self) -> _Layout:
         """How the variables lie now."""
         holdings, rank = self._variables.holdings(self.ranks.size), self.rank
-        self._latest = tuple((holding.key, holding.holders) for holding in holdings)
-        if self._latest not in self._layouts:
-            read = tf.function(lambda: _present(holdings, rank), autograph=False)
-            exchange = tf.function(lambda: self._exchanged(holdings), autograph=False)
-            made = _Layout(holdings, read.get_concrete_function(), exchange.get_concrete_function())
-            self._layouts[self._latest] = made
-        return self._layouts[self._latest]
-
-    def _by_place(self, values: Sequence[tf.Tensor], layout: _Layout) -> list[tf.Tensor | None]:
-        return _by_place(values, layout.holdings, self.rank)
+        if self._latest is None or self._latest.holdings is not holdings:
+            lie = tuple((holding.key, holding.holders) for holding in holdings)
+            if lie not in self._layouts:
+                places = [i for i, holding in enumerate(holdings) if holding.piece(rank) is not None]
+                handles = [holdings[i].handle(rank) for i in places]
+                exchange = tf.function(lambda: self._exchanged(holdings), autograph=False).get_concrete_function()
+                self._layouts[lie] = _Layout(holdings, places, handles, exchange, self._kept(holdings))
+            self._layouts[lie] = self._latest = replace(self._layouts[lie], holdings=holdings)
+        return self._latest
 
     def _copied(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
-        """Sends copies; this rank's own pieces."""
+        """Sends and lends copies; this rank's own pieces."""
         try:
-            values, rows = layout.exchange()
+            values, lends, rows, places = layout.exchange()
         except tf.errors.OpError as error:
             raise_comm_error(error, self.ranks)
             raise
-        self.copies.setdefault(steps, []).append(Copies(list(zip(self._kept(layout.holdings), rows))))
-        return self._by_place(values, layout)
+        self._lent.setdefault(steps, []).append(lends)
+        sent, where = iter(rows), iter([int(place) for few in places for place in few.numpy()])
+        received: list[tuple[_Message, Callable[[], tf.Tensor]]] = []
+        for message in layout.kept:
+            lent = functools.partial(self._read, message, next(where)) if message.lent else None
+            received.append(
+                (message, functools.partial(_itself, next(sent)) if lent is None else functools.cache(lent))
+            )
+        self.copies.setdefault(steps, []).append(Copies(received))
+        return layout.spread(values)
 
-    def _exchanged(self, holdings: Sequence[Holding]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """In a graph: this rank's pieces, and those of the ranks for which it keeps copies."""
+    def _read(self, message: _Message, place: int) -> tf.Tensor:
+        """What another rank has lent."""
+        row = np.empty(message.elements, message.dtype.as_numpy_dtype)
+        self._comm.read_lent(message.rank, place, row.view(np.uint8))
+        return tf.constant(row)
+
+    def _exchanged(
+        self, holdings: Sequence[Holding]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """In a graph: this rank's pieces, what it lends, what it keeps for others, and where what they lend lies."""
         ops, rank = whale_ops.ops(), self.rank
-        values = _present(holdings, rank)
+        own = [holding for holding in holdings if holding.piece(rank) is not None]
+        values = _values([holding.dtype for holding in own], [holding.handle(rank) for holding in own])
+        lent: list[tf.Tensor] = []
         if not self._keepers:
-            return values, []
+            return values, lent, [], []
         comm = ops.whale_communicator(communicator=self.ranks.comm_name, rank=rank)
-        mine = _by_place(values, holdings, rank)
-        for message in _messages(holdings, rank):
-            ops.whale_send(comm=comm, input=message.packed(mine), key=message.key, peer=self._keepers[rank])
-        found = [
-            ops.whale_recv(comm=comm, key=kept.key, peer=kept.rank, shape=[kept.elements], T=kept.dtype)
-            for kept in self._kept(holdings)
+        left = iter(values)
+        mine = [next(left) if holding.piece(rank) is not None else None for holding in holdings]
+        messages = self._messages(holdings, rank)
+        for message in messages:
+            if not message.lent:
+                ops.whale_send(comm=comm, input=message.packed(mine), key=message.key, peer=self._keepers[rank])
+        if lends := [message.packed(mine) for message in messages if message.lent]:
+            lent, places = ops.whale_lend(inputs=lends)
+            ops.whale_send(comm=comm, input=places, key=f"whale/lent/{rank}", peer=self._keepers[rank])
+        kept = self._kept(holdings)
+        rows = [
+            ops.whale_recv(comm=comm, key=one.key, peer=one.rank, shape=[one.elements], T=one.dtype)
+            for one in kept
+            if not one.lent
         ]
-        return values, found
+        lenders = Counter(one.rank for one in kept if one.lent)
+        return (
+            values,
+            lent,
+            rows,
+            [
+                ops.whale_recv(comm=comm, key=f"whale/lent/{other}", peer=other, shape=[count], T=tf.int64)
+                for other, count in lenders.items()
+            ],
+        )
 
     def _kept(self, holdings: Sequence[Holding]) -> list[_Message]:
         """What this rank keeps for others."""
         of = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
-        return [message for rank in of for message in _messages(holdings, rank)]
+        return [message for rank in of for message in self._messages(holdings, rank)]
+
+    def _messages(self, holdings: Sequence[Holding], rank: int) -> list[_Message]:
+        """Those with all pieces that a rank alone has: this one, or one for which it keeps them."""
+        other = self._keepers[rank] if rank == self.rank else rank
+        lends = self._comm.shares_tensors(other)
+        alone_bytes = LENT_BYTES if lends else ALONE_BYTES
+        small: dict[tf.DType, list[tuple[int, int, tuple[int, ...]]]] = {}
+        found = []
+        for i, holding in enumerate(holdings):
+            if (piece := holding.alone(rank)) is None:
+                continue
+            one = i, piece, holding.shape(piece)
+            if math.prod(one[2]) * holding.dtype.size >= alone_bytes:
+                found.append(_Message(rank, f"whale/copies/{rank}/{i}", holding.dtype, [one], lends))
+            else:
+                small.setdefault(holding.dtype, []).append(one)
+        for dtype, few in small.items():
+            row = _Message(rank, f"whale/copies/{rank}/{dtype.name}", dtype, few)
+            found.append(replace(row, lent=lends and row.elements * dtype.size >= LENT_BYTES))
+        return found
+
+
+def _itself(row: tf.Tensor) -> tf.Tensor:
+    return row
+
+
+def _cut(row: Callable[[], tf.Tensor], begin: int, end: int, shape: tuple[int, ...]) -> tf.Tensor:
+    return tf.reshape(row()[begin:end], shape)
+
+
+def _values(dtypes: Sequence[tf.DType], handles: Sequence[Any]) -> list[tf.Tensor]:
+    """What variables hold."""
+    if not handles or any("GPU" in handle.device for handle in handles):
+        pairs = zip(handles, dtypes)
+        return [gen_resource_variable_ops.read_variable_op(handle, dtype) for handle, dtype in pairs]
+    return list(whale_ops.ops().whale_values(variables=list(handles), T=list(dtypes)))
 
 
 def _are_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
@@ -209,28 +315,3 @@ def _keeper(rank: int, hosts: Sequence[str]) -> int:
     """The rank that keeps copies for a rank: the next one on another host, or the next one."""
     others = [(rank + i) % len(hosts) for i in range(1, len(hosts))]
     return next((other for other in others if hosts[other] != hosts[rank]), others[0])
-
-
-def _messages(holdings: Sequence[Holding], rank: int) -> list[_Message]:
-    """Those with all pieces that a rank alone has."""
-    small: dict[tf.DType, list[tuple[int, int, tuple[int, ...]]]] = {}
-    found = []
-    for i, holding in enumerate(holdings):
-        if (piece := holding.alone(rank)) is None:
-            continue
-        one = i, piece, holding.shape(piece)
-        if math.prod(one[2]) * holding.dtype.size >= ALONE_BYTES:
-            found.append(_Message(rank, f"whale/copies/{rank}/{i}", holding.dtype, [one]))
-        else:
-            small.setdefault(holding.dtype, []).append(one)
-    return found + [_Message(rank, f"whale/copies/{rank}/{dtype.name}", dtype, few) for dtype, few in small.items()]
-
-
-def _present(holdings: Sequence[Holding], rank: int) -> list[tf.Tensor]:
-    own = [holding for holding in holdings if holding.piece(rank) is not None]
-    return [gen_resource_variable_ops.read_variable_op(holding.handle(rank), holding.dtype) for holding in own]
-
-
-def _by_place(values: Sequence[tf.Tensor], holdings: Sequence[Holding], rank: int) -> list[tf.Tensor | None]:
-    left = iter(values)
-    return [next(left) if holding.piece(rank) is not None else None for holding in holdings]

@@ -6,8 +6,9 @@ and every piece of it is there, on who had it or on who keeps the copy; else the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import tensorflow as tf
 
@@ -19,7 +20,9 @@ from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.variables.holdings import Holding
 
-_Said = Sequence[set[tuple[int, int]]]  # by rank of the meeting: (variable, piece) that it has
+_Key = tuple[int, int]  # (variable, piece)
+_Said = Sequence[dict[_Key, bool]]  # by rank of the meeting: what it has, and whether that is a copy
+_Found = dict[_Key, Callable[[], tf.Tensor]]  # what gives it: copies may have to be read in another rank's memory
 WHOLE = -1  # of a value that every rank has, in place of a piece's number
 
 
@@ -58,10 +61,11 @@ def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, l
     """
     missing: list[str] = []
     for wanted in [latest] * (taken == latest) + [latest - 1]:
-        found, moment = _available(generations, wanted, wanted < latest)
-        mine = pack((len(moment.holdings), list(found)))
+        own, copies, moment = _available(generations, wanted, wanted < latest)
+        found = {**copies, **own}
+        mine = pack((len(moment.holdings), [(key, key not in own) for key in found]))
         every = [unpack(one) for one in meeting.allgather_bytes("whale/elastic/pieces", mine, TURN_TIMEOUT_S)]
-        count, said = min(known for known, _ in every), [set(keys) for _, keys in every]
+        count, said = min(known for known, _ in every), [dict(keys) for _, keys in every]
         missing = _missing(said, moment, count)
         if not missing:
             try:
@@ -90,29 +94,27 @@ def become_whole(holdings: Sequence[Holding], recovered: Recovered | None) -> No
             holding.be_whole(values[i])
 
 
-def _available(generations: Generations, steps: int, back: bool) -> tuple[dict[tuple[int, int], tf.Tensor], Moment]:
-    """(variable, piece) -> piece after so many steps, on this rank; and what the script has left on it then."""
+def _available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Moment]:
+    """Pieces after so many steps, this rank's own and copies; and what the script has left on it then."""
     rank = generations.rank
     moment = generations.begun.get(steps + 1) or generations.now()
     # Nothing is kept of a step that was taken when its copies could not be sent: it is what there is now.
     after = moment if back else generations.taken.get(steps, moment)
-    found = {
-        (i, piece): value
-        for i, (holding, value) in enumerate(zip(after.holdings, after.values))
-        if value is not None and (piece := holding.piece(rank)) is not None
-    }
-    for copies in generations.copies.get(steps, ()):
-        found.update({(i, piece): value for i, piece, value in copies.pieces()})
-    found.update({(i, WHOLE): m for i, h in enumerate(after.holdings) if (m := moment.assigned.get(h.key)) is not None})
     known = min(len(after.holdings), len(moment.holdings))
-    return {key: value for key, value in found.items() if key[0] < known}, Moment(
-        moment.holdings[:known], moment.values[:known], moment.assigned
-    )
+    own: _Found = {}
+    for i, (holding, value) in enumerate(zip(after.holdings[:known], after.values)):
+        if value is not None and (piece := holding.piece(rank)) is not None:
+            own[i, piece] = partial(tf.identity, value)
+        if (whole := moment.assigned.get(holding.key)) is not None:
+            own[i, WHOLE] = partial(tf.identity, whole)
+    every = generations.copies.get(steps, ())
+    copied = {(i, piece): value for copies in every for i, piece, value in copies.pieces() if i < known}
+    return own, copied, Moment(moment.holdings[:known], moment.values[:known], moment.assigned)
 
 
-def _held(said: _Said, key: tuple[int, int]) -> list[int]:
-    """The ranks of the meeting that have something."""
-    return [rank for rank, keys in enumerate(said) if key in keys]
+def _held(said: _Said, key: _Key) -> list[int]:
+    """The ranks of the meeting that have something, those first that need no copy."""
+    return sorted((rank for rank, keys in enumerate(said) if key in keys), key=lambda rank: said[rank][key])
 
 
 def _needs(said: _Said, moment: Moment, i: int) -> list[int]:
@@ -133,7 +135,7 @@ def _missing(said: _Said, moment: Moment, count: int) -> list[str]:
 
 def _exchanged(
     meeting: whale_ops.Communicator | Alone,
-    found: dict[tuple[int, int], tf.Tensor],
+    found: _Found,
     said: _Said,
     moment: Moment,
     count: int,
@@ -145,13 +147,14 @@ def _exchanged(
         holding = moment.holdings[i]
         pieces = []
         for piece in _needs(said, moment, i):
-            root, mine = _held(said, (i, piece))[0], found.get((i, piece))
+            root = _held(said, (i, piece))[0]
+            mine = found[i, piece]() if root == meeting.rank else tf.zeros((0,), holding.dtype)
             if comm is None:
                 pieces.append(mine)
                 continue
             (value,) = ops.whale_broadcast(
                 comm=comm,
-                inputs=[tf.zeros((0,), holding.dtype) if mine is None else mine],
+                inputs=[mine],
                 key=f"whale/elastic/{i}/{piece}",
                 root=root,
                 shapes=[],
@@ -159,9 +162,9 @@ def _exchanged(
             )
             pieces.append(value)
         if (i, WHOLE) in found:
-            values.append(found[i, WHOLE])
+            values.append(found[i, WHOLE]())
         elif pieces:
             values.append(holding.assembled(pieces))
         else:  # one piece, which a rank may have for another one
-            values.append(found[i, 0] if moment.values[i] is None else moment.values[i])
+            values.append(found[i, 0]() if moment.values[i] is None else moment.values[i])
     return values

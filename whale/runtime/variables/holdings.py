@@ -6,7 +6,7 @@ has which piece follows from the plans, so every rank knows it of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,23 @@ class Holding:
         for owner in (self._parts, self._home):
             if owner is not None:
                 owner.leave()
+
+
+class Held:
+    """What is held of all known variables, which is asked for at every step."""
+
+    def __init__(self) -> None:
+        self._lie: list[Any] = []
+        self._holdings: list[Holding] = []
+
+    def of(self, entries: Mapping[int, Any], homes: Mapping[int, Home], size: int) -> list[Holding]:
+        """Of the owner's entries, each with its home if it has one; the same list as before if they lie as before."""
+        known = [(entry, homes.get(key)) for key, entry in entries.items()]
+        lie = [size, *((entry.parts, home, home and home.ranks) for entry, home in known)]
+        if self._lie != lie:
+            self._holdings = [Holding(entry.variable, entry.handle, entry.parts, home, size) for entry, home in known]
+            self._lie = lie
+        return self._holdings
 
 
 def _slices(begin: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:

@@ -22,7 +22,7 @@ from whale.runtime.variables.compared import held, refuse_differences
 from whale.runtime.variables.deferred import forget, make_whole
 from whale.runtime.variables.first_values import agreed_initials, broadcast_values
 from whale.runtime.variables.given_tiles import given_tiles
-from whale.runtime.variables.holdings import Holding
+from whale.runtime.variables.holdings import Held, Holding
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, forget_parts, hold_nothing
@@ -66,6 +66,7 @@ class VariableOwner:
         self._entries: dict[int, _Entry] = {}
         self._split: list[Parts] = []
         self._homes: dict[int, Home] = {}
+        self._held = Held()
 
     def clear(self) -> None:
         """Forgets all variables: the run is over."""
@@ -265,9 +266,8 @@ class VariableOwner:
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
     def holdings(self, size: int) -> list[Holding]:
-        """What each of ``size`` ranks holds of the known variables, in the same order everywhere."""
-        homes = self._homes
-        return [Holding(e.variable, e.handle, e.parts, homes.get(key), size) for key, e in self._entries.items()]
+        """What each of ``size`` ranks holds of the known variables, in the same order everywhere: see ``Held``."""
+        return self._held.of(self._entries, self._homes, size)
 
     def holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
         """The ranks that have the present value of a variable that programs of this run use."""

@@ -3,6 +3,7 @@
 // gives up Python's lock around them.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <memory>
@@ -62,9 +63,7 @@ struct Pending {
 
 using PendingHandle = std::shared_ptr<Pending>;
 
-struct Bytes {
-  std::vector<std::string> parts;
-};
+struct Bytes { std::vector<std::string> parts; };
 
 // After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a whole.
 int wait_for(Communicator* communicator, const PendingHandle& pending, const std::string& purpose, double timeout_s, void** result) {
@@ -350,9 +349,7 @@ WHALE_EXPORT void* whale_waits(void* handle) {
   for (const whale::Wait& wait : static_cast<Communicator*>(handle)->endpoint->waits()) {
     std::string missing;
     for (const int rank : wait.missing) missing += (missing.empty() ? "" : ",") + std::to_string(rank);
-    bytes->parts.push_back(wait.title);
-    bytes->parts.push_back(std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9));
-    bytes->parts.push_back(missing);
+    for (auto part : {wait.title, std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9), missing}) bytes->parts.push_back(part);
   }
   return bytes;
 }
@@ -363,6 +360,18 @@ WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what) {
   if (!status.ok()) return report(status);
   static_cast<Communicator*>(handle)->endpoint->lose(peer, what);
   return report(Status::Ok());
+}
+
+// A piece at a time: the engine's thread has others to serve. 0 bytes: only whether there is anything to read there.
+WHALE_EXPORT int whale_read_lent(void* handle, int peer, int64_t place, void* to, int64_t bytes) {
+  constexpr int64_t kTurnBytes = 4 << 20;
+  Endpoint* const endpoint = static_cast<Communicator*>(handle)->endpoint.get();
+  char* const into = static_cast<char*>(to);
+  Status status = Engine::check_not_forked();
+  for (int64_t done = 0; status.ok() && (done == 0 || done < bytes); done += kTurnBytes) {
+    Engine::instance().call([&] { status = endpoint->read_lent(peer, place + done, into + done, std::min(kTurnBytes, bytes - done)); });
+  }
+  return report(status);
 }
 
 WHALE_EXPORT void* whale_counters(void* handle) {

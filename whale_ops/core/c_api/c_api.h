@@ -46,6 +46,7 @@ WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidt
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name);
 WHALE_EXPORT void* whale_waits(void* handle);
 WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what);
+WHALE_EXPORT int whale_read_lent(void* handle, int peer, int64_t place, void* to, int64_t bytes);
 WHALE_EXPORT void* whale_counters(void* handle);
 WHALE_EXPORT void whale_trace_start(void* handle, int descriptor);
 WHALE_EXPORT void whale_trace_stop(void* handle);

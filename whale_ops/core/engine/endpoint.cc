@@ -2,6 +2,7 @@
 #include "whale_ops/core/engine/endpoint.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace whale {
 namespace {
@@ -57,6 +58,17 @@ bool Endpoint::shares_tensors(const std::vector<int>& group) const {
     }
   }
   return true;
+}
+
+Status Endpoint::read_lent(int peer, uint64_t place, void* to, uint64_t bytes) {
+  const bool shared = transport_ != nullptr && peer != rank_ && transport_->share_tensors(rank_, peer);
+  const char* from = shared ? transport_->at(peer, place, bytes) : nullptr;
+  if (from == nullptr) {
+    return Status::Error(Code::kInternal, "rank " + std::to_string(rank_) + " has not mapped " + std::to_string(bytes) + " bytes at " +
+                                              std::to_string(place) + " of rank " + std::to_string(peer) + "; report this");
+  }
+  if (bytes > 0) std::memcpy(to, from, bytes);
+  return Status::Ok();
 }
 
 bool Endpoint::poll(int64_t now) {

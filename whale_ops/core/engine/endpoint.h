@@ -80,6 +80,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   bool needs_polling() const { return transport_ && transport_->needs_polling(); }
   bool between_processes() const { return transport_ && transport_->between_processes(); }
   bool has_active() const { return !active_.empty(); }
+  // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, be it gone or not.
+  Status read_lent(int peer, uint64_t place, void* to, uint64_t bytes);
 
  private:
   bool is_over() const;
