@@ -98,3 +98,7 @@ class LayoutError(WhaleError):
 
 class PlanError(WhaleError):
     """A plan is not legal for its program, or no legal plan exists."""
+
+
+class AcrossMicroBatchesError(PlanError):
+    """A step cannot be gone through in micro-batches, however many: it needs a value of all before the last one."""

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 Job = tuple[float, Callable[[], None]]  # seconds on a core, and what is done at their end
 
@@ -28,6 +29,14 @@ class Clock:
         """Calls ``call`` so many seconds from now; of events at one moment, the one asked for first comes first."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
+
+    def ahead(self, seconds: float) -> bool:
+        """Goes so many seconds on if nothing else happens before, or then: as `after` and `play` would."""
+        then_s = self.now_s + seconds
+        if self._events and self._events[0][0] <= then_s:
+            return False
+        self.now_s = then_s
+        return True
 
     def play(self) -> None:
         """Goes from event to event until none is left."""
@@ -59,16 +68,18 @@ class Host:
     slice_s: float
     running: list[Thread] = field(default_factory=list)
     waiting: deque[Thread] = field(default_factory=deque)
+    speed: float = 1.0
+    _most: int = 0
+
+    def __post_init__(self) -> None:
+        self._most = math.ceil(self.cores)
+        # Of a thread on a core, in parts of a whole core: a quota is shared by the cores that it is spread over.
+        self.speed = self.cores / self._most
 
     @property
     def full(self) -> bool:
         """Whether every core has a thread."""
-        return len(self.running) >= math.ceil(self.cores)
-
-    @property
-    def speed(self) -> float:
-        """Of a thread on a core, in parts of a whole core: a quota is shared by the cores that it is spread over."""
-        return self.cores / math.ceil(self.cores)
+        return len(self.running) >= self._most
 
     def wake(self, thread: Thread) -> None:
         """The thread has something to do."""
@@ -90,34 +101,45 @@ class Host:
         self._go_on(thread)
 
     def _go_on(self, thread: Thread) -> None:
+        until_s = self._until(thread)
+        if until_s is not None:
+            self.clock.after(until_s, partial(self._turn_over, thread, thread.turn))
+
+    def _until(self, thread: Thread) -> float | None:
+        """Seconds of the thread's next turn on its core; None: it has nothing to do, and sleeps."""
+        now_s = self.clock.now_s
         if thread.done is None:
             job = thread.next_job()
             if job is None:
                 thread.asleep = True
                 self._leave(thread)
-                return
+                return None
             thread.left_s, thread.done = job
-        thread.since_s = self.clock.now_s
+        thread.since_s = now_s
         thread.turn += 1
-        turn = thread.turn
-        until_s = min(thread.left_s / self.speed, max(0.0, thread.slice_end_s - self.clock.now_s))
-        self.clock.after(until_s, lambda: self._turn_over(thread, turn))
+        return min(thread.left_s / self.speed, max(0.0, thread.slice_end_s - now_s))
 
     def _turn_over(self, thread: Thread, turn: int) -> None:
         if turn != thread.turn:
             return
-        now_s = self.clock.now_s
-        if now_s >= thread.slice_end_s:
-            if self.waiting:
-                self._stop(thread)
-            else:
-                thread.slice_end_s = now_s + self.slice_s
-        self._account(thread)
-        if thread.left_s <= 0 and thread.done is not None:
-            done, thread.done = thread.done, None
-            done()
-        if thread in self.running:
-            self._go_on(thread)
+        clock = self.clock
+        while True:
+            now_s = clock.now_s
+            if now_s >= thread.slice_end_s:
+                if self.waiting:
+                    self._stop(thread)
+                else:
+                    thread.slice_end_s = now_s + self.slice_s
+            self._account(thread)
+            if thread.left_s <= 0 and thread.done is not None:
+                done, thread.done = thread.done, None
+                done()
+            if thread not in self.running or (until_s := self._until(thread)) is None:
+                return
+            # Mostly nothing else happens meanwhile.
+            if not clock.ahead(until_s):
+                clock.after(until_s, partial(self._turn_over, thread, thread.turn))
+                return
 
     def _account(self, thread: Thread) -> None:
         thread.left_s -= (self.clock.now_s - thread.since_s) * self.speed

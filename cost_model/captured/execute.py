@@ -205,6 +205,8 @@ class _Run:
 
     def _wake(self, rank: _Rank, count: int) -> None:
         """A sleeping thread for each of so many nodes."""
+        if not count:
+            return
         for thread in [t for t in rank.threads if t.asleep][:count]:
             rank.host.wake(thread)
 

@@ -12,6 +12,7 @@ from cost_model.captured.unroll import unrolled
 from cost_model.ops.work import Work, work
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.values import TensorType
 
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
 MAY_BE_FUSED = _FUSED_ACTIVATIONS | {"BiasAdd"}  # what a product in front may compute
@@ -78,10 +79,17 @@ def graph_of(
     place = {node.name: i for i, node in enumerate(program.nodes)}
     first: list[int] = []
     sizes: list[int] = []
+    types: list[TensorType] = []
+    on_host = [node for node in program.nodes if node.attrs.get(ON_HOST)]
+    kept_there = {node.name for node in on_host if not _leaves_host(node)}
+    known: dict[TensorType, int] = {}
     for node in program.nodes:
         first.append(len(sizes))
-        elsewhere = node.attrs.get(ON_HOST) and not _leaves_host(node)
-        sizes += [0 if elsewhere else allocated(t.bytes) for t in node.outputs]
+        for t in node.outputs:
+            if (size_bytes := known.get(t)) is None:
+                size_bytes = known[t] = allocated(t.bytes)
+            sizes.append(0 if kept_there and node.name in kept_there else size_bytes)
+            types.append(t)
     shared = [-1] * len(sizes)
     taken: list[tuple[int, ...]] = [()] * len(sizes)
     held: set[int] = set()
@@ -91,7 +99,6 @@ def graph_of(
     results: list[list[int]] = []
     does: list[Work] = []
     exchanges: dict[int, Exchange] = {}
-    types = program.type_of
     copied = buffers.copied_reads(program)
     for i, node in enumerate(program.nodes):
         own = list(range(first[i], first[i] + len(node.outputs)))
@@ -102,7 +109,7 @@ def graph_of(
         after.append(len(before))
         operands.append(reads)
         results.append(own)
-        inputs = [types(r) for r in node.inputs]
+        inputs = [types[r] for r in reads]
         does.append(copying(node) if node.name in copied else work(node, inputs))
         if node.op in EXCHANGES:
             exchanges[i] = exchange(node, inputs, rank, size)
@@ -119,7 +126,7 @@ def graph_of(
                 candidates = [o for o in buffers.forwarded(node, k) if o < len(reads)]
                 alike = [o for o in candidates if inputs[o].dtype == t.dtype and inputs[o].elements == t.elements]
                 taken[mine] = tuple(reads[o] for o in alike)
-    elsewhere = {r.node for node in program.nodes if node.attrs.get(ON_HOST) for r in node.inputs}
+    elsewhere = {r.node for node in on_host for r in node.inputs}
     variables = {v.node: 0 if v.node in elsewhere else allocated(v.type.bytes) for v in program.variables}
     resident = [sizes[first[place[name]]] for name in program.inputs if program.by_name[name].outputs]
     resident += [allocated(e.staging_bytes) for e in exchanges.values()]

@@ -116,9 +116,13 @@ class NodeAttrs(Mapping[str, Any]):
         return value
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, str) or key not in self.node_def.attr:
-            return False
-        return not key.startswith("_") or key in _KEPT_INTERNAL
+        return key in self._keys()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of an attribute that the node may lack."""
+        if key in self._decoded:
+            return self._decoded[key]
+        return self[key] if key in self._keys() else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys())

@@ -117,8 +117,8 @@ def test_activations_are_computed_again_where_memory_binds(
     taken: list[search.Way] = []
     predict = search.predicted
 
-    def predicted(program: Any, settings: Any, choice: Choice, ground: Any, needed_s: float) -> search.Way:
-        taken.append(predict(program, settings, choice, ground))
+    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
+        taken.append(predict(plans, choice))
         return taken[-1]
 
     monkeypatch.setattr(search, "predicted", predicted)

@@ -28,8 +28,8 @@ class Looked:
         self.limit_bytes = 1e15
         predict = search.predicted
 
-        def predicted(program: Any, settings: Any, choice: Choice, ground: Any, needed_s: float) -> search.Way:
-            self.ways.append(predict(program, settings, choice, ground))
+        def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
+            self.ways.append(predict(plans, choice))
             return self.ways[-1]
 
         monkeypatch.setattr(search, "predicted", predicted)

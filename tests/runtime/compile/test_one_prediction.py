@@ -17,7 +17,6 @@ from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.program import Program
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.settings import PlanSettings
 from whale.planner.captured import search
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto, compile, memory_plan
@@ -71,16 +70,14 @@ def test_what_was_predicted_is_what_runs(
     speed(*rates)
     lowered: list[list[Program]] = []
     foreseen: dict[str, tuple[list[Program], int]] = {}
-    plan_ranks, predict, lower = auto.planned_ranks, search.predicted, compile.lower_ranks
+    lower_some, predict, lower = auto.lower_ranks, search.predicted, compile.lower_ranks
 
-    def planned_ranks(program: Program, settings: PlanSettings, numbers: Sequence[int]) -> list[Program]:
-        lowered.append(plan_ranks(program, settings, numbers))
+    def lowered_some(*args: Any) -> list[Program]:
+        lowered.append(lower_some(*args))
         return lowered[-1]
 
-    def predicted(
-        program: Program, settings: PlanSettings, choice: Choice, ground: search.Ground, needed_s: float
-    ) -> search.Way:
-        way = predict(program, settings, choice, ground, needed_s)
+    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
+        way = predict(plans, choice, needed_s)
         foreseen[choice.name] = lowered[-1], way.bytes
         return way
 
@@ -90,7 +87,7 @@ def test_what_was_predicted_is_what_runs(
         ran.append(lower(*args))
         return ran[-1]
 
-    monkeypatch.setattr(auto, "planned_ranks", planned_ranks)
+    monkeypatch.setattr(auto, "lower_ranks", lowered_some)
     monkeypatch.setattr(search, "predicted", predicted)
     monkeypatch.setattr(compile, "lower_ranks", lower_ranks)
     ranks(2, auto_parallel=True, **config)

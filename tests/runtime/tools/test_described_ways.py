@@ -19,11 +19,14 @@ from whale.cli import main
 from whale.errors import PlanError
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
+from whale.planner.captured import predict, search, ways
+from whale.planner.captured.ground import Ground
 from whale.planner.captured.ways import choices
 from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import _step, program_of
 from whale.runtime.run.context import current
+from whale.runtime.spread.lower import lower_ranks, make_any_plan
 from whale.runtime.tools.described_ways import planned_as, read, spread
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
@@ -113,3 +116,31 @@ def test_the_verb_says_what_each_way_takes(tmp_path: Path, capsys: pytest.Captur
     for wrong in ("classifier:classes=0,batch=4", "dlrm:tables=2,batch=4", f"{DLRM},split=1"):
         with pytest.raises(PlanError):
             read(wrong)
+
+
+def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    four = cluster.parse(
+        "name: four\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts: "
+        "[{name: a, devices: [{type: a100, count: 2}], networks: {f: {nics: 2}}}, "
+        "{name: b, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}]"
+    )
+    monkeypatch.setattr(ways, "LEAST_BYTES", 1)
+    captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
+    settings = PlanSettings(size=4)
+    program = normalise(captured, settings)
+    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, lambda _: "", None)
+    plans = predict.Plans(program, settings, ground)
+    looked_at = search._looked_at(plans, 0)
+    few = [predict.predicted(plans, choice) for choice, _ in looked_at]
+    assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
+    assert any(0 < least_s for choice, least_s in looked_at if choice.stages)
+    replicas = [choice for choice, _ in looked_at if choice.group or len(choice.stages) == 2]
+    assert len(replicas) > 3
+    assert all(len(predict._played(settings, choice, ground)) == 2 for choice in replicas)
+    monkeypatch.setattr(predict, "_played", lambda *_: range(4))
+    for way in few:
+        if way.choice in replicas:
+            every = predict.predicted(plans, way.choice)
+            assert (way.seconds, way.bytes, way.lacking_bytes) == (every.seconds, every.bytes, every.lacking_bytes)

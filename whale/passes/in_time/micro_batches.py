@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from whale.errors import PlanError
+from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
 from whale.ir.ops import COLLECTIVES, EXCHANGES, HAS_BODIES
@@ -347,8 +347,8 @@ def _summed_inside(plan: Plan, node: Node) -> Ref | None:
     return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)
 
 
-def _second_round(node: Node, given: str, parts: int) -> PlanError:
-    return PlanError(
+def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError:
+    return AcrossMicroBatchesError(
         "a value of all micro-batches is needed before the last one is through",
         op=f"{node.name} ({node.op})",
         given=f"{parts} micro-batches; it {given}",

@@ -17,6 +17,7 @@ from cost_model.captured.predict import rank_seconds
 from cost_model.captured.table import Table
 from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
+from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 
@@ -24,8 +25,10 @@ UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 # An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
 PASSES_OF_AN_EXCHANGE = 3
 
-# What some ranks would run of a normalised program: (program, settings, ranks) -> their programs.
-Lower = Callable[[Program, PlanSettings, Sequence[int]], list[Program]]
+# The plan of a normalised program.
+MakePlan = Callable[[Program, PlanSettings], Plan]
+# What some ranks would run under it: (program, plan, settings, ranks) -> their programs.
+Lower = Callable[[Program, Plan, PlanSettings, Sequence[int]], list[Program]]
 # Which settings would make the step fit into so many bytes of a rank, in words.
 Options = Callable[[float], str]
 # The program as it was captured, normalised under other settings.
@@ -40,7 +43,7 @@ class Ground:
       rates: of each rank.
       on: what then prices operations and exchanges instead of the rates: a file that `whale profile` wrote, or the
         cluster of which these are the first devices; None: nothing.
-      lower: makes what ranks would run.
+      plan: plans a program; lower: makes what ranks would run.
       limits_bytes: memory that each rank has for a step.
       options: what would make a step fit.
       again: None: the program cannot be captured with its gradients marked, which recomputation needs.
@@ -48,6 +51,7 @@ class Ground:
 
     rates: Sequence[Rates]
     on: Table | Cluster | None
+    plan: MakePlan
     lower: Lower
     limits_bytes: Sequence[float]
     options: Options
@@ -55,7 +59,14 @@ class Ground:
 
     @classmethod
     def described(
-        cls, cluster: Cluster, program: Program, size: int, lower: Lower, options: Options, again: Again | None
+        cls,
+        cluster: Cluster,
+        program: Program,
+        size: int,
+        plan: MakePlan,
+        lower: Lower,
+        options: Options,
+        again: Again | None,
     ) -> Ground:
         """The first devices of a cluster, as the catalogue has them.
 
@@ -67,7 +78,7 @@ class Ground:
         weights = [v.type for v in program.variables if len(v.type.shape or ()) >= 2]
         dtype = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
         rates, memory_bytes = cluster_rates(cluster, dtype)[:size], machine.memory_bytes[:size]
-        return cls(rates, cluster, lower, memory_bytes, options, again)
+        return cls(rates, cluster, plan, lower, memory_bytes, options, again)
 
     @property
     def origin(self) -> str:

@@ -184,13 +184,13 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
         n.name: [] if n.name in ends else [c.name for r in n.refs() for c, _ in program.consumers.get(r, ())]
         for n in program.nodes
     }
-    after = _reached(first.name, arrows)
+    after = _reached([first.name], arrows)
     if not any(handle in updates(program, n) for n in program.nodes):
         return after | _readers(program, handle)  # nothing is trained: all that follows
     inside: set[str] = set()
-    own = {handle}
+    own, operands = {handle}, {n.name: [r.node for r in n.inputs] for n in program.nodes}
     while True:
-        before = {name for target in targets for name in _reached(target, _operands(program))}
+        before = _reached(targets, operands)
         now = (after & before) | targets | {name for h in own for name in _readers(program, h)}
         if now == inside:
             return inside
@@ -199,10 +199,6 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
         behind = {_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
         own |= {h for h in behind if h is not None and program.variable_of[h].type.shape}
         targets |= {n.name for n in program.nodes if n.name in after and own & set(updates(program, n))}
-
-
-def _operands(program: Program) -> dict[str, list[str]]:
-    return {n.name: [r.node for r in n.inputs] for n in program.nodes}
 
 
 def _readers(program: Program, handle: str) -> set[str]:
@@ -214,8 +210,9 @@ def _readers(program: Program, handle: str) -> set[str]:
     return found
 
 
-def _reached(start: str, arrows: Mapping[str, Iterable[str]]) -> set[str]:
-    found, left = {start}, [start]
+def _reached(starts: Iterable[str], arrows: Mapping[str, Iterable[str]]) -> set[str]:
+    found = set(starts)
+    left = list(found)
     while left:
         for name in arrows[left.pop()]:
             if name not in found:

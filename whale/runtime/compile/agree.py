@@ -116,8 +116,11 @@ def _inputs(program: Program) -> str:
     return ", ".join(f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs)
 
 
-def made_plan(program: Program, context: Context, settings: PlanSettings) -> Plan:
+def made_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
     """The saved plan where it is this program's, else the one that an earlier run made, else a new one.
+
+    Args:
+      made: the new one, where it was made already.
 
     Raises:
       PlanError: the saved plan is not legal for the program, or none can be made.
@@ -126,23 +129,31 @@ def made_plan(program: Program, context: Context, settings: PlanSettings) -> Pla
     if context.saved is None or saved is None:
         if (kept := kept_plan(program, context, settings)) is not None:
             return kept
-        with told(f"planning `{program.name}` ({len(program.nodes)} operations)"):
-            plan = make_any_plan(program, settings)
+        plan = made
+        if plan is None:
+            with told(f"planning `{program.name}` ({len(program.nodes)} operations)"):
+                plan = make_any_plan(program, settings)
         keep_plan(program, context, settings, plan)
         return plan
     prove(program, saved, settings, context.saved.path)
     return saved
 
 
-def agreed_plan(program: Program, number: int, context: Context, settings: PlanSettings) -> Plan:
-    """Rank 0's plan on every rank; when planning fails there, the same error on every rank."""
+def agreed_plan(
+    program: Program, number: int, context: Context, settings: PlanSettings, made: Plan | None = None
+) -> Plan:
+    """Rank 0's plan on every rank; when planning fails there, the same error on every rank.
+
+    Args:
+      made: see `made_plan`.
+    """
     if not context.between_processes:
-        return made_plan(program, context, settings)
+        return made_plan(program, context, settings, made)
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     planning = f"the planning of program {number}, `{program.name}` (rank 0 is planning)"
     if context.rank == 0:
         try:
-            plan = made_plan(program, context, settings)
+            plan = made_plan(program, context, settings, made)
         except Exception as e:
             comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s, planning)
             raise

@@ -6,7 +6,7 @@ the same way, because the variables lie so.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 from tensorflow.python.eager.context import eager_mode
@@ -14,11 +14,13 @@ from tensorflow.python.eager.context import eager_mode
 from cost_model.captured import table as tables
 from cost_model.captured.table import Table
 from whale.errors import ClusterError, PlanError
+from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Again, Ground, Options
-from whale.planner.captured.search import apply, best_way
+from whale.planner.captured.predict import Made, apply
+from whale.planner.captured.search import best_way
 from whale.planner.captured.ways import Choice, has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import choice_of
@@ -29,7 +31,16 @@ from whale.runtime.compile.progress import told
 from whale.runtime.compile.rates import measured_rates
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.spread.lower import planned_ranks
+from whale.runtime.spread.lower import lower_ranks, make_any_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A program and settings with which it is to be planned; ``plan``: so planned already, by the search."""
+
+    program: Program
+    settings: PlanSettings
+    plan: Plan | None = None
 
 
 def spread_program(
@@ -39,7 +50,7 @@ def spread_program(
     number: int,
     again: Again | None,
     options: Options,
-) -> tuple[Program, PlanSettings]:
+) -> Spread:
     """The program and the settings with which it is to be planned; collective between processes.
 
     Args:
@@ -53,19 +64,22 @@ def spread_program(
       ClusterError: the profile that `cost_model.profile` names cannot be read, or does not describe these ranks.
     """
     if settings.size == 1 or has_scopes(program):
-        return program, settings
-    chosen = context.auto
+        return Spread(program, settings)
+    chosen, made = context.auto, None
     if chosen is None:
         if not trains(program):
-            return program, settings
+            return Spread(program, settings)
         if context.described is not None:
             chosen = context.auto = _as_described(program, settings, context, context.described)
         else:
-            chosen = context.auto = _agreed(program, settings, context, number, again, options)
+            chosen, made = _agreed(program, settings, context, number, again, options)
+            context.auto = chosen
+    if made is not None and not settings.dump:  # a dump is of passes that run
+        return Spread(made.program, made.settings, made.plan)
     if chosen.recompute and again is not None and trains(program):
         settings = settings.but(memory__recompute=chosen.recompute)
         program = again(settings)
-    return apply(program, settings, chosen)
+    return Spread(*apply(program, settings, chosen))
 
 
 def seen_by_plan(program: Program, context: Context) -> Program:
@@ -95,22 +109,22 @@ def _agreed(
     number: int,
     again: Again | None,
     options: Options,
-) -> Choice:
-    """Rank 0's choice on every rank."""
+) -> tuple[Choice, Made | None]:
+    """Rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
     dry = context.dry is not None
     kept = _kept(program, settings, context, number)
     if kept is not None:
-        return kept
+        return kept, None
     ground = _ground(program, context, options, again)
 
-    def look() -> Choice:
+    def look() -> tuple[Choice, Made | None]:
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
-            chosen, lines, is_whole = best_way(program, settings, ground, context.config["pipeline.num_stages"])
-        _say(chosen, lines)
-        context.searched_all = is_whole
-        if is_whole:  # else a later run, on a machine that is less busy, may find a faster one
-            keep_choice(program, context, settings, chosen)
-        return chosen
+            found = best_way(program, settings, ground, context.config["pipeline.num_stages"])
+        _say(found.choice, found.lines)
+        context.searched_all = found.is_whole
+        if found.is_whole:  # else a later run, on a machine that is less busy, may find a faster one
+            keep_choice(program, context, settings, found.choice)
+        return found.choice, found.made
 
     if dry or not context.between_processes:
         return look()
@@ -118,29 +132,29 @@ def _agreed(
     looking = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
     if context.rank == 0:
         try:
-            chosen = look()
+            chosen, made = look()
         except Exception as error:
             comm.broadcast_bytes(key, b"E" + str(error).encode(), purpose=looking)
             raise
         comm.broadcast_bytes(key, b"C" + msgspec.json.encode(chosen), purpose=looking)
-        return chosen
+        return chosen, made
     data = comm.broadcast_bytes(key, None, 0, PLAN_TIMEOUT_S, looking)
     if data[:1] == b"E":
         raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
-    return msgspec.json.decode(data[1:], type=Choice)
+    return msgspec.json.decode(data[1:], type=Choice), None
 
 
 def _ground(program: Program, context: Context, options: Options, again: Again | None) -> Ground:
     """What ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
     size, dry, profile = context.planned_size, context.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
-        ground = Ground.described(dry.cluster, program, size, planned_ranks, options, again)
+        ground = Ground.described(dry.cluster, program, size, make_any_plan, lower_ranks, options, again)
         asked = context.config["memory.limit_bytes"]
         return replace(ground, limits_bytes=[asked] * size) if asked else ground
     with eager_mode():  # a session's script has a graph here, which is not to grow
         rates = measured_rates(context, dry is not None, program)
     limit, _ = limit_bytes(context.config, context.local_ranks)
-    return Ground(rates, profile, planned_ranks, [limit] * size, options, again)
+    return Ground(rates, profile, make_any_plan, lower_ranks, [limit] * size, options, again)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:

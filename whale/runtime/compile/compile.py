@@ -37,7 +37,7 @@ from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
-from whale.runtime.compile.auto import seen_by_plan, spread_program
+from whale.runtime.compile.auto import Spread, seen_by_plan, spread_program
 from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.memory_plan import beside_files, limit_bytes, options_text, refuse_what_does_not_fit
@@ -120,14 +120,16 @@ def compile_program(
         settings = settings.but(batch__local=local)
     compare_programs(program, local, number, context)
     clock.lap("fingerprint")
+    made = None
     if context.dry is None:
         if movable and context.auto is None:  # the search is about programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
-        program, settings = _spread(program, settings, context, number, again, options)
+        spread = _spread(program, settings, context, number, again, options)
+        program, settings, made = spread.program, spread.settings, spread.plan
         if movable:
-            settings = settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
+            made, settings = None, settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
         clock.lap("choose")
-    plan = agreed_plan(program, number, context, settings)
+    plan = agreed_plan(program, number, context, settings, made)
     clock.lap("plan")
     if context.meter is not None:
         context.meter.planned(program, plan, settings)
@@ -243,10 +245,10 @@ def micro_batches_of(program: Program, context: Context) -> int:
 
 def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, again: Again | None, options: Options
-) -> tuple[Program, PlanSettings]:
+) -> Spread:
     """The program and its settings as `auto_parallel`, or the plan of a described model, has them."""
     if not context.config["auto_parallel"] and context.auto is None and context.described is None:
-        return program, settings
+        return Spread(program, settings)
     return spread_program(program, settings, context, number, again, options)
 
 
@@ -255,8 +257,9 @@ def _show(
 ) -> None:
     """Plans for the ranks of a dry run, which then sees the plan; what runs is planned for one rank."""
     assert context.dry is not None
-    program, settings = _spread(program, settings, context, number, again, options)
-    plan = made_plan(program, context, settings)
+    spread = _spread(program, settings, context, number, again, options)
+    program, settings = spread.program, spread.settings
+    plan = made_plan(program, context, settings, spread.plan)
     ranks = shown_ranks(program, plan, settings)
     plan = with_memory(plan, ranks, settings)
     if context.auto is not None:
@@ -315,7 +318,8 @@ def bytes_under(
     settings = settings.but(batch__local=local)
     if context.auto is not None:
         again = partial(normalise, captured)
-        program, settings = spread_program(program, settings, context, 0, again, lambda _: "")
+        spread = spread_program(program, settings, context, 0, again, lambda _: "")
+        program, settings = spread.program, spread.settings
     lowered = as_run(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
     return step_bytes(beside_files(lowered[0], in_files), context.rank, context.size)
 

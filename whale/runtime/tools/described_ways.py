@@ -23,12 +23,13 @@ from whale.ir.program import Program
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Ground
-from whale.planner.captured.search import apply, best_way
+from whale.planner.captured.predict import Made, apply
+from whale.planner.captured.search import best_way
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
-from whale.runtime.spread.lower import first_ranks, make_any_plan, planned_ranks, shown_ranks, with_memory
+from whale.runtime.spread.lower import first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.plan_prediction import Planned, predicted_on
 
 FAMILIES: dict[str, type[Description]] = {
@@ -83,9 +84,12 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
         return options_text(settings, limit_bytes, captured, lambda: captured, first_ranks, apart)
 
     program = again(settings)
-    ground = Ground.described(cluster, program, settings.size, planned_ranks, options, again)
-    choice, lines, _ = best_way(program, settings, ground, budget_s=budget_s)
-    return choice, lines, planned_as(choice, captured, cluster)
+    ground = Ground.described(cluster, program, settings.size, make_any_plan, lower_ranks, options, again)
+    found = best_way(program, settings, ground, budget_s=budget_s)
+    plan = (
+        planned_as(found.choice, captured, cluster) if found.made is None else _told(found.choice, found.made, cluster)
+    )
+    return found.choice, found.lines, plan
 
 
 def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
@@ -98,7 +102,12 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
     if choice.recompute:
         settings = settings.but(memory__recompute=choice.recompute)
     program, settings = apply(normalise(captured, settings), settings, choice)
-    plan = make_any_plan(program, settings)
+    return _told(choice, Made(program, settings, make_any_plan(program, settings)), cluster)
+
+
+def _told(choice: Choice, made: Made, cluster: Cluster) -> Plan:
+    """A choice's plan with what it is predicted to take."""
+    program, settings, plan = made.program, made.settings, made.plan
     predicted = predicted_on(Planned(program, plan, settings), cluster)
     plan = with_memory(plan, shown_ranks(program, plan, settings), settings)
     return replace(plan, predicted=predicted, choice=msgspec.json.encode(choice).decode())

@@ -1,0 +1,168 @@
+"""What a step of a captured program takes that is spread in one way: planned, lowered and played as it would run.
+
+apply        what a choice makes of a program and its settings
+Plans        the plans of one search
+predicted    seconds of a step, and whether it fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from cost_model.captured.predict import step_seconds
+from cost_model.captured.table import Table
+from whale.ir.mesh import Axis
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.passes.facts.stages import DATA, TENSOR
+from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.normalise.inline import inline
+from whale.passes.settings import PlanSettings
+from whale.planner.captured.ground import Ground, unequal
+from whale.planner.captured.pipelines import chain, staged
+from whale.planner.captured.ways import Choice, scoped, trains
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A choice applied: the program and the settings, and how these are planned."""
+
+    program: Program
+    settings: PlanSettings
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A choice with what a step of it is predicted to take: seconds, and bytes of the rank that holds most.
+
+    ``lacking_bytes``: of the rank that lacks most memory; 0 or less: all have enough. Both are 0 where nobody asks,
+    since something that fits is faster. ``made``: see `Made`; None: it is made again if it is chosen.
+    """
+
+    choice: Choice
+    seconds: float
+    bytes: int = 0
+    lacking_bytes: float = 0.0
+    made: Made | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.lacking_bytes <= 0
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The plans of one search for a program under its settings; ways that divide rows only are planned once."""
+
+    program: Program
+    settings: PlanSettings
+    ground: Ground
+    _of_rows: dict[tuple[int, ...], Made] = field(default_factory=dict)
+
+    def made(self, choice: Choice) -> Made:
+        """A choice's program and settings, planned.
+
+        Raises:
+          WhaleError: the program cannot be spread so.
+        """
+        by_rows = choice == Choice(choice.name, shares=choice.shares)
+        found = self._of_rows.get(choice.shares) if by_rows else None
+        if found is None:
+            # A dump is of the plan that is taken.
+            program, settings = apply(self.program, self.settings.but(dump=""), choice)
+            found = Made(program, settings, self.ground.plan(program, settings))
+            if by_rows:
+                self._of_rows[choice.shares] = found
+        return found
+
+    def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
+        """The programs that these ranks run."""
+        return self.ground.lower(made.program, made.plan, made.settings, ranks)
+
+
+def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Program, PlanSettings]:
+    """What a choice makes of a program and of the settings for planning it."""
+    if chosen.alone and not settings.batch.local:
+        return program, settings.but(batch__inputs=())
+    if chosen.weights:
+        return scoped(program, chosen), settings.but(split__ranks=chosen.group)
+    changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
+    if chosen.offload:
+        changed = changed.but(memory__offload=chosen.offload)
+    if chosen.stages or chosen.tensors:
+        # What does not train is sent the values that it reads.
+        if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
+            return program, settings
+        program, changed = staged(program, chosen), changed.but(**_in_stages(chosen, settings))
+    elif chosen.micro_batches:
+        changed = changed.but(time__micro_batches=chosen.micro_batches)
+    if chosen.shares and not settings.batch.local:
+        changed = changed.but(batch__shares=chosen.shares)
+    return program, changed
+
+
+def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
+    """Settings of a choice that has stages, or divides tensors in all of the program."""
+    found: dict[str, Any] = {"time__micro_batches": max(1, chosen.micro_batches)}
+    if chosen.tensors:
+        groups = chosen.stages or (tuple(range(settings.size)),)
+        meshes = {
+            ranks: (Axis(DATA, len(ranks) // tensor), Axis(TENSOR, tensor))
+            for ranks, tensor in zip(groups, chosen.tensors)
+        }
+        found["mesh"] = max(meshes.values(), key=lambda axes: axes[0].size * axes[1].size)
+        found["stage_meshes"] = meshes if len(set(meshes.values())) > 1 else {}
+    if chosen.schedule:
+        found["time__schedule"] = chosen.schedule
+    return found
+
+
+def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Way:
+    """What a step of a choice takes on the slowest rank, and holds on the fullest one.
+
+    Args:
+      needed_s: what takes as long or longer is not taken, whatever it holds.
+
+    Raises:
+      WhaleError: the program cannot be spread so.
+    """
+    settings, ground = plans.settings, plans.ground
+    unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(ground.rates)
+    ranks, made = _played(settings, choice, ground), plans.made(choice)
+    programs = dict(zip(ranks, plans.lowered(made, ranks)))
+    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
+    played = {rank: inline(one) for rank, one in programs.items()}
+    seconds = step_seconds(played, settings.size, ground.machine(plans.program))
+    if seconds >= needed_s:
+        return Way(choice, seconds)
+    asked = programs if unlike else {0: programs[0]}
+    held = {rank: sum(step_bytes(one, rank, settings.size).values()) for rank, one in asked.items()}
+    chosen = msgspec.structs.replace(choice, predicted_s=seconds, predicted_bytes=max(held.values()))
+    return Way(chosen, seconds, max(held.values()), ground.lacking_bytes(held), made)
+
+
+def _played(settings: PlanSettings, choice: Choice, ground: Ground) -> Sequence[int]:
+    """Ranks whose steps say what a step of all takes, and whose memory what all hold: of those alike the first."""
+    shares = choice.shares or settings.batch.shares or (0,) * settings.size
+    kinds: list[Hashable] = list(zip(ground.rates, ground.limits_bytes, shares))
+    # Those of a profile share one host's cores.
+    if isinstance(ground.on, Table) or choice.tensors or len({len(group) for group in choice.stages}) > 1:
+        return range(settings.size)
+    first: dict[Hashable, Sequence[int]] = {}
+    if choice.stages:
+        # Replicas: each waits for its own ranks of the other stages.
+        for replica in zip(*choice.stages):
+            first.setdefault(tuple(kinds[rank] for rank in replica), replica)
+        return sorted(rank for replica in first.values() for rank in replica)
+    # Those of a group wait for each other, and not for all.
+    within = choice.group or settings.size
+    for rank, kind in enumerate(kinds):
+        at = rank // within * within
+        first.setdefault((kind, tuple(kinds[at : at + within])), (rank,))
+    return [rank for (rank,) in first.values()]
