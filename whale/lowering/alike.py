@@ -40,6 +40,9 @@ def kinds_of(program: Program, plan: Plan) -> list[Kind]:
     return [kind for run in alike.runs() for kind in alike.kinds(run)]
 
 
+_wrapping = np.errstate(over="ignore")  # numbers of random streams go round at 64 bits
+
+
 class _Alike:
     def __init__(self, program: Program, plan: Plan):
         self.program, self.plan = program, plan
@@ -58,6 +61,7 @@ class _Alike:
             self.locals[number] = localise(self.program, self.plan, number, "", None, TIME)
         return self.locals[number]
 
+    @_wrapping
     def kinds(self, run: range) -> list[Kind]:
         """Programs of numbers in a row; they differ in constants that grow by the number, or they are told apart."""
         first = self._local(run[0])
@@ -79,6 +83,7 @@ class _Alike:
         return [Kind(run, first, varying)]
 
 
+@_wrapping
 def at(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
     """What a constant is in the micro-batch of a number: ``varying`` is its value in number 0, and the step."""
     return (varying[0] + number * varying[1]).astype(dtype)
