@@ -13,6 +13,7 @@ import whale as wh
 import whale.runtime.variables.partial_initializers as initial_values
 from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import one_axis
+from whale.runtime.run import context as run_context
 from whale.runtime.variables import deferred
 from whale.runtime.variables.deferred import deferred_of, restore_from
 from whale.runtime.variables.initializer_recording import record
@@ -164,6 +165,23 @@ def test_what_stays_whole_and_little_variables_are_made_without_recording_them(
         copied = tf.keras.layers.Dense(32)
         copied.build((None, 64))
     assert not recorded and all(deferred_of(getattr(w, "value", w)) is None for w in copied.weights)
+    wh.shutdown()
+    ranks(2, auto_parallel=True)
+    small, large, more = (tf.keras.layers.Dense(32) for _ in range(3))
+    small.build((None, 64))
+    large.build((None, 10_000))  # 1.28 MB
+    monkeypatch.setattr(run_context, "_AT_ONCE_BYTES", 64 * 32 * 4)
+    more.build((None, 65))
+    if int(tf.keras.__version__[0]) > 2:
+        assert [deferred_of(tf_variable(layer.kernel)) is None for layer in (small, large, more)] == [
+            True,
+            False,
+            False,
+        ]
+        assert len(recorded) == 2
+    recorded.clear()
+    wh.shutdown()
+    ranks(2)
     with wh.split():
         layer = tf.keras.layers.Dense(32)
         layer.build((None, 64))

@@ -28,6 +28,9 @@ from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 
 _T = TypeVar("_T")
+# Under auto_parallel, variables so small are made at once, up to so many bytes of them together: to record what their
+# initializers do takes longer than that, and most of them are whole in the end.
+_SMALL_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 28
 _REPLICAS = re.compile(r"replica_\d+(/replica_\d+)*")  # paths of wh.replica without devices
 
 
@@ -138,6 +141,7 @@ class Context(Ranks):
       failed: whether a step of this rank has failed; the others are told so at the end.
       dry: what a run is for that only plans; None: it computes.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
+      at_once_bytes: of variables that were made before it was known whether they are divided.
       searched_all: whether `auto_parallel` had time for every way, so that its choice may be kept.
       auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
       saved: the plan that one of the programs runs under; None: all are planned.
@@ -176,6 +180,7 @@ class Context(Ranks):
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
+    at_once_bytes: int = 0
     searched_all: bool = True
     auto: Choice | None = None
     saved: SavedPlan | None = None
@@ -257,13 +262,31 @@ class Context(Ranks):
         """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
         if self.dry is not None or (self.size == 1 and not self.config["offload.level"]):
             return False
+        return bool(self._asks_to_divide or self.config["auto_parallel"])
+
+    @property
+    def _asks_to_divide(self) -> bool:
+        """Whether the script or its configuration does; else the search may."""
         return bool(
             self.config.zero_level
             or self.config["offload.level"]
-            or self.config["auto_parallel"]
             or (self.scopes and not self._only_replicates)
             or self.dividing_scope_seen
         )
+
+    def defers(self, size_bytes: int | None) -> bool:
+        """Whether a variable that is created now waits for a plan to say which part of it a rank holds.
+
+        Args:
+          size_bytes: of the variable; None: nobody knows before its initializer has run.
+        """
+        if not self.may_divide_variables:
+            return False
+        given = self.saved is not None or self.described is not None
+        if size_bytes is None or size_bytes > _SMALL_BYTES or self._asks_to_divide or given:
+            return True
+        self.at_once_bytes += size_bytes
+        return self.at_once_bytes > _AT_ONCE_BYTES
 
 
 @dataclass

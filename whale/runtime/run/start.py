@@ -149,7 +149,7 @@ def _begin(
                 context.described = saved, path
             context.solo = solo
             annotate(annotations)
-            deferred.install(lambda: not context.ended and context.may_divide_variables)
+            deferred.install(lambda size_bytes: not context.ended and context.defers(size_bytes))
     except BaseException as error:
         _undo()
         if trace is not None:

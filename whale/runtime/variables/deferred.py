@@ -25,8 +25,8 @@ from whale.runtime.variables.split_variable import NEED_WHOLE
 
 # While a step is captured its graph refers to handles, whatever lies behind them.
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
-# Whether the variable that is created is known to be little, without recording what its initializer does.
-_known_little: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_known_little", default=False)
+# Bytes of the variable that is created, where they are known without recording what its initializer does.
+_known_bytes: contextvars.ContextVar[int | None] = contextvars.ContextVar("whale_known_bytes", default=None)
 
 _PASSED_ON = ("trainable", "name", "constraint", "synchronization", "aggregation")
 _OURS = "_whale_defers"
@@ -41,22 +41,27 @@ def deferred_of(variable: Any) -> Initial | None:
 @contextmanager
 def knowing_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
     """The variable that is created inside has this shape and type; its initializer may not say so before it has run."""
-    token = _known_little.set(math.prod(shape) * int(tf.as_dtype(dtype).size) <= LITTLE_BYTES)
+    token = _known_bytes.set(math.prod(shape) * int(tf.as_dtype(dtype).size))
     try:
         yield
     finally:
-        _known_little.reset(token)
+        _known_bytes.reset(token)
 
 
-def install(wanted: Callable[[], bool]) -> None:
-    """Variables that this thread creates eagerly from now on are deferred, while that is ``wanted``.
+def install(wanted: Callable[[int | None], bool]) -> None:
+    """Variables that this thread creates eagerly from now on are deferred, where that is ``wanted``.
 
     The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing
     until the next run puts its own in its place.
+
+    Args:
+      wanted: is asked for each variable that is not little, with its bytes, or None where these are not known yet.
     """
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
-        if _known_little.get() or not wanted() or not tf.executing_eagerly():
+        size_bytes = _known_bytes.get()
+        little = size_bytes is not None and size_bytes <= LITTLE_BYTES
+        if little or not tf.executing_eagerly() or not wanted(size_bytes):
             return next_creator(**kwargs)
         return _created(next_creator, kwargs)
 
