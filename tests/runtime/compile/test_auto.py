@@ -150,10 +150,10 @@ def test_activations_are_computed_again_where_memory_binds(
 def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speed(replace(FREE_LINK, start_s=1e-5))
+    speed(replace(FREE_LINK, start_s=1e-5, exchange_s=1e-4, exchanged_bytes_per_s=1e9))
     alone = Choice("every rank alone", alone=True)
     monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel"), alone])
-    ranks(2, auto_parallel=True)
+    ranks(2, auto_parallel=True, **{"zero.min_bytes": 0})
     lasting: dict[str, float] = {}
     taken: dict[str, float] = {}
     looked_at, predict = search._looked_at, search.predicted
@@ -174,12 +174,12 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     deep.step.plan(*deep.batch(0, 64))
     chosen = context.current().auto
     wh.shutdown()
-    shares = {name: s / taken[name] for name, s in lasting.items() if name.startswith(("pipeline", alone.name))}
-    assert len(shares) > 3
+    shares = {name: s / taken[name] for name, s in lasting.items() if name != "data parallel"}
+    assert len(shares) > 4
     assert all(0 < share <= 1 + 1e-9 for share in shares.values()), shares
-    assert shares[alone.name] > 0.5
+    assert shares[alone.name] > 0.5 and shares["data parallel, optimizer's state divided"] > 0.5
     monkeypatch.setattr(search, "_looked_at", looked_at)
-    ranks(2, auto_parallel=True)
+    ranks(2, auto_parallel=True, **{"zero.min_bytes": 0})
     planned, _ = set(taken), taken.clear()
     deep = Deep(wh.function, 2)
     deep.step.plan(*deep.batch(0, 64))

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from cost_model.captured.graph import MAY_BE_FUSED
 from cost_model.ops import matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
@@ -136,70 +134,6 @@ def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[fl
     for name, level in (at.forward | at.backward).items():
         found[level] += seconds(program.by_name[name])
     return found
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A kind of rank, by what it takes for operations.
-
-    Attributes:
-      seconds: of a node on the whole batch.
-      start_s: what an operation takes whatever its rows.
-    """
-
-    seconds: Callable[[Node], float]
-    start_s: float
-
-
-def least_seconds(program: Program, kinds: Sequence[Speed], equal_rows: bool) -> Callable[[Choice], float]:
-    """What pipelines take at least, by the operations that each micro-batch repeats.
-
-    Of ``count`` micro-batches a stage does all, after the stages before it have sent it the first one, and they go on
-    with the last one afterwards. And of ``n`` stages the slowest one does all, and the first and last wait for the
-    others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count - 1) / n)``.
-
-    Args:
-        kinds: of each rank.
-        equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
-    """
-    of_rows = {*program.inputs}
-    for node in program.nodes:
-        if any(ref.node in of_rows for ref in node.inputs):
-            of_rows.add(node.name)
-    at = levels(program)
-    counted = [
-        (program.by_name[name], level)
-        for name, level in (at.forward | at.backward).items()
-        if name in of_rows and program.by_name[name].op not in MAY_BE_FUSED
-    ]
-    weights = len(chain(program))
-    # Up to a weight of the chain: seconds, and how many operations take any.
-    sums: dict[Speed, list[tuple[float, int]]] = {}
-    for kind in dict.fromkeys(kinds):
-        seconds, started = [0.0] * weights, [0] * weights
-        for node, level in counted:
-            taken_s = kind.seconds(node)
-            seconds[level] += taken_s
-            started[level] += taken_s > 0.0
-        sums[kind] = list(zip(accumulate(seconds, initial=0.0), accumulate(started, initial=0)))
-
-    def of_stage(kind: Speed, low: int, high: int, parts: int) -> float:
-        (before_s, before), (until_s, until) = sums[kind][low], sums[kind][high]
-        started_s = kind.start_s * (until - before)
-        return started_s + max(0.0, until_s - before_s - started_s) / parts
-
-    def least(choice: Choice) -> float:
-        count, stages = choice.micro_batches, len(choice.stages)
-        ends = [0, *choice.cuts, weights]
-        pick = max if equal_rows else min
-        each = [
-            pick(of_stage(kinds[rank], low, high, count * len(group)) for rank in group)
-            for low, high, group in zip(ends, ends[1:], choice.stages)
-        ]
-        filled = accumulate(each, initial=0.0)
-        return max(sum(each) * (1 + (count - 1) / stages), *(count * one + first for one, first in zip(each, filled)))
-
-    return least
 
 
 def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:

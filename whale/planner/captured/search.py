@@ -8,13 +8,12 @@ plan that was predicted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import msgspec
 
-from cost_model.captured.graph import MAY_BE_FUSED
 from cost_model.captured.machine import rated_machine
 from cost_model.captured.table import Table
 from cost_model.ops.work import Work, work
@@ -26,9 +25,11 @@ from whale.passes.facts.axes import batch_of, known_along
 from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
+from whale.planner.captured import bounds
 from whale.planner.captured.balance import balanced
+from whale.planner.captured.bounds import Speed
 from whale.planner.captured.ground import Ground, unequal
-from whale.planner.captured.pipelines import Speed, least_seconds, pipelines, why_none, work_of_chain
+from whale.planner.captured.pipelines import pipelines, why_none, work_of_chain
 from whale.planner.captured.predict import Made, Plans, Way, predicted
 from whale.planner.captured.ways import Choice, choices
 
@@ -159,7 +160,7 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
         replicas = len(choice.stages[0]) if choice.stages else settings.size
         level = 1 if choice.stages else 3
         plain = not (choice.alone or choice.weights or choice.recompute)
-        if plain and choice.zero < level and _may_divide_state(program, settings, replicas, level):
+        if plain and choice.zero < level and _more_divided(program, settings, replicas, level):
             what = "weights and optimizer's" if level == 3 else "optimizer's"
             name = f"{choice.name.removesuffix(STATE_DIVIDED)}, {what} state divided"
             if name not in {way.choice.name for way in search.found}:
@@ -177,15 +178,18 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
                 search.look(less, msgspec.structs.replace(choice, name=name, recompute=RECOMPUTE))
 
 
-def _may_divide_state(program: Program, settings: PlanSettings, ranks: int, level: int) -> bool:
-    """Whether the run leaves it free where state lies, and a level divides more over so many ranks than a lower one."""
+def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
+    """Handles of what a level divides over so many ranks, if that is more than a lower one does; () where the run does
+    not leave it free where state lies."""
     if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
-        return False
+        return ()
     known = known_along(settings.split.tiles, "", alone=True)
-    state, more = (
-        state_at_rest(program, ranks, settings.zero.min_bytes, (), known, weights) for weights in (False, level == 3)
-    )
-    return bool(more) if level == 1 else len(more) > len(state)
+
+    def divided(weights: bool) -> Collection[str]:
+        return state_at_rest(program, ranks, settings.zero.min_bytes, (), known, weights)
+
+    more = divided(level == 3)
+    return more if level == 1 or len(more) > len(divided(False)) else ()
 
 
 def _best(search: Search, ground: Ground) -> Way:
@@ -222,7 +226,7 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
     program, settings, ground = plans.program, plans.settings, plans.ground
     found = choices(program, settings.size)
     lasting: list[tuple[Choice, float]] = []
-    alone_s = 0.0  # that all of the step takes at least, in one rank's hands
+    least_s = dict[str, float]()  # of other ways than pipelines, by name
     try:
         batch = batch_of(program, settings)
     except PlanError:
@@ -233,7 +237,8 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
         speeds = _speeds(plans)
         if not settings.batch.local and not settings.batch.shares:
             found[1:1] = _by_speed(plans, rows, speeds)
-    if _may_divide_state(program, settings, settings.size, 1):
+    state = _more_divided(program, settings, settings.size, 1)
+    if state:
         found.append(Choice(f"data parallel{STATE_DIVIDED}", zero=1))
     if not settings.batch.local:
         # A table prices what ranks compute at the same time, on cores that they share.
@@ -251,13 +256,15 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
         asked = settings.time.micro_batches
         every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
         if every and not shared:
-            least = least_seconds(program, [kinds[one] for one in ground.rates], not settings.batch.shares)
+            least = bounds.of_pipelines(program, [kinds[one] for one in ground.rates], not settings.batch.shares)
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
         else:
             lasting = [(one, 0.0) for one in every]
         if not shared:
-            alone_s = sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
-    lasting = [(one, alone_s if one.alone else 0.0) for one in found] + lasting
+            least_s = {one.name: bounds.alone(program, seconds) for one in found if one.alone}
+            if state:
+                least_s[found[-1].name] = bounds.of_divided_state(program, seconds, ground.rates, state)
+    lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
     if not (lasting := [one for one in lasting if len(one[0].stages) == stages]):

@@ -128,7 +128,7 @@ def products(program: Program) -> dict[str, list[Node]]:
     return found
 
 
-def _trained_bytes(program: Program) -> dict[str, int]:
+def trained_weights(program: Program) -> dict[str, int]:
     """Handle of a trained weight that products or lookups read -> its size, largest first."""
     updated = {handle for node in program.nodes for handle in updates(program, node)}
     sizes = {h: program.variable_of[h].type.bytes for h in products(program) if h in updated}
@@ -137,14 +137,14 @@ def _trained_bytes(program: Program) -> dict[str, int]:
 
 def _large_weights(program: Program) -> list[str]:
     """Names of the largest trained weights, largest first; of several readers' products the first one counts."""
-    sizes = _trained_bytes(program)
+    sizes = trained_weights(program)
     least = max(LEAST_BYTES, 0.05 * sum(sizes.values()))
     return [program.variable_of[h].name for h, size in sizes.items() if size >= least][:MOST_WEIGHTS]
 
 
 def _tables(program: Program) -> tuple[str, ...]:
     """Names of all trained weights that are only looked up, and worth it; none where they are little of the whole."""
-    sizes, read = _trained_bytes(program), products(program)
+    sizes, read = trained_weights(program), products(program)
     tables = {h: n for h, n in sizes.items() if n >= LEAST_BYTES and all(r.op in ROW_LOOKUPS for r in read[h])}
     if sum(tables.values()) < 0.05 * sum(sizes.values()):
         return ()
