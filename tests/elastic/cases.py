@@ -45,7 +45,7 @@ def drawn(seed: int, count: int) -> list[Case]:
     rng, cases, total = random.Random(seed), [], 0
     while total < count:
         mode = rng.choice(rng.choice([MODES, PARTS]))
-        ranks = 4 if mode.startswith("mesh") else rng.randint(2, 5)
+        ranks = 4 if mode.startswith("mesh") else rng.randint(6, 8) if rng.random() < 0.1 else rng.randint(2, 5)
         gone = rng.sample(range(ranks), rng.randint(1, ranks - 1))
         steps = [rng.randrange(_STEPS) for _ in gone]
         if mode in PARTS:
@@ -55,6 +55,8 @@ def drawn(seed: int, count: int) -> list[Case]:
         kinds = [rng.choice(["kill", "kill", "late", "stop", *["copy"] * (mode in PARTS)]) for _ in gone]
         if mode.endswith("save"):
             steps = [step + rng.choice([0, 101]) for step in steps]
+        if len(gone) > 1 and not mode.endswith("save") and rng.random() < 0.5:
+            _during_another(rng, mode, ranks, gone, steps, kinds)
         faults = [f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds)]
         if rng.random() < 0.2:
             faults.append(f"{rng.randrange(3)}:{rng.choice([r for r in range(ranks) if r not in gone])}:slow")
@@ -65,13 +67,33 @@ def drawn(seed: int, count: int) -> list[Case]:
     return cases
 
 
+def _during_another(
+    rng: random.Random, mode: str, ranks: int, gone: list[int], steps: list[int], kinds: list[str]
+) -> None:
+    """The second of those that go does so while the ranks go on without the first."""
+    if mode in PARTS:  # so that neither has the other's copies
+        if ranks < 4:
+            return
+        del gone[2:], steps[2:], kinds[2:]
+        gone[1] = (gone[0] + 2) % ranks
+    steps[1] = steps[0]
+    kinds[0], kinds[1] = rng.choice(["kill", "late", "stop"]), rng.choice(["meet", "move", "plan"])
+
+
 def _joined(rng: random.Random, ranks: int, gone: list[int], steps: list[int]) -> list[str]:
-    """A rank that joins between two steps, and may be taken away later."""
+    """A rank that joins between two steps, and may be taken away later, or, as others may, while it is taken in."""
     left = [step for step in range(_STEPS) if step not in steps]
     joins = rng.choice(left)
-    faults = [f"{joins}:{rng.choice([r for r in range(ranks) if r not in gone])}:join"]
+    asks = rng.choice([r for r in range(ranks) if r not in gone])
+    faults = [f"{joins}:{asks}:join"]
     later = [step for step in left if step > joins]
-    if later and rng.random() < 0.4:
+    others = [r for r in range(ranks) if r not in gone and r != asks]
+    draw = rng.random()
+    if draw < 0.2:
+        faults.append(f"-1:{ranks}:grow")
+    elif draw < 0.5 and others and joins < _STEPS - 1:
+        faults.append(f"{joins}:{rng.choice(others)}:grow")
+    elif later and draw < 0.7:
         faults.append(f"{rng.choice(later)}:{ranks}:{rng.choice(['kill', 'late', 'stop'])}")
     return faults
 
@@ -112,13 +134,13 @@ def run(case: Case, reference: Reference) -> Outcome:
         hosts.write_text(f"localhost:{case.ranks}\n")
         started = ["--hosts-from", str(hosts)] if "join" in case.faults else ["-np", str(case.ranks)]
         line = [sys.executable, "-m", "whale", "run", *started, "--", str(SCRIPT), case.mode, str(result), case.faults]
-        before, start_s = _processes(), time.monotonic()
+        start_s = time.monotonic()
         environment = {**_environment(), "ELASTIC_HOSTS": str(hosts)}
         ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
         seconds = time.monotonic() - start_s
         if ended.returncode != 0 or not result.exists():
             return Outcome(f"exit code {ended.returncode}:\n{ended.stdout}{ended.stderr}", 0.0, seconds)
-        if left := _processes() - before:
+        if left := _processes(result):
             return Outcome(f"processes left behind: {sorted(left)}", 0.0, seconds)
         found = _read(result)
         worst = max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in zip(found, expected, strict=True))
@@ -127,7 +149,7 @@ def run(case: Case, reference: Reference) -> Outcome:
         if not wrong and gone != case.count:
             wrong = f"{gone} ranks are said to be gone, {case.count} were taken away:\n{ended.stdout}{ended.stderr}"
         joined, asked = (ended.stdout + ended.stderr).count(" join after "), case.faults.count("join")
-        if not wrong and joined != asked:
+        if not wrong and joined != asked and "grow" not in case.faults:
             wrong = f"ranks are said to have joined {joined} times, not {asked}:\n{ended.stdout}{ended.stderr}"
         return Outcome(wrong, worst, seconds, ended.stdout + ended.stderr)
 
@@ -142,12 +164,12 @@ def _environment() -> dict[str, str]:
     return {**kept, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def _processes() -> set[int]:
-    """Processes of this machine that run the script."""
+def _processes(result: Path) -> set[int]:
+    """Processes of this machine that run the script for a result."""
     found = set()
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdecimal() and str(SCRIPT).encode() in (folder / "cmdline").read_bytes():
+            if folder.name.isdecimal() and str(result).encode() in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
         except OSError:
             continue

@@ -5,11 +5,14 @@ MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a chec
 ranks hold parts of variables; these stand beside others: "zero3+save". "large": parts lie where other ranks read them.
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
-sent; "join": one more rank joins, for which the program has to be one of "shard".
+sent; "join": one more rank joins, for which the program has to be one of "shard"; "plan": when the ranks next agree on
+a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there; "grow": a
+moment after all are ready to take a newcomer in (step -1: of the newcomer itself).
 """
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import threading
@@ -19,8 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.elastic import balance, generations
+from whale.runtime.compile import compile
+from whale.runtime.elastic import balance, generations, meeting
+from whale.runtime.run import elastic
 from whale.runtime.run.context import running
+from whale.started import joins
 
 BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
 LAST = 100 + EPOCHS * BATCHES  # behind it no step follows
@@ -46,6 +52,12 @@ class Faults:
             slow_down()
         elif kind == "join":
             grow()
+        elif kind == "plan":
+            setattr(compile, "agreed_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+        elif kind == "meet":
+            setattr(elastic.Elastic, "_said", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+        elif kind in ("move", "grow"):
+            agree_and_die({meeting.MET} if kind == "move" else {meeting.WHOLE, meeting.GROWN})
         elif kind == "copy" and (step == 0 or running().elastic._generations is not None) and step < LAST:
             setattr(generations.Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind is not None:
@@ -61,6 +73,18 @@ def grow() -> None:
     with open(path, "w") as file:
         file.write(f"{name}:{int(slots) + 1}\n")
     assert len(watch.changes(before, 200.0)) > before, "nobody has come"
+
+
+def agree_and_die(kinds: set[int]) -> None:
+    """When this rank next agrees on such a thing, it is killed within some milliseconds: it may act, or may not."""
+    agree = meeting.Agreements.agree
+
+    def agrees(self, news, kind, *others):
+        if kind in kinds:
+            threading.Timer(random.uniform(0.0, 0.01), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        agree(self, news, kind, *others)
+
+    setattr(meeting.Agreements, "agree", agrees)  # noqa: B010
 
 
 def slow_down() -> None:
@@ -139,6 +163,8 @@ def loop(kinds: set[str], folder: str, faults: Faults) -> tuple[list[float], lis
         batches = wh.shard(data()) if "shard" in kinds else data()
         saved = tf.train.Checkpoint(**{v.name.partition(":")[0]: v for v in (*net.trained, net.mean, net.count)})
         manager = wh.CheckpointManager(saved, folder, 3) if "save" in kinds else None
+        if joins():
+            faults.strike(-1)
         state = wh.State(epoch=0, losses=[])
         losses = state.losses
         for epoch in range(state.epoch, EPOCHS):

@@ -20,8 +20,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     [
         Case("shard", 3, "0:1:slow,9:0:late,11:1:kill"),
         Case("zero3+save+large", 3, "4:0:stop,109:2:copy"),
-        Case("arrays", 3, "2:1:kill,4:0:kill"),
-        Case("stages+shard", 3, "3:1:copy,5:0:join,8:2:late"),
+        Case("arrays", 3, "2:1:kill,2:0:move"),
+        Case("stages+shard", 3, "3:1:copy,5:0:join,5:2:grow"),
     ],
     ids=str,
 )

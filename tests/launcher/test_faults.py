@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import time
 
 import pytest
@@ -84,6 +85,19 @@ def test_a_rank_that_computes_is_not_frozen_whatever_lock_it_holds(launcher: Lau
     script = launcher.script("import ctypes\nctypes.PyDLL(None).sleep(7)\nprint('done')")
     done = launcher.run("-np", "2", script)
     assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
+def test_a_worker_that_waits_for_a_processor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script's parent is this test's process, whose state is what /proc says of it."""
+    link = ranks.RankLink(None, rank=0, host=socket.gethostname(), pid=os.getpid(), freeze_s=3.5)  # type: ignore[arg-type]
+    states = {os.getppid(): "R"}
+    monkeypatch.setattr(ranks, "_state", states.__getitem__)
+    assert link.frozen(link.heard_s + 100, 2.0) is None
+    states[os.getppid()] = "S"
+    assert link.frozen(link.heard_s + 3.4, 2.0) is None
+    assert link.frozen(link.heard_s + 3.6, 2.0) is None  # a beat may be on the way
+    found = link.frozen(link.heard_s + 4.1, 2.0)
+    assert found is not None and "nothing was heard" in found.reason and found.gone
 
 
 def test_a_stopped_launcher_blames_nobody(launcher: Launcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -155,6 +156,22 @@ def kill_group(pid: int, token: str) -> None:
             continue  # it ended while we looked
 
 
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on of a process of this host, as /proc has them; [] if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _parent(pid: int) -> int:
+    return int(found[1]) if (found := _stat(pid)) else 0
+
+
+def _state(pid: int) -> str:
+    return found[0] if (found := _stat(pid)) else ""
+
+
 def signal_name(number: int) -> str:
     """For example SIGKILL for 9."""
     try:
@@ -216,6 +233,7 @@ class RankLink:
     clock: clock.Clock = field(default_factory=clock.Clock)
     counters: list[Counter] | None = None
     end: End | None = None
+    _silent_s: float = math.inf  # since when it is taken for frozen, unless a second look finds otherwise
 
     def greet(self, kind: Kind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
         """Handles the first frame: the rank, or None when it does not come from a worker of this run.
@@ -271,9 +289,16 @@ class RankLink:
             return None
         if self.stopped_s is not None and now_s - self.stopped_s >= self.freeze_s:
             return stopped(self.rank, now_s - self.stopped_s)
-        if now_s - self.heard_s >= max(self.freeze_s, silence_s):
-            return silent(self.rank, self.host, now_s - self.heard_s)
-        return None
+        if now_s - self.heard_s < max(self.freeze_s, silence_s) or self._is_starved():
+            self._silent_s = math.inf
+            return None
+        # A second look: what its worker has sent meanwhile may be on the way, and its process asleep again.
+        self._silent_s = min(self._silent_s, now_s)
+        return silent(self.rank, self.host, now_s - self.heard_s) if now_s - self._silent_s >= silence_s / 8 else None
+
+    def _is_starved(self) -> bool:
+        """Whether the worker, if it is on this host, would go on and gets no processor; elsewhere nobody can tell."""
+        return self.host == socket.gethostname() and _state(_parent(self.pid)) == "R"
 
     def _send(self, kind: Kind, content: dict[str, Any]) -> None:
         try:

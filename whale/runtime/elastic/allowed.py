@@ -8,7 +8,7 @@ from typing import Any
 
 from whale.capture.captured import CapturedVariable
 from whale.config import Config
-from whale.errors import ConfigError, PlanError
+from whale.errors import ClusterError, ConfigError, PlanError
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.given_tiles import given_tiles
 from whale.runtime.variables.in_files import folder_of
@@ -74,6 +74,16 @@ def refuse_plan(uses: Mapping[str, Use], names: Mapping[str, str], size: int, co
                 expected='elastic.redundancy "memory", which keeps a copy on another rank, or replicas of each part',
                 action='leave elastic.redundancy out, or set it to "memory"',
             )
+
+
+def nothing_to_go_on_with() -> ClusterError:
+    """The error of a process that joins a run and cannot know where the others are."""
+    return ClusterError(
+        "a process that joins a run has to know where the others are",
+        given="a step, or another call that exchanges something, before wh.State",
+        expected="state = wh.State(...) before the training loop",
+        action="keep in it what the loop has to know: its epoch, what it has counted",
+    )
 
 
 def fitting(config: Config, size: int) -> dict[str, Any]:

@@ -113,3 +113,17 @@ class Calls:
         self.at.calls += 1
         for variable, value in step.rewritten:
             variable.assign(value)
+
+
+def in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``take`` in the scopes that are entered now, wherever the script is when it is called."""
+    entered = list(scopes)
+
+    def inside(args: Any, kwargs: Any) -> Any:
+        around, scopes[:] = list(scopes), entered
+        try:
+            return take(args, kwargs)
+        finally:
+            scopes[:] = around
+
+    return inside

@@ -16,7 +16,7 @@ from whale.config import Config
 from whale.runtime.elastic.allowed import fitting
 from whale.runtime.elastic.door import Door
 from whale.runtime.elastic.growth import Members, Welcome, shares_with
-from whale.runtime.elastic.meeting import gathered, sent
+from whale.runtime.elastic.meeting import Alone, gathered, sent
 from whale.runtime.ranks.connect import as_configured
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.ranks.trace import Trace
@@ -116,10 +116,6 @@ class Group:
                 comm.lose(i, "is gone")
         return comm.leave(0.0)
 
-    def alone(self) -> None:
-        """Nobody else is left to be looked after."""
-        self._watch.look_after(None, self.members, self.number)
-
     def share_again(self, dataset: Any) -> None:
         """Has a dataset be divided (``divide_again``) whenever the ranks are others, or their shares."""
         self._datasets.add(dataset)
@@ -148,16 +144,31 @@ class Group:
             context.config = context.config.but(changes)
         context.compiled_for.clear()
 
-    def grow(self, welcome: Welcome | None) -> Welcome:
-        """Connects all ranks that are there; gives newcomers what the others know, and returns it. Collective.
+    def meeting(self, members: Sequence[int], kind: int) -> Any:
+        """Through which some of the ranks talk that are there; ``kind`` as of ``Members.communicator``."""
+        if len(members) > 1:
+            return self.communicator(members, kind, share_memory=False)
+        self._watch.look_after(None, self.members, self.number)  # nobody else is left to be looked after
+        return Alone()
+
+    def offer(self, welcome: Welcome | None) -> tuple[whale_ops.Communicator, tuple[int, ...], list[str], Welcome]:
+        """Connects all ranks that are there; (through what, their numbers, their hosts, what newcomers are told).
+
+        Collective.
 
         Raises:
           CommError: one of them is gone.
         """
-        context, members = self._of(), self.ranks.there
-        comm = self.communicator(members, 3, share_memory=context.config["communication.shared_memory"])
+        members = self.ranks.there
+        comm = self.communicator(members, 3, share_memory=self._of().config["communication.shared_memory"])
         known = Welcome(*sent(comm, 0, None if welcome is None else tuple(vars(welcome).values())))
-        hosts = [one.decode() for one in gathered(comm, socket.gethostname().encode())]
+        return comm, members, [one.decode() for one in gathered(comm, socket.gethostname().encode())], known
+
+    def grow(
+        self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
+    ) -> None:
+        """The ranks are those that are connected by this, newcomers among them."""
+        context = self._of()
         self.place(hosts, members.index(self.me))
         context.programs, context.elements, self.divisions = known.programs, known.elements, known.divisions
         if known.shares:
@@ -166,7 +177,6 @@ class Group:
         if context.outside is None:
             context.outside = Outside()
         self.connect(comm)
-        return known
 
     def connect(self, comm: whale_ops.Communicator | None) -> None:
         """The ranks exchange through this from now on; None: this one is alone."""

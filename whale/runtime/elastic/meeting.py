@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,52 @@ from whale.errors import ClusterError
 from whale.runtime.elastic.calls import Progress
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+
+
+class Alone:
+    """A meeting of one rank."""
+
+    rank, size, name = 0, 1, ""
+
+    def allgather_bytes(self, key: str, data: bytes, timeout_s: float, purpose: str = "") -> list[bytes]:
+        """The data."""
+        return [data]
+
+
+# On what ranks agree after one piece of news, in order: from where they go on, that all variables are whole, who is in.
+MET, WHOLE, GROWN, _KINDS = range(4)
+
+
+class Agreements:
+    """What ranks agree on: each of them first has all that it needs to act, then acts.
+
+    When one is gone in between, some have acted, and the others could have. All that are there meet then, and who has
+    not acted does so if anybody has.
+    """
+
+    def __init__(self) -> None:
+        self._number = self._done = 0
+        self._act: Callable[[], None] = lambda: None
+
+    def agree(self, news: int, kind: int, meeting: Any, act: Callable[[], None]) -> None:
+        """Acts once all ranks of a meeting are ready to; ``news``: how many pieces there were of ranks gone or come.
+
+        Raises:
+          CommError: one of them is gone. What was agreed on is done in the next meeting, or by nobody.
+        """
+        self._number, self._act = _KINDS * news + kind + 1, act
+        gathered(meeting, b"")
+        self._do()
+
+    def catch_up(self, meeting: Any) -> None:
+        """Acts on what others have acted on, if this rank has agreed on it: a newcomer may not have."""
+        done = max(int(one) for one in gathered(meeting, str(self._done).encode()))
+        if self._done < done == self._number:
+            self._do()
+
+    def _do(self) -> None:
+        self._act()
+        self._done, self._act = self._number, lambda: None
 
 
 @dataclass
@@ -58,11 +104,10 @@ def catch_up(meeting: Any, said: Sequence[Said], me: int, at: Progress, known: S
         first = next(rank for rank, one in enumerate(said) if one.steps == steps)
         common = known[: min(one.variables for one in said)]
         results = sent(meeting, first, [t.numpy() for t in at.results or ()])
-        for variable in common:
-            value = sent(meeting, first, variable.numpy())
-            if said[me].steps < steps:
+        values = [sent(meeting, first, variable.numpy()) for variable in common]
+        if said[me].steps < steps:  # all has come: nobody has half of it, if one more is gone
+            for variable, value in zip(common, values):
                 variable.assign(np.asarray(value))
-        if said[me].steps < steps:
             at.results, at.steps = [tf.constant(value) for value in results], steps
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 import whale_ops
 from whale.errors import ClusterError
 from whale.runtime.elastic.generations import Generations, Moment
+from whale.runtime.elastic.meeting import Alone
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
@@ -37,16 +38,6 @@ class Recovered:
     values: Sequence[tf.Tensor]
     back: bool
     joined: int
-
-
-class Alone:
-    """A meeting of one rank."""
-
-    rank, size, name = 0, 1, ""
-
-    def allgather_bytes(self, key: str, data: bytes, timeout_s: float, purpose: str = "") -> list[bytes]:
-        """The data."""
-        return [data]
 
 
 def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, latest: int, taken: int) -> Recovered:

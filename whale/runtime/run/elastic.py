@@ -13,48 +13,44 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from whale.capture.captured import CapturedVariable
-from whale.errors import ClusterError, CommError, ConfigError
+from whale.errors import CommError, ConfigError
 from whale.ir.layout import Split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.elastic.allowed import divides, host_of, hosts_left, refuse, refuse_plan, refuse_variables
+from whale.runtime.elastic.allowed import (
+    divides,
+    host_of,
+    hosts_left,
+    nothing_to_go_on_with,
+    refuse,
+    refuse_plan,
+    refuse_variables,
+)
 from whale.runtime.elastic.balance import Balance, Watched
-from whale.runtime.elastic.calls import Calls
+from whale.runtime.elastic.calls import Calls, in_scopes
 from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.group import Group
 from whale.runtime.elastic.growth import Commits, Welcome
-from whale.runtime.elastic.meeting import Said, catch_up, gathered, hear_returned
-from whale.runtime.elastic.recovery import Alone, Recovered, become_whole, recover
+from whale.runtime.elastic.meeting import GROWN, MET, WHOLE, Agreements, Alone, Said, catch_up, gathered, hear_returned
+from whale.runtime.elastic.recovery import Recovered, become_whole, recover
 from whale.runtime.elastic.rows import rows_again
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.variables.owner import VariableOwner
 from whale.runtime.variables.stage_variables import Use
 from whale.started import joins
 
 # From an exchange that fails to the word of `whale run` that a rank is gone; it takes longer only where nobody is.
 _WORD_S = 3.0
 _T = TypeVar("_T")
-
-
-@dataclass
-class _Agreed:
-    """What the ranks that are left have agreed on, before any of them acts on it."""
-
-    number: int
-    members: tuple[int, ...]
-    said: Sequence[Said]
-    me: int
-    recovered: Recovered | None
 
 
 class Elastic:
@@ -81,8 +77,7 @@ class Elastic:
         self._pack: Callable[[Any], Any] = lambda results: results
         self._inside = False
         self._generations: Generations | None = None
-        self._agreed: _Agreed | None = None
-        self._done = 0  # number of the latest agreement that this rank has acted on
+        self._agreements = Agreements()
 
     @property
     def number(self) -> int:
@@ -143,7 +138,7 @@ class Elastic:
         if self._inside:
             return take(args, kwargs)
         if not self._group.members:
-            raise self._nothing_to_go_on_with()
+            raise nothing_to_go_on_with()
         self._inside = True
         self._calls.begin()
         calls, steps = self._at.calls, self._at.steps
@@ -164,7 +159,7 @@ class Elastic:
                     return self._at.returned  # type: ignore[no-any-return]
                 args, kwargs = self._calls.once_more(args, kwargs)
             if self._generations is not None and self._at.steps > steps:
-                self._calls.took(_in_scopes(self._run, take), args, kwargs)
+                self._calls.took(in_scopes(self._run.scopes, take), args, kwargs)
         finally:
             self._inside = False
         self._at.calls = calls + 1
@@ -222,28 +217,27 @@ class Elastic:
             if not self._group.hear(_WORD_S):
                 raise error
             try:
-                self._meet(self._group.ranks.left)
+                self._meet()
                 return
             except CommError as another:  # one more is gone, or soon will be known to be
                 error = another
 
-    def _meet(self, members: tuple[int, ...]) -> None:
+    def _meet(self) -> None:
+        """All that are there, also if they have not been taken in: who goes on, and from where."""
         context, group = self._run, self._group
         for handle, value in self._kept:
             gen_resource_variable_ops.assign_variable_op(handle, value)
         self._kept = []
-        me = members.index(group.me)
-        meeting: Any = Alone()
-        if len(members) > 1:
-            meeting = group.communicator(members, 0, share_memory=False)
-        else:
-            group.alone()
-        done = max(int(one) for one in gathered(meeting, str(self._done).encode()))
-        if done > self._done:  # others have acted on what was agreed before one more was gone
-            assert self._agreed is not None and self._agreed.number == done
-            self._act(self._agreed)
-        said = [Said(*unpack(one)) for one in gathered(meeting, pack(tuple(vars(self._mine()).values())))]
-        recovered = None
+        there = group.ranks.there
+        meeting = group.meeting(there, 0)
+        self._agreements.catch_up(meeting)
+        members = group.ranks.left
+        if group.me not in members:
+            return
+        if members != there:
+            meeting = group.meeting(members, 2)
+        said = self._said(meeting)
+        me, recovered = members.index(group.me), None
         if self._generations is not None and all(one.keeps for one in said):
             taken = [one.steps for one in said]
             recovered = recover(meeting, self._generations, max(taken), min(taken))
@@ -251,9 +245,7 @@ class Elastic:
             hear_returned(meeting, said, me, self._at)
         if recovered is None:
             catch_up(meeting, said, me, self._at, context.variables.known)
-        self._agreed = _Agreed(group.number, members, said, me, recovered)
-        gathered(meeting, b"")  # everybody has all that it needs
-        self._act(self._agreed)
+        self._agreements.agree(group.number, MET, meeting, partial(self._become, members, said, recovered))
         comm = None
         if len(members) > 1:
             hosts = hosts_left(context.config["communication.emulate_hosts"], members)
@@ -261,31 +253,32 @@ class Elastic:
             comm = group.communicator(members, 1, share_memory=share, hosts=hosts)
         group.connect(comm)
 
-    def _mine(self) -> Said:
+    def _said(self, meeting: Any) -> list[Said]:
+        """What every rank of a meeting says of itself."""
         context = self._run
-        known, shares = len(context.variables.known), list(context.config["replica.shares"])
         keeps = self._generations is not None and bool(self._generations.begun)
-        counted = known, context.programs, context.elements
-        return Said(self._at.calls, self._at.steps, *counted, socket.gethostname(), self.divisions, shares, keeps)
+        counted = len(context.variables.known), context.programs, context.elements
+        shares = list(context.config["replica.shares"])
+        mine = self._at.calls, self._at.steps, *counted, socket.gethostname(), self.divisions, shares, keeps
+        return [Said(*unpack(one)) for one in gathered(meeting, pack(mine))]
 
-    def _act(self, agreed: _Agreed) -> None:
-        """The run is one of the ranks that are left; what was compiled for more is compiled again."""
-        context, group, said, me = self._run, self._group, agreed.said, agreed.me
-        recovered, generations = agreed.recovered, self._generations
+    def _become(self, members: tuple[int, ...], said: Sequence[Said], recovered: Recovered | None) -> None:
+        """The run is one of these ranks; what was compiled before is compiled again."""
+        context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
             self._calls.go_back(recovered.steps, generations.rewritten)
         become_whole(context.variables.holdings(context.size), recovered)
-        group.place([one.host for one in said], me)
+        group.place([one.host for one in said], members.index(group.me))
         self._generations = None
         context.programs = max(one.programs for one in said)
         context.elements = max(one.elements for one in said)
         last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
         group.divisions, self._watched = last.divisions, None
         if last.shares:
-            group.divide([share for rank, share in zip(group.members, last.shares) if rank in agreed.members])
-        fewer = len(agreed.members) < len(group.members)
-        group.members, self._done = agreed.members, agreed.number
-        if me == 0 and fewer:
+            group.divide([share for rank, share in zip(group.members, last.shares) if rank in members])
+        fewer = len(members) < len(group.members)
+        group.members = members
+        if context.rank == 0 and fewer:
             steps = max(one.steps for one in said)
             back = recovered is not None and recovered.back
             what = "the last of which they take again" if back else "none of which is lost"
@@ -314,64 +307,49 @@ class Elastic:
         if self._group.members:
             return None
         self._group.wait_until_asked_in()
-        while True:
+        while not self._group.members:
             try:
-                return self._grow(None).state
+                self._meet()
+                if not self._group.members:
+                    self._grow(None)
             except CommError:
                 if self._group.over:
                     log.warning("the others have come to their end, and this process has not joined them")
                     raise SystemExit(0) from None
                 if not self._group.hear(_WORD_S):
                     raise
+        return self._commits.held[self._at.calls]
 
-    def _grow(self, welcome: Welcome | None) -> Welcome:
-        known = self._group.grow(welcome)
+    def _grow(self, welcome: Welcome | None) -> None:
+        comm, members, hosts, known = self._group.offer(welcome)
+        act = partial(self._grown, comm, members, hosts, known)
+        self._agreements.agree(self._group.number, GROWN, comm, act)
+
+    def _grown(self, comm: Any, members: tuple[int, ...], hosts: Sequence[str], known: Welcome) -> None:
+        more = len(members) - len(self._group.members)
+        self._group.grow(comm, members, hosts, known)
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
         self._commits.keep(known.calls, known.state)
-        self._done = self._group.number
-        return known
-
-    def _nothing_to_go_on_with(self) -> ClusterError:
-        return ClusterError(
-            "a process that joins a run has to know where the others are",
-            given="a step, or another call that exchanges something, before wh.State",
-            expected="state = wh.State(...) before the training loop",
-            action="keep in it what the loop has to know: its epoch, what it has counted",
-        )
+        if self._run.rank == 0:
+            log.info(f"{more} ranks join after {known.steps} steps: {len(members)} ranks go on")
 
     def _take_in(self) -> bool:
         """Before a call: takes those in that have come, where the script has just committed; whether there were any."""
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
-        if state is not None and not context.comms:
-            group.hear(0.0)  # nothing fails here when somebody comes
+        if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
+            self._meet()
         if state is None or group.ranks.there == group.members:
             return False
-        recovered = None
+        meeting, recovered = context.comms[0] if context.comms else Alone(), None
+        said = self._said(meeting)
         if self._generations is not None and self._generations.begun:
-            meeting = context.comms[0] if context.comms else Alone()
             recovered = recover(meeting, self._generations, self._at.steps, self._at.steps)
-        become_whole(context.variables.holdings(context.size), recovered)
-        self._generations, context.variables = None, VariableOwner(keeps_first=True)
-        at, shares, before = self._at, list(context.config["replica.shares"]), len(group.members)
+        act = partial(self._become, group.members, said, recovered)
+        self._agreements.agree(group.number, WHOLE, meeting, act)
+        at, shares = self._at, list(context.config["replica.shares"])
         counted = context.programs, context.elements, group.divisions + 1
         self._grow(Welcome(at.calls, at.steps, *counted, shares, state))
-        if context.rank == 0:
-            log.info(f"{context.size - before} ranks join after {at.steps} steps: {context.size} ranks go on")
         return True
-
-
-def _in_scopes(context: Context, take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """``take`` in the scopes that are entered now, wherever the script is when it is called."""
-    entered = list(context.scopes)
-
-    def inside(args: Any, kwargs: Any) -> Any:
-        around, context.scopes[:] = list(context.scopes), entered
-        try:
-            return take(args, kwargs)
-        finally:
-            context.scopes[:] = around
-
-    return inside
 
 
 def refuse_session(context: Context) -> None:
