@@ -18,6 +18,7 @@ from cost_model.captured.graph import Graph
 from cost_model.captured.traffic import Exchange
 from whale.errors import PlanError
 
+SLICE_S = 4e-3  # a tick of Linux's clock at 250 Hz
 SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
 
 
@@ -55,7 +56,7 @@ class Sharing:
     hosts: Sequence[int]
     cores: Sequence[float]
     threads: int = 2
-    slice_s: float = 4e-3
+    slice_s: float = SLICE_S
     wake_s: float = 0.0
     exchanges_compute: bool = True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cost_model.captured.execute import Sharing, run
+from cost_model.captured.execute import SLICE_S, Sharing, run
 from cost_model.captured.graph import Graph, graph_of
 from cost_model.captured.liveness import Kinds, peaks
 from cost_model.captured.machine import GRAIN_BYTES
@@ -22,6 +22,8 @@ from whale.ir.program import Node, Program, Ref, function_refs
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
 _THREADS = 2
+# Of a step that takes minutes on such a core, no more turns of two threads on one core are looked at than these.
+_MOST_SLICES = 4000
 _STEPS_OF_A_CALL = 2
 
 # (tensor -> kind, variable's handle -> kind) of a program; what is not there is of the first kind.
@@ -147,7 +149,8 @@ class _Holder:
 
 
 def _order(graph: Graph, seconds: Sequence[float], cores: float) -> Sequence[int]:
-    (played,) = run([graph], [seconds], lambda what: 0.0, Sharing([0], [cores], _THREADS))
+    slice_s = max(SLICE_S, sum(seconds) / _MOST_SLICES)
+    (played,) = run([graph], [seconds], lambda what: 0.0, Sharing([0], [cores], _THREADS, slice_s))
     return played.order
 
 

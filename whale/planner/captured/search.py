@@ -131,14 +131,13 @@ def best_way(
     Raises:
       PlanError: no way can run, or none fits into the ranks' memory; says by how much, and what would make it fit.
     """
-    search, plans = (
-        Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s)),
-        Plans(program, settings, ground),
-    )
+    search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s))
+    plans = Plans(program, settings, ground)
     looked_at = _looked_at(plans, stages)
-    # Stages take longest to plan. What is found without them, with less held, says how fast they have to be.
-    for staged_ones in (False, True):
-        for choice, bound_s in (one for one in looked_at if bool(one[0].stages) == staged_ones):
+    # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
+    # fast they have to be.
+    for last in (False, True):
+        for choice, bound_s in (one for one in looked_at if (one[0].alone or bool(one[0].stages)) == last):
             if choice.alone and settings.batch.local:
                 search.lost.append(f"{choice.name}: every rank is given its own rows only")
             elif bound_s >= search.to_beat_s():
