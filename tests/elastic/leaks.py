@@ -21,7 +21,7 @@ import whale as wh
 from tests.elastic.script import CONFIGURED, Net, data
 from whale.runtime.run.context import running
 
-GROWS_BYTES = 640 << 10  # TensorFlow keeps functions that it has compiled, for as long as the process lives
+GROWS_BYTES = 192 << 10  # TensorFlow keeps something of the functions that it has compiled and forgotten
 
 
 def held() -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
 
 import whale as wh
 from whale.errors import CaptureError
@@ -156,3 +158,24 @@ def test_a_models_train_step_may_be_one(ranks: Callable[..., None]) -> None:
     expected = history(tf.function)
     ranks(2)
     np.testing.assert_allclose(history(wh.function), expected, rtol=1e-5)
+
+
+def test_what_was_compiled_of_a_step_goes_with_it() -> None:
+    def known() -> set[str]:
+        gc.collect()
+        return {name for name in tf_context.context().list_function_names() if "doubled" in str(name)}
+
+    @wh.function
+    def doubled(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(2 * x)
+
+    wh.init({"cluster.ranks": 2, "communication.transport": "in-process"})
+    try:
+        with wh.replica():
+            assert doubled(tf.ones((4, 2))) == 16
+            assert doubled(tf.ones((6, 2))) == 24
+        assert known()
+        del doubled
+        assert not known()
+    finally:
+        wh.shutdown()

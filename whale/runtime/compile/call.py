@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,10 +97,17 @@ def callable_step(
             raise_comm_error(error, context)
             raise
 
+    # TensorFlow counts how often a function was added; what ranks that have become others do not call any more goes.
+    weakref.finalize(call, _forget, tf_ctx, [one.signature.name for one in function.definitions]).atexit = False
     found = call if device is None else _on_device(call, device)
     if ready.rolled:
         found = _as_lowered(found)
     return context.watched(found, what, number, plan)
+
+
+def _forget(context: Any, names: Sequence[str]) -> None:
+    for name in names:
+        context.remove_function(name)
 
 
 def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
