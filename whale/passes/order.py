@@ -37,6 +37,7 @@ from whale.passes.normalise.by_ids.blocks import mark_blocks
 from whale.passes.normalise.by_ids.by_owner import update_by_owner
 from whale.passes.normalise.by_ids.every_id import look_up_every_id
 from whale.passes.normalise.folding.fold import fold
+from whale.passes.normalise.folding.powers import powers
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow
 from whale.passes.normalise.mixed_precision import mixed_precision
@@ -111,6 +112,7 @@ def _fused(draft: Draft, settings: PlanSettings) -> Draft:
 NORMALISE: tuple[Pass[Program], ...] = (
     Pass("inline", always, lambda p, s: inline(p)),
     Pass("fold", always, lambda p, s: fold(p)),
+    Pass("powers", always, lambda p, s: powers(p)),
     Pass("specialise", always, lambda p, s: specialise(p)),
     Pass("unpack", always, lambda p, s: unpack(p)),
     Pass("skip_overflow", lambda s: s.precision.matmul_dtype == "float16", lambda p, s: skip_overflow(p)),
