@@ -66,6 +66,12 @@ FEATURES: tuple[Feature, ...] = (
     _of("lstm", "lstm", tensor=2),
     _of("scan", "scan"),
     _of("branch", "branch"),
+    _of("experts", "experts", instead=["none dropped", "session"]),  # sessions have no layers of Keras 3
+    _of("none dropped", "none dropped", instead=["session"]),
+    _of("table", "table", instead=["growing table"]),
+    _of("growing table", "growing", instead=["session"]),
+    _of("classes", "classes", instead=["sampled classes"]),
+    _of("sampled classes", "sampled classes"),
     _of("session", "session"),
     _of("shard", "shard", "processes"),
     _set("local batch", "local", "processes", batch__mode="local", instead=["shard"]),

@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from tests.combinations.giant import OF_GIANT, Giant
 
 ROWS, WIDTH, STEPS, RATE, MOMENTUM = 32, 8, 2, 0.5, 0.5  # numbers that float32 has as well
 LAYERS, TIME = 8, 3
 # What changes the program itself, and not only how it is spread.
-OF_PROGRAM = frozenset({"loop", "lstm", "scan", "branch", "attention", "heads", "accumulated", "uneven"})
+OF_PROGRAM = OF_GIANT | {"loop", "lstm", "scan", "branch", "attention", "heads", "accumulated", "uneven", "session"}
 Scopes = Callable[[int], Any]
 
 
@@ -33,6 +34,8 @@ class Net(tf.Module):
         if "lstm" in marks:
             self.gates = [variable("input_gates", WIDTH, 4 * WIDTH), variable("state_gates", WIDTH, 4 * WIDTH)]
             self.weights += self.gates
+        self.giant = Giant(marks, dtype, WIDTH, draw)
+        self.weights += self.giant.weights
         self.slots = [tf.Variable(tf.zeros_like(w), trainable=False, name=f"m_{w.name[:-2]}") for w in self.weights]
         if "accumulated" in marks:
             zeros = [tf.zeros_like(w) for w in self.weights]
@@ -71,24 +74,33 @@ class Net(tf.Module):
 
         return tf.while_loop(lambda n, h, c: n < TIME, turn, (0, tf.zeros_like(x), tf.zeros_like(x)))[1]
 
+    @property
+    def kept(self) -> list[tf.Variable]:
+        """What is compared: weights, and tables with what their optimizer has of them."""
+        return [*self.weights, *self.giant.tables, *self.giant.state]
+
     def loss(self, x: tf.Tensor, y: tf.Tensor, scope: Scopes) -> tf.Tensor:
         h, loss = x, None
         for stage, layers in stages_of(self.marks):
             with stage():
+                if layers[0] == 0:
+                    h = self.giant.before(h)
                 for i in layers:
                     with scope(i):
                         h = self.layer(i, h)
+                    h = self.giant.after(i, h)
                     if "checkpoint" in self.marks and i % 2 and i < LAYERS - 1:
                         h = wh.checkpoint(h)
                 if layers[-1] == LAYERS - 1:
-                    loss = tf.reduce_mean((h - y) ** 2)
+                    loss = self.giant.loss(h, y)
         return loss
 
     def update(self, x: tf.Tensor, y: tf.Tensor, scope: Scopes) -> tf.Tensor:
         """One step of gradient descent with momentum; of sums over two batches, where these are accumulated."""
         with tf.GradientTape() as tape:
             loss = self.loss(x, y, scope)
-        slopes = tape.gradient(loss, self.weights)
+        slopes, of_tables = tape.gradient(loss, (self.weights, self.giant.tables))
+        self.giant.descend(of_tables)
         if "accumulated" not in self.marks:
             self.descend(slopes)
             return loss
@@ -102,8 +114,12 @@ class Net(tf.Module):
             m.assign(MOMENTUM * m + slope)
             w.assign_sub(RATE * m)
 
-    def trained_by(self, slopes: list[tf.Tensor]) -> tf.Operation:
-        """What ``update`` does with slopes, in a graph of TensorFlow 1."""
+    def trained_by(self, loss: tf.Tensor) -> tf.Operation:
+        """What ``update`` does, in a graph of TensorFlow 1."""
+        slopes = tf.gradients(loss, [*self.weights, *self.giant.tables])
+        return tf.group(self.dense_by(slopes[: len(self.weights)]), self.giant.trained_by(slopes[len(self.weights) :]))
+
+    def dense_by(self, slopes: list[tf.Tensor]) -> tf.Operation:
         if "accumulated" not in self.marks:
             optimizer = tf.compat.v1.train.MomentumOptimizer(RATE, MOMENTUM)
             return optimizer.apply_gradients(zip(slopes, self.weights))

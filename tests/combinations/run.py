@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,15 @@ def spread(features: Sequence[Feature], folder: str = "") -> tuple[float, str]:
     return worst[where], where
 
 
+def named(net: Net, values: Sequence[np.ndarray]) -> Values:
+    """Values of what is compared; names that Keras makes count what was made before, and several have the same."""
+    return {f"{re.sub('_[0-9]+', '', v.name)} {i}": value for i, (v, value) in enumerate(zip(net.kept, values))}
+
+
+def values_of(net: Net) -> Values:
+    return named(net, [v.numpy() for v in net.kept])
+
+
 @cache
 def alone(marks: frozenset[str], dtype: str) -> Values:
     """Losses and weights after some steps on one device."""
@@ -82,7 +92,7 @@ def alone(marks: frozenset[str], dtype: str) -> Values:
     step = tf.function(lambda x, y: net.update(x, y, lambda i: contextlib.nullcontext()))
     for x, y in batches(marks, dtype):
         losses.append(float(step(tf.constant(x), tf.constant(y))))
-    return {"losses": np.array(losses), **{w.name: w.numpy() for w in net.weights}}
+    return {"losses": np.array(losses), **values_of(net)}
 
 
 @cache
@@ -128,7 +138,7 @@ def _in_function(
         plan = next(iter(step._steps.values())).compiled.plan
         assert plan.logical_bytes > 0 or "auto" in marks, "nothing is divided"
         check_replicas()
-        return {"losses": np.array(losses), **{w.name: w.numpy() for w in net.weights}}
+        return {"losses": np.array(losses), **values_of(net)}
 
 
 def _as_passed(
@@ -163,7 +173,7 @@ def _in_session(
                 net = Net(marks, dtype)
                 x, y = (tf.compat.v1.placeholder(dtype, (None, *t.shape[1:])) for t in fed[0])
                 loss = net.loss(x, y, scopes_of(scoped))
-                train = net.trained_by(tf.gradients(loss, net.weights))
+                train = net.trained_by(loss)
                 saver = tf.compat.v1.train.Saver()
                 with wh.Session(graph=graph) as session:
                     session.run(tf.compat.v1.global_variables_initializer())
@@ -172,7 +182,7 @@ def _in_session(
                     losses.extend(session.run([loss, train], {x: a, y: b})[0] for a, b in fed)
                     if not path and folder:
                         path = saver.save(session, f"{folder}/saved")
-                    return dict(zip((w.name for w in net.weights), session.run(net.weights)))
+                    return named(net, session.run(net.kept))
 
     if folder:
         trained(plain, marks & OF_PROGRAM, frozenset(), 0, 1)
