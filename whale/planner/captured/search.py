@@ -93,7 +93,7 @@ class Search:
             return
         stages = choice.stages, choice.cuts
         if stages in self._needs_all:
-            self.lost.append(f"{choice.name}: cannot run: as with fewer micro-batches")
+            self.lost.append(f"{choice.name}: cannot run: as with another number of micro-batches")
             return
         try:
             way = predicted(plans, choice, self.to_beat_s())
