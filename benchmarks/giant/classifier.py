@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,6 +183,12 @@ def lines() -> list[Line]:
             small=partial(OfLosses, loss=name, classes=SMALL),
         )
         for name, moved in own
+    ]
+    accumulated = {"pipeline.num_micro_batch": 2}
+    found += [
+        replace(line, name=line.name.replace(", 200", ", 2 micro-batches, 200"), config=accumulated)
+        for line in found
+        if line.name.startswith(("CosFace, tensor_scatter_nd_update", "wh.losses.arcface"))
     ]
     one_way = (RANKS - 1) * (ROWS * WIDTH * FLOAT + ROWS * FLOAT + 2 * 2 * ROWS * FLOAT)
     right = partial(Right, head=one_hot, more=nothing)

@@ -176,7 +176,7 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
                     inside.reshape(-1)
                 ]
             if window.masked is not None and window.masked >= 0:
-                mine[window.masked] = window.zeroed(mine[window.masked], inside)
+                mine[window.masked] = window.masked_of(mine, inside)
         outs = evaluate(local.op or case.op, {**case.attrs, **local.attrs}, mine)
         if window is not None and window.masked == -1:
             outs = [window.zeroed(outs[0], inside), *outs[1:]]

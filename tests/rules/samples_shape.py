@@ -104,6 +104,9 @@ GATHERS = [
     case("ScatterNd", D([[1], [0], [3], [5], [8], [6], [10], [9]], "int32"), F(8), K([12]), **_BLOCKS, search=False),
     case("TensorScatterAdd", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
     case("TensorScatterMax", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
+    case("TensorScatterUpdate", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
+    case("ScatterNd", _counted(4, 3, 2), F(4, 3), K([4, 6]), **_BLOCKS, search=False),
+    case("TensorScatterMin", F(4, 6), _counted(4, 3, 2), F(4, 3), **_BLOCKS, search=False),
     case("OneHot", N(8, 3), K(4), D(1.0), D(0.5)), case("OneHot", N(8, 3), K(4), D(1.0), D(0.5), axis=0),
     case("OneHot", N(8), K(4), D(2.0), D(-1.0), axis=1),
     # Not searched: how many rows of a rank fall into a part depends on the data, and a layout has sizes.

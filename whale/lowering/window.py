@@ -11,7 +11,7 @@ import numpy as np
 from whale.ir.program import Ref
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter
-from whale.rules.base import Window
+from whale.rules.base import BLOCKS, Window
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
@@ -46,7 +46,8 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
 
 
 def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """The same for indices of several columns; what has rows of its own loses those that fall elsewhere."""
+    """The same for indices of several columns; what has rows of its own loses those that fall elsewhere, or keeps what
+    is there (elements alone, whose flags have their shape)."""
     source, t = inputs[window.indices], types[window.indices]
     shape = static_shape(t)
     *lead, columns = shape
@@ -68,6 +69,15 @@ def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: 
     spread = e.add(f"{name}/by_column", "Mul", (change, only), kind, (t,))
     local = e.add(f"{name}/local", "AddV2", (source, spread), kind, (t,))
     inputs[window.indices] = local
+    if (masked := window.masked) is not None and masked >= 0:
+        values = types[masked]
+        if window.old is None:
+            inputs[masked] = emit_zeroed(e, f"{name}/values", window, inputs[masked], values, inside, one)
+        else:
+            attrs = {"Tparams": DType(values.dtype), "Tindices": DType(t.dtype), BLOCKS: window.blocks}
+            there = e.add(f"{name}/there", "GatherNd", (inputs[window.old], local), attrs, (values,))
+            operands = (inside, inputs[masked], there)
+            inputs[masked] = e.add(f"{name}/values", "SelectV2", operands, {"T": DType(values.dtype)}, (values,))
     if window.rows is None:
         return inside
     count = math.prod(lead)

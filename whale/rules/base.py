@@ -71,6 +71,8 @@ class Window:
     ``runs`` is how many runs the dimension consists of; only one can be counted from an offset.
     With ``column``, the last dimension of the indices is a position in several dimensions, of which this one is cut;
     then what belongs to an index that falls elsewhere is left out, with its rows in the operands ``rows``, or zeroed.
+    With ``old``, elements of that operand at the positions that exist take the place of those that fall elsewhere; the
+    positions stay within ``blocks``.
     """
 
     indices: int
@@ -81,6 +83,8 @@ class Window:
     runs: int = 1
     column: int | None = None
     rows: int | None = None
+    old: int | None = None
+    blocks: int = 0
 
     def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(what the rank's node sees, whether it is inside); of indices with rows, what is not inside is to go."""
@@ -97,8 +101,19 @@ class Window:
 
     def zeroed(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
         """``values`` with zeros where the index falls elsewhere."""
+        return self._instead(values, inside, np.zeros((), values.dtype))
+
+    def masked_of(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
+        """The masked operand, of those whose indices are the rank's own."""
+        values = operands[self.masked or 0]
+        if self.old is None:
+            return self.zeroed(values, inside)
+        at = tuple(np.moveaxis(operands[self.indices], -1, 0))
+        return self._instead(values, inside, operands[self.old][at])
+
+    def _instead(self, values: np.ndarray, inside: np.ndarray, others: np.ndarray) -> np.ndarray:
         shape = (1,) * self.at + inside.shape + (1,) * (values.ndim - self.at - inside.ndim)
-        return np.where(inside.reshape(shape), values, np.zeros((), values.dtype))
+        return np.where(inside.reshape(shape), values, others)
 
 
 @dataclass(frozen=True, slots=True)

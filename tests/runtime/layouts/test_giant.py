@@ -35,6 +35,7 @@ SPARED = [
     "embedding split inside a stage",
     "experts in stages of 2 ranks, 2 micro-batches",
     "wh.losses.curricularface",
+    "wh.losses.arcface, 2 micro-batches",
     "wh.losses.partial_fc",
     "wh.losses.top_k_accuracy",
 ]

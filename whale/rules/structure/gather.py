@@ -3,10 +3,13 @@ comes from one rank, by the dimension that they index: the others contribute zer
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import numpy_dtype
+from whale.ir.values import numpy_dtype, static_shape
 from whale.rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
 from whale.rules.dims import axis, names, term, terms, times
 from whale.rules.notation import REPLICATED
@@ -45,6 +48,10 @@ def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0):
         return UNCHANGED
     return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at, runs=cut.blocks))
+
+
+# What these do to an element that they are given as it is changes nothing; the other scatters add.
+_KEEPS = frozenset({"TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"})
 
 
 def _depth(op: OpView) -> int | None:
@@ -99,9 +106,24 @@ def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         first[..., 0] += moved.reshape(-1, *(1,) * (first.ndim - 2))
         first = first.astype(numpy_dtype(op.inputs[indices].dtype))
         return Local(attrs={BLOCKS: len(own)}, moved={indices: first})
-    masked = -1 if rows is None else None
-    window = Window(indices, offset, count, masked, runs=cut.blocks, column=cut.dim, rows=rows)
-    return Local(attrs=apart, window=window)
+    whole = Window(indices, offset, count, -1, runs=cut.blocks, column=cut.dim)
+    if rows is None:
+        return Local(attrs={} if cut.dim else apart, window=whole)
+    if cut.dim and _can_stay(op, indices, rows):
+        # As many rows as before, in the same blocks, so that another axis, or micro-batches, can cut these.
+        old = 0 if op.node.op in _KEEPS else None
+        return Local(window=replace(whole, masked=rows, old=old, blocks=int(op.attr(BLOCKS))))
+    return Local(attrs=apart, window=replace(whole, masked=None, rows=rows))
+
+
+def _can_stay(op: OpView, indices: int, rows: int) -> bool:
+    """Whether elements that fall elsewhere can be written so that they change nothing: as zeros where they are added,
+    else as what is there, but not beside another one of their block. Longer rows are left out: that moves less memory.
+    """
+    at, elements = op.inputs[indices].shape, op.inputs[rows].shape
+    if not op.attr(BLOCKS, 0) or at is None or elements is None or len(elements) != len(at) - 1:
+        return False
+    return op.node.op != "TensorScatterUpdate" or math.prod(static_shape(op.inputs[indices])[:-1]) == op.attr(BLOCKS)
 
 
 def gather_nd(op: OpView) -> str:
