@@ -42,7 +42,7 @@ SAMPLE = [
     ("tensor", "interleaved", "micro-batches", "unequal shares", "7 rows"),
     ("tensor", "2 stages", "zb-h1", "experts", "table"),
     ("none dropped", "growing table", "classes", "unequal shares"),
-    ("zero 3", "table", "sampled classes", "7 rows"),
+    ("tensor", "zero 3", "table", "sampled classes", "7 rows"),
 ]
 
 

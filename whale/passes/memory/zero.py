@@ -29,6 +29,7 @@ from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.rules import rule_of
+from whale.rules.base import OWNED
 from whale.rules.graph import Use, called_functions, takes, uses_of_variables, view
 
 
@@ -185,9 +186,14 @@ def _common(
     return None
 
 
-def _can_take(use: Use, handle: str, placement: Placement, parts: int) -> bool:
-    """Whether an op can take a variable, and all that it updates together with it, as ``placement``."""
-    lying = [placement if name else B for name in use.handles]
+def _can_take(use: Use, handle: str, placement: Split, parts: int) -> bool:
+    """Whether an op can take a variable, and all that it updates together with it, as ``placement``.
+
+    Rows go to where a table has them under split scopes alone: here ids are those of the whole batch.
+    """
+    if OWNED in use.node.attrs and placement.dim == 0:
+        return False
+    lying: list[Placement] = [placement if name else B for name in use.handles]
     return all(takes(use.graph, use.node, i, lying, parts) for i, name in enumerate(use.handles) if name == handle)
 
 
