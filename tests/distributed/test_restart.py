@@ -85,3 +85,21 @@ def test_a_lone_rank_has_the_time_to_save_too(launcher: Launcher) -> None:
         output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and "saved" in output, errors
     assert errors.splitlines()[-1] == "whale run: stopped by SIGTERM; every rank has ended by itself with code 0"
+
+
+def test_an_elastic_run_that_loses_a_rank_after_its_last_step_has_failed(launcher: Launcher) -> None:
+    """Nobody goes on without it any more: what it alone would have saved is missing."""
+    script = launcher.script(
+        "import os, signal, time, tensorflow as tf, whale as wh\nwh.init(elastic=True)\n"
+        "with wh.replica():\n    total = wh.function(lambda x: tf.reduce_sum(x))(tf.ones((4, 2)))\n"
+        "if wh.rank() == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(2)\nprint('ends', float(total))"
+    )
+    done = launcher.run("-np", "2", script)
+    assert "[1] ends 8.0" in done.stdout, done.stderr
+    assert "the others go on without it" in done.stderr
+    assert done.returncode == 137
+    expected = (
+        "whale run: rank 0 was killed by SIGKILL after the last step of the run: what it was still to do, such as"
+    )
+    assert done.stderr.splitlines()[-1].startswith(expected), done.stderr

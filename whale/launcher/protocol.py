@@ -149,6 +149,7 @@ class FromScript(msgspec.Struct, frozen=True):
     freeze_s: float | None = None
     notice_s: float | None = None
     elastic: bool | None = None
+    members: tuple[int, ...] | None = None
     address: str | None = None
     start: str | None = None
     ready: bool | None = None

@@ -172,7 +172,8 @@ class Newcomers:
             name = self._places[rank]
             if had[name] > room.get(name, 0):
                 had[name] -= 1
-                self._ending.fail(ranks.Failure(rank, 1, f"has to leave: {name} is to hold fewer ranks", gone=True))
+                reason = f"has to leave: {name} is to hold fewer ranks"
+                self._ending.fail(ranks.Failure(rank, 1, reason, gone=True, wanted=True))
                 self._links[rank].send_signal(signal.SIGKILL)
         count = sum(host.slots for host in more)
         if not count:

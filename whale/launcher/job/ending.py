@@ -107,6 +107,16 @@ class Ending:
                 self._due.append((now_s + OWN_END_S, signal.SIGTERM))
             self._end_by_s(now_s + GRACE_S)
 
+    def settle(self) -> None:
+        """After the end: a rank without which nobody went on, since no more steps were taken, has failed."""
+        if self.stopped_by is not None:
+            return
+        for rank, failure in list(self.left.items()):
+            without = any(link.members and rank not in link.members for link in self._links.values())
+            if not without and not failure.wanted:
+                what = "after the last step of the run: what it was still to do, such as saving, is missing"
+                self.failures.append(dataclasses.replace(self.left.pop(rank), reason=f"{failure.reason} {what}"))
+
     def tell_others(self, rank: int | None, what: str, goes_on: bool = False) -> None:
         """Tells the scripts that still run what became of a rank, or of mpirun; ``what`` goes on after "rank 1"."""
         if goes_on:

@@ -337,6 +337,7 @@ class Job:
 
     def _conclude(self) -> int:
         self._printer.close()
+        self._ending.settle()
         known = {rank: link.counters for rank, link in self._links.items() if link.counters}
         if self._options.verbose and known:
             from whale.launcher.job import counters  # rich takes a moment to load

@@ -45,6 +45,7 @@ class Failure:
         traceback: text to show, or "".
         signal: the signal that killed the rank, or 0.
         gone: whether its process has been taken away, and the script itself did nothing wrong.
+        wanted: whether the run was asked to go on with fewer ranks.
     """
 
     rank: int | None
@@ -54,6 +55,7 @@ class Failure:
     traceback: str = ""
     signal: int = 0
     gone: bool = False
+    wanted: bool = False
 
     @property
     def who(self) -> str:
@@ -201,6 +203,7 @@ class RankLink:
         freeze_s: for how long it may be; 0 for as long as it likes.
         notice_s: how long its script has to save once it is told to end; 0 where it saves nothing then.
         elastic: its script goes on when other ranks are gone.
+        members: the ranks that the run was of when it last went on with others than before, as the script has them.
         address: where others reach it that were not started with it, or "".
         start: what all ranks of the run have begun with, where this one says it; or "".
         joining: its script is in wh.init, waiting for the others; None before, False after.
@@ -225,6 +228,7 @@ class RankLink:
     freeze_s: float = 0.0
     notice_s: float = 0.0
     elastic: bool = False
+    members: Sequence[int] = ()
     address: str = ""
     start: str = ""
     joining: bool | None = None
@@ -272,7 +276,7 @@ class RankLink:
 
     def take(self, message: FromScript) -> None:
         """Keeps what the script says of itself."""
-        for name in ("joining", "freeze_s", "notice_s", "elastic", "address", "start"):
+        for name in ("joining", "freeze_s", "notice_s", "elastic", "members", "address", "start"):
             if (said := getattr(message, name)) is not None:
                 setattr(self, name, said)
         self.end = message.end or self.end

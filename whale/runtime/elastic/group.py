@@ -189,6 +189,7 @@ class Group:
             context.outside.take_back()
             context.outside = None
         context.comms = () if comm is None else (comm,)
+        self._watch.tell({"members": self.members})
         self._made = [(old, ranks) for old, ranks in self._made if old is comm or not self._left(old, ranks)]
         context.comm_name = "" if comm is None else comm.name
         self.divide_data()

@@ -7,6 +7,7 @@ Between the script and the worker of `whale run` beside it goes a socket with li
                        {"start": ..., "history": [...], "rank": null}   first thing to a newcomer: all of that so far
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
                        {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see Elastic
+                       {"members": [0, 2]}      the run goes on with these: it has acted on who is gone or has come
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
                        {"counters": [...]}                                          what this rank has communicated
