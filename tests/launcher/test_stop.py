@@ -18,7 +18,8 @@ SLEEP = MEET + "meet('a')\nprint('up')\nwait_for_a_signal()"
 # A script that neither signals nor Python's own end can hurry, with a child of its own.
 STUBBORN = (
     MEET + "import signal, subprocess\n"
-    "def ignore(number, frame): print('ignored', number)\n"
+    # It may come while the line before it is written, inside of which nothing can be printed.
+    "def ignore(number, frame): os.write(1, b'ignored %d\\n' % number)\n"
     "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, ignore)\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nmeet('a')\nprint('up')\n"
     "while True: time.sleep(1)"
