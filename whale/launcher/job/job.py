@@ -192,9 +192,7 @@ class Job:
             deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
             if not self._complete:
                 deadlines_s.append(start_by_s)
-            if self._mpirun.ended:
-                deadlines_s.append(time.monotonic() + IDLE_S)
-            if self._printer.waits:
+            if self._mpirun.ended or self._printer.waits:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
             self._look_after_mpirun()  # before the ranks' connections break for the same reason
