@@ -16,6 +16,7 @@ from whale.launcher.job.progress import RunProgress
 LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 16
 _READ_S = 5.0
+_FREE_S = 1.0  # the client of an answered connection may come again before its thread has ended
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -79,8 +80,8 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begins a thread for a connection, while there are not too many."""
-        if self._free.acquire(blocking=False):
+        """Begins a thread for a connection, while there are not too many; waits a moment for one to end."""
+        if self._free.acquire(timeout=_FREE_S):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
